@@ -34,8 +34,8 @@ NAME = "lockstep"
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
-    """The process group that `init_process_group("lockstep")` and its subgroups get. Ranks in
-    errors are places in the group.
+    """The process group that `init_process_group("lockstep")` and its subgroups make. torch makes
+    it; do not make one yourself.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -1,35 +1,29 @@
-"""Everything that Lockstep raises on purpose.
+"""Every exception that Lockstep raises on purpose. Catch `LockstepError` to catch them all::
 
-    LockstepError                 something that Lockstep can put into a sentence
-    ├── UsageError                a value that the user gave cannot work; also a ValueError
+    LockstepError                 the base class
+    ├── UsageError                a value that you gave cannot work; also a ValueError
     │   └── TaskError             a task's name, its file, or what its task() returned
-    ├── BarrierTimeout            some ranks did not reach a barrier in time; `missing` says which
-    ├── CollectiveMismatch        ranks called different collectives; `number` says at which
-    ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says
-                                  which
-    ├── CorruptResult             a rank has computed, added up or received something wrong;
-                                  `parameter` and `ranks` say what and who
-    ├── DamagedCheckpoint         a checkpoint is not as it was written; `file` says which of its
-                                  files
-    ├── LoaderWorkerKilled        a process that loads data for this rank was killed; `signal` says
-                                  by what
-    ├── ReplicaDivergence         replicas that must be equal are not; `parameter` and `ranks` say
-                                  where
-    ├── UnusedParameters          parameters got no gradient on any rank; `names` says which
+    ├── BarrierTimeout            some ranks did not reach a barrier in time: `missing`
+    ├── CollectiveMismatch        ranks called different collectives, at number `number`
+    ├── CollectiveTimeout         some ranks did not come to a collective in time: `missing`
+    ├── CorruptResult             a rank computed, added or received something wrong:
+    │                             `parameter`, `ranks`
+    ├── DamagedCheckpoint         a checkpoint is not as it was written: `file`
+    ├── LoaderWorkerKilled        a process that loads data was killed by `signal`
+    ├── ReplicaDivergence         replicas that must be equal differ: `parameter`, `ranks`
+    ├── UnusedParameters          parameters got no gradient on any rank: `names`
     ├── ScheduleError             a schedule of a collective does not do what it claims
-    ├── LateGradient              a gradient arrived for a bucket that had already left
-    ├── PeerFailed                this rank is well, another one has failed or gone; the cause is
-                                  told there
-    ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback`
-                                  say where
-    └── LaunchTimeout             ranks started by `lockstep.launch` were still running at its
-                                  timeout; also a TimeoutError
+    ├── LateGradient              a gradient arrived for a bucket that had been sent already
+    ├── PeerFailed                this rank works, another one has failed
+    ├── WorkerFailed              a rank of `lockstep.launch` failed: `rank`, `traceback`
+    └── LaunchTimeout             ranks of `lockstep.launch` were running at its timeout:
+                                  `running`; also a TimeoutError
 
-Beside them, `Preempted` ends a process as sys.exit(75) does: a training was asked to stop, and has
-saved.
+`Preempted` is no LockstepError: it ends a process as sys.exit(75) does, after a training was asked
+to stop and has saved.
 
-Each has a code. Its sentence, cause and fix stand in errors.toml, and `lockstep explain CODE` prints
-them.
+Each error has a code. `lockstep explain CODE` prints its message, cause and fix, which stand in
+errors.toml.
 """
 
 from __future__ import annotations
@@ -47,19 +41,24 @@ _SAID = re.compile(rf" \[({_CODE.pattern})\](?=\n|$)")
 
 
 class ExitCode(IntEnum):
-    """What the commands exit with; a worker killed by signal n gives 128 + n."""
+    """What the commands exit with. A worker that signal n killed gives 128 + n.
+
+    Attributes:
+        OK: 0.
+        FAILED: 1, the training or the check failed.
+        USAGE: 2, a value cannot work.
+        PREEMPTED: 75, asked to stop, and saved: the same command resumes. A scheduler may put the
+            job into its queue again.
+        HANG: 76, a rank was waited for longer than is allowed.
+        NO_CHECKPOINT: 77, --resume was given, and there is no whole checkpoint.
+    """
 
     OK = 0
     FAILED = 1
     USAGE = 2
     PREEMPTED = 75
-    """Asked to stop, and saved: the same command goes on. (EX_TEMPFAIL: a scheduler may put the
-    job into its queue again.)
-    """
     HANG = 76
-    """A rank was waited for longer than is allowed."""
     NO_CHECKPOINT = 77
-    """--resume, and there is none that is whole."""
 
 
 class LockstepError(RuntimeError):
@@ -83,7 +82,11 @@ class LockstepError(RuntimeError):
         self._place = ""
 
     def within(self, place: str) -> Self:
-        """The same error, with where it was found before its sentence."""
+        """The same error, with a place before its sentence.
+
+        Args:
+            place: where the value was found.
+        """
         self._place = f"{place}: {self._place}"
         return self
 
@@ -104,7 +107,7 @@ class LockstepError(RuntimeError):
 
 
 def catalog() -> Mapping[str, Mapping[str, str]]:
-    """By code: message, cause and fix of every error."""
+    """Message, cause and fix of every error, by its code."""
     import tomllib  # only what explains errors needs it
 
     rooms = tomllib.loads(_entries())
@@ -138,7 +141,12 @@ class _Sentences(Formatter):
 
 
 def sentence(code: str, values: Mapping[str, Any]) -> str:
-    """The message of an entry, with these values."""
+    """The message of an error.
+
+    Args:
+        code: of the error.
+        values: what the message names.
+    """
     try:
         return _Sentences().vformat(entry_of(code)["message"], (), values)
     except (OSError, LookupError):  # not installed whole: the values still say what was wrong
@@ -146,17 +154,15 @@ def sentence(code: str, values: Mapping[str, Any]) -> str:
 
 
 class LockstepWarning(UserWarning):
-    """Something that Lockstep did and that you may not have meant. Said once."""
+    """Lockstep did something that you may not have meant. It is said once."""
 
 
 class UsageError(LockstepError, ValueError):
-    """A value that the user gave cannot work. The commands print it without a traceback and exit
-    with 2.
-    """
+    """A value that you gave cannot work. Commands print no traceback, and exit with 2."""
 
 
 class TaskError(UsageError):
-    """A task cannot be found, its file has no `task()`, or `task()` returned something else."""
+    """A task was not found, its file has no `task()`, or `task()` returned something else."""
 
 
 class BarrierTimeout(LockstepError):

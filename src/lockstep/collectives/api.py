@@ -107,8 +107,37 @@ def all_reduce(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Tensor | Work:
-    """Replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks, in place;
-    return it, or a handle.
+    """Replace `tensor` on every rank by the sum over all ranks, in place.
+
+    Example::
+
+        total = lockstep.collectives.all_reduce(torch.tensor([1.0, 2.0]))
+        handle = lockstep.collectives.all_reduce(total, "max", async_op=True)
+        largest = handle.wait()
+
+    Args:
+        tensor: of any shape and any dtype that torch adds up, the same on all ranks.
+        op: "sum", "mean", "max", "min", "prod" or a torch ReduceOp. A mean divides once, at the
+            end; integers have none.
+        algorithm: "native" is the backend's own collective. "central" (one rank after the other),
+            "ring", "tree", "recursive_doubling", "halving_doubling", "direct", "hierarchical",
+            "doubling" and "halving" are written out and run over messages. "shared_memory" needs
+            all ranks on one CPU host; it has all_reduce, broadcast, all_gather and reduce_scatter.
+            "auto" chooses.
+        group: a `Group`, as `World.subgroup` gives it, a torch process group, or None for all
+            ranks.
+        async_op: return a handle at once; `handle.wait()` gives the result. Nothing may touch the
+            tensors before that. All ranks start the same collectives in the same order.
+
+    Returns:
+        `tensor`, or a handle with `async_op`.
+
+    Raises:
+        UsageError: a value that cannot work, such as an algorithm that this collective does not
+            have.
+        CollectiveMismatch: on all ranks of one host, where they call different collectives, or give
+            different shapes or dtypes. Nothing is sent then.
+        PeerFailed: another rank has died.
     """
     return _start("all_reduce", tensor, (_op(op),), algorithm, group, async_op)  # type: ignore[no-any-return]
 
@@ -122,8 +151,18 @@ def broadcast(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """Replace `tensor` on every rank by that of rank `root` of the group, in place; return it,
-    or a handle.
+    """Replace `tensor` on every rank by the tensor of rank `root`, in place.
+
+    Args:
+        tensor: of any dtype and any shape, the same on all ranks.
+        root: the rank that sends, as a place in the group.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        `tensor`, or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("broadcast", tensor, (root,), algorithm, group, async_op)
 
@@ -138,8 +177,19 @@ def reduce(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """Replace `tensor` on rank `root` by the sum (mean, ...) over all ranks; on the others it
-    stays as it is. Return it, or a handle.
+    """Replace `tensor` on rank `root` by the sum over all ranks. The others keep theirs.
+
+    Args:
+        tensor: of any shape, the same on all ranks.
+        root: the rank that receives, as a place in the group.
+        op: as for `all_reduce`.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        `tensor`, or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("reduce", tensor, (root, _op(op)), algorithm, group, async_op)
 
@@ -153,11 +203,20 @@ def all_gather(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """Every rank's tensor, joined along dim 0 in the order of ranks (0-d: one element a rank), or
-    with `as_list` one tensor for each.
+    """Collect every rank's tensor on every rank.
 
-    Dim 0 may have another length on each rank, which costs one small message more to find out. Or a
-    handle, with `async_op`.
+    Args:
+        tensor: of shape [n, ...], where n may differ between the ranks at the cost of one small
+            message; or 0-d.
+        as_list: return one tensor for each rank.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        The tensors joined along dim 0 in the order of ranks (0-d: one element a rank), or a list of
+        them; or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
 
     def shaped(pieces: list[Tensor]) -> Any:
@@ -177,11 +236,21 @@ def reduce_scatter(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """This rank's rows of the sum (mean, ...) over all ranks, as a new tensor, or a handle.
-    `tensor` stays as it is.
+    """Add up `tensor` over all ranks, and give each rank its rows of the sum.
 
-    Rows are cut as `torch.tensor_split` cuts them: where their number does not divide, the first
-    ranks get one more.
+    Rows are cut as `torch.tensor_split` cuts them: the first ranks get one row more where the
+    number of ranks does not divide n.
+
+    Args:
+        tensor: of shape [n, ...], the same on all ranks. It stays as it is.
+        op: as for `all_reduce`.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        This rank's rows as a new tensor, or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("reduce_scatter", tensor, (_op(op),), algorithm, group, async_op)
 
@@ -195,8 +264,18 @@ def scatter(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """This rank's tensor of the list that rank `root` gives, one for each rank, or a handle. The
-    others give None. Shapes may differ.
+    """Give each rank its tensor of a list that rank `root` has.
+
+    Args:
+        tensors: on `root` a list with one tensor for each rank, elsewhere None. Shapes may differ.
+        root: the rank that sends, as a place in the group.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        This rank's tensor, or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("scatter", tensors, (root,), algorithm, group, async_op)
 
@@ -210,8 +289,18 @@ def gather(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """On rank `root` a list of every rank's tensor, elsewhere None; or a handle. Dim 0 may have
-    another length on each rank.
+    """Collect every rank's tensor on rank `root`.
+
+    Args:
+        tensor: of shape [n, ...]; n may differ between the ranks.
+        root: the rank that receives, as a place in the group.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        On `root` a list with one tensor for each rank, elsewhere None; or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("gather", tensor, (root,), algorithm, group, async_op)
 
@@ -224,8 +313,17 @@ def all_to_all(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """A list of what each rank has for this one, or a handle: `tensors[r]` goes to rank r of the
-    group. Shapes may differ, the dtype not.
+    """Send one tensor from each rank to each rank.
+
+    Args:
+        tensors: `tensors[r]` goes to rank r of the group. Shapes may differ, the dtype may not.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        A list with what each rank has sent to this one, or a handle with `async_op`.
+
+    Raises:
+        UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
     """
     return _start("all_to_all", tensors, (), algorithm, group, async_op)
 

@@ -152,13 +152,17 @@ class NativeWork:
 
 
 class Group:
-    """Some ranks and the collectives among them. Made by a `World`, which forgets it when it
-    closes.
+    """Some ranks of a world, and the collectives among them.
 
-    `ranks` are the members' ranks in the world, `rank` is this process's place among them, `number`
-    that of the last collective issued, `bytes_sent` what this rank has sent so far: a ring's share
-    for native collectives (what they really put on the wire is the backend's affair), counted
-    message by message for hand-written ones.
+    `World.subgroup` makes one, and so does `Group.of` from a torch process group. Give it to a
+    collective as `group`.
+
+    Attributes:
+        ranks: the members' ranks in the world.
+        rank: this process's place among them.
+        number: of the last collective that was started.
+        bytes_sent: what this rank has sent so far. For collectives of the backend it is a ring's
+            share, whatever the backend really does.
     """
 
     _of_process_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Group]] = WeakKeyDictionary()
@@ -213,7 +217,11 @@ class Group:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
-        """The Group of a torch process group: always the same one, so that numbers go on."""
+        """The Group of a torch process group: always the same object.
+
+        Args:
+            process_group: this process must be a member.
+        """
         group = cls._of_process_group.get(process_group)
         if group is None:
             in_torch = dist.distributed_c10d._world.pg_map

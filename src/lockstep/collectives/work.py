@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
+    """A collective that has been started. Nothing may touch its tensors before `wait()` has
+    returned.
+    """
 
     def wait(self, timeout: timedelta | None = None) -> object: ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.config import knob
+from lockstep.config.documented import documented
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
 STYLES = ("colwise", "rowwise")
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """All of it is optional: most models can be cut without. Raises TaskError."""
+    """Where a model may be cut, for `Task.parts`. All of it is optional: most models can be cut
+    without. Only a training with --mesh reads it.
+
+    Raises TaskError for a value that cannot work.
+    """
 
     layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     """model -> modules of it that, one applied after the other, are the model: for a forward

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from lockstep.config import knob
 from lockstep.config.balance import Balance
+from lockstep.config.documented import documented
 from lockstep.config.knob import Knob
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
@@ -31,10 +32,13 @@ SCHEDULE = "1f1b"
 SPLIT: Split = "time"
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Parallelism):
-    """How a task is trained, as far as a user may choose it. Raises UsageError, naming the
-    option, for values that cannot work.
+    """How a task is trained, as far as a user may choose it; docs/reference/options.md has the same
+    options.
+
+    Raises UsageError, naming the option, for a value that cannot work.
     """
 
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own", common=True)] = (
@@ -112,7 +116,14 @@ class Config(Parallelism):
             check_parts(self.mesh, self.precision, compile=self.compile)
 
     def replaced(self, changes: Mapping[str, Any]) -> Self:
-        """With other values, by their names. Raises UsageError for a name that there is not."""
+        """The same with other values.
+
+        Args:
+            changes: values by the names of fields.
+
+        Raises:
+            UsageError: a name that there is not, or a value that cannot work.
+        """
         knob.known(knob.knobs(type(self)), changes, "config")
         return replace(self, **changes)
 

@@ -36,6 +36,10 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
 class EarlyStopping:
     """Stop when `metric` has not improved for `patience` evaluations in a row. All ranks stop
     together.
+
+    Example::
+
+        lockstep.EarlyStopping(metric="loss", mode="min", patience=3)
     """
 
     metric: str
@@ -57,11 +61,23 @@ def _first(batch: Any) -> tuple[Any, ...]:
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A piece of training, defined once. `lockstep train my_task.py` calls the file's `task()` and
-    expects one of these.
+    """A piece of training, defined once. `lockstep train my_task.py` calls the file's `task()`,
+    which returns one of these.
 
-    Raises TaskError, naming the field, for values that cannot work. It does not touch the model or
-    the data beyond their lengths.
+    Only the lengths of the data are looked at here; the model is built later. Raises TaskError,
+    naming the field, for a value that cannot work.
+
+    Example::
+
+        def task(lr=0.1):
+            return lockstep.Task(
+                model=Net,
+                train_data=dataset,
+                loss=lambda output, batch: (((output - batch[1]) ** 2).sum(), len(output)),
+                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+                global_batch=64,
+                micro_batch=16,
+            )
     """
 
     model: Callable[[], nn.Module]

@@ -32,46 +32,50 @@ from lockstep.runtime import status
 
 
 class Loader(WindowLoader[Epoch]):
-    """Loads a map-style `dataset` as windows: the micro-batches of one optimizer step that are this
-    rank's.
+    """Loads `dataset` as windows: this rank's micro-batches of one optimizer step.
 
-    Sizes belong to the training, the number of ranks does not. `depends_on_world_size` says where
-    it does, and `describe()`, the line to print.
+    The sizes belong to the training; the number of ranks only decides who loads what.
+    `depends_on_world_size` tells where it decides more, and `describe()` gives the line to print.
+    Nothing is padded: a short last step keeps its true size.
 
-    torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index),
-    in the workers as in this process, whose own random states are left alone. Never pads: a ragged
-    tail keeps its true size.
+    torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index).
+    The random states of this process do not change.
 
-    An iterable dataset gives a StreamLoader (data/iterable/stream_loader.py), which has the same methods.
+    Example::
+
+        loader = lockstep.Loader(dataset, global_batch=64, micro_batch=16)
+        for epoch in loader.epochs(10):
+            for window in epoch:
+                for x, y in window:  # this rank's micro-batches, possibly none
+                    ...
 
     Args:
-        dataset: map-style, or iterable.
-        order: what comes when, in place of `shuffle`: an Order of lockstep.data.orders, whose
-            positions are cut in the same way; a torch Sampler, which is asked for the whole epoch
-            on every rank; or, with `micro_batches`, something that makes the micro-batches itself:
-            a Batches or a torch batch sampler.
+        dataset: map-style; or iterable, which gives a StreamLoader with the same methods.
+        order: the order of samples, in place of `shuffle`: an order of lockstep.data.orders; a
+            torch Sampler, which every rank asks for the whole epoch; or, with `micro_batches`,
+            something that makes the micro-batches itself, such as ByLength or a torch batch
+            sampler.
         global_batch: samples of a step, over all ranks.
-        batch_per_rank: in place of `global_batch`: the step grows with the ranks (weak scaling),
-            another recipe at every world size.
-        micro_batch: samples of a forward. Without, every rank has one micro-batch a step, as with
-            plain DDP: then what BatchNorm and dropout see depends on the number of ranks.
+        batch_per_rank: in place of `global_batch`: the step then grows with the number of ranks
+            (weak scaling), and the training depends on it.
+        micro_batch: samples of a forward. Without it every rank has one micro-batch a step, as with
+            plain DDP; what BatchNorm and dropout see then depends on the number of ranks.
         micro_batches: micro-batches of a step, for an `order` that makes them itself.
         seed: keys the order and the randomness of samples.
-        shuffle: whether every epoch has an order of its own, the default without `order`.
-        num_workers: processes that load for this rank, as DataLoader's; they live as long as the
-            Loader, and a rank without samples starts none.
-        pin_memory: as DataLoader's; default: where the device is a GPU.
-        collate_fn: as DataLoader's: list of samples -> batch.
+        shuffle: give every epoch an order of its own; the default without `order`.
+        num_workers: processes that load for this rank, as DataLoader's. They live as long as the
+            Loader. A rank without samples starts none.
+        pin_memory: as DataLoader's. Default: where the device is a GPU.
+        collate_fn: list of samples -> batch, as DataLoader's.
         drop_last: leave out the short last step, on all ranks.
-        device: where batches arrive; default: this rank's. A GPU's are fetched and copied one
-            window ahead.
-        rank: default: torch's process group's.
-        size: how many ranks there are; default: torch's process group's.
-        balance: for ranks of different speed: a number for each rank, in proportion to which
-            micro-batches are dealt out; or "auto": shares follow what a Stepper measures, from
-            window to window. Only who computes what depends on it. A resumed run begins evenly
-            again.
-        sharding: of an iterable dataset: who divides it.
+        device: where batches arrive. Default: this rank's device. For a GPU they are fetched and
+            copied one window ahead.
+        rank: this process's number. Default: torch's process group's.
+        size: the number of ranks. Default: torch's process group's.
+        balance: for ranks of different speed. A number for each rank shares micro-batches in that
+            proportion; "auto" follows what a Stepper measures. Only who computes what depends on
+            it. A resumed run begins with equal shares.
+        sharding: for an iterable dataset: who divides it.
 
     Raises:
         UsageError: an empty dataset, sizes that cannot be cut, a rank that does not exist,
@@ -174,19 +178,17 @@ class Loader(WindowLoader[Epoch]):
 
     @property
     def plan(self) -> Plan:
-        """How the next epoch is cut into steps: equal for all epochs, but with an order that
-        makes the micro-batches itself.
-        """
+        """How the next epoch is cut into steps."""
         return self.batch_plan.plan(self._position.epoch)
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """How many of a full step's micro-batches each rank has now; empty: evenly."""
+        """How many of a full step's micro-batches each rank has now; empty: equal shares."""
         return self._fixed if self.balancer is None else self.balancer.by_rank
 
     @property
     def share(self) -> range:
-        """The slots of a full step that are this rank's now."""
+        """The slots of a full step that this rank has now."""
         return self._first.share(self.rank, self.size)
 
     @property
@@ -195,10 +197,8 @@ class Loader(WindowLoader[Epoch]):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What must be equal on all ranks for their windows to fit together, by name; a foreign
-        sampler's order is in it as a digest.
-
-        Always the same object. A Stepper compares it among the ranks in its first step.
+        """What must be equal on all ranks so that their windows fit together, by name. A Stepper
+        compares it in its first step.
         """
         if self._recipe is None:
             shared = {
@@ -219,8 +219,11 @@ class Loader(WindowLoader[Epoch]):
         return self.plan.steps_per_epoch
 
     def describe(self, owner: str = "rank") -> str:
-        """One line: how the global batch is cut and shared among `owner`s, and whether that
-        depends on the world size.
+        """One line: how the global batch is cut and shared, and whether that depends on the world
+        size.
+
+        Args:
+            owner: the word for a rank in that line.
         """
         line = self.batch_plan.describe(self.size, owner, self.by_rank)
         return self._described(line + ", by measured speed" * (self.balancer is not None))
@@ -231,13 +234,12 @@ class Loader(WindowLoader[Epoch]):
             yield Epoch(self, number, first.place if number == first.epoch else 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands in the data: {"epoch", "step_in_epoch", "step", "fingerprint"},
-        of the first step not yet done.
+        """The place in the data: {"epoch", "step_in_epoch", "step", "fingerprint"} of the next
+        step.
 
-        The window last handed out counts as done, so take the state after its `stepper.step()`, not
-        before; fetched ahead counts nothing. After an epoch's last window it is the beginning of
-        the next epoch. It is the same on every rank, plain JSON, and valid for any number of ranks
-        and of loader workers.
+        The window that was handed out last counts as done: call this after its `stepper.step()`.
+        The state is the same on every rank, plain JSON, and valid for any number of ranks and of
+        loader workers.
         """
         at = self._position
         # an epoch whose order is known without running ahead of a foreign sampler
@@ -251,12 +253,17 @@ class Loader(WindowLoader[Epoch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is
-        under way ends.
+        """Continue where `state_dict` was taken: the next `epochs(n)` begins there.
 
-        Takes no time for an order of Lockstep's; a foreign sampler repeats the epoch's indices, no
-        sample is fetched. Raises UsageError, naming what differs, for the state of another dataset,
-        order, seed or batch sizes.
+        An order of Lockstep's takes no time. A sampler of another library repeats the epoch's
+        indices; no sample is fetched.
+
+        Args:
+            state: from `state_dict`, at any number of ranks.
+
+        Raises:
+            UsageError: the state of another dataset, order, seed or batch sizes, naming what
+                differs.
         """
         position, step = read_state(state, self._fingerprint, self._digest)
         first = step - position.place

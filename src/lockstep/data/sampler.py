@@ -30,29 +30,36 @@ Split = Literal["interleaved", "blocks"]
 class DistributedSampler(Sampler[int]):
     """torch's DistributedSampler, index for index, with `split="blocks"` besides.
 
-    Every rank draws the same order from (seed + epoch), pads it by repeating it from its head until
-    it divides by the number of ranks (or, with `drop_last`, cuts it until it does), and takes its
-    part. Call `set_epoch` before each epoch: iterating does not advance it, so every epoch would
-    repeat the order.
+    Every rank draws the same order from (seed + epoch). The order is padded from its own start
+    until it divides by the number of ranks, or cut with `drop_last`. Each rank takes its part.
 
-    Prefer a `lockstep.Loader` where you can: it advances the epoch by itself, gives the same
-    batches at every world size and needs no padding, which trains some samples twice and, in an
-    evaluation, counts them twice.
+    Prefer a `lockstep.Loader`: it advances the epoch by itself, gives the same batches at every
+    world size, and needs no padding. Padding trains some samples twice, and counts them twice in an
+    evaluation.
+
+    Example::
+
+        sampler = lockstep.DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                ...
 
     Args:
-        dataset: map-style; only its length is asked for.
-        num_replicas: how many ranks share it; default: torch's process group's, 1 without one.
-        rank: this one's number; default: torch's process group's, 0 without one.
-        shuffle: whether each epoch has an order of its own.
-        seed: what the orders are drawn from, with the epoch; equal on all ranks.
-        drop_last: leave out up to num_replicas - 1 samples an epoch; the short last batch is
-            DataLoader's `drop_last`, another matter.
+        dataset: map-style; only its length is used.
+        num_replicas: the number of ranks. Default: torch's process group's, 1 without one.
+        rank: this one's number. Default: torch's process group's, 0 without one.
+        shuffle: give each epoch an order of its own.
+        seed: keys the orders, with the epoch; equal on all ranks.
+        drop_last: leave out up to num_replicas - 1 samples an epoch. DataLoader's own `drop_last`
+            leaves out the short last batch.
         split: "interleaved": rank r has every num_replicas-th sample; "blocks": one block for each
             rank.
 
     Raises:
-        UsageError: a rank that does not exist, an unknown split, an empty dataset or one without a
-            length.
+        UsageError: a rank that does not exist, an unknown split, or a dataset that is empty or has
+            no length.
     """
 
     def __init__(
@@ -95,7 +102,12 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next: the order is a function of seed + epoch."""
+        """Say which epoch comes next. Call it before each epoch: without it all epochs have one
+        order.
+
+        Args:
+            epoch: from 0; the order is a function of seed + epoch.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -89,11 +89,15 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[AnyEpoch]:
         """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time:
-        beginning one ends any other.
+        the next one ends it.
 
-        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
-        state was taken. The length of a stream's epoch is not known before its end, so its steps
-        are counted as they are walked.
+        The length of a stream's epoch is not known before its end; its steps are counted as they
+        are walked.
+
+        Args:
+            count: the number of epochs of the whole training.
+            start: the first one. Default: 0; after `load_state_dict` the epoch, and the step in it,
+                where that state was taken.
         """
         whole("count", count, 0)
         return self._epochs(count, start if start is None else whole("start", start, 0))

@@ -86,7 +86,12 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         self.register_load_state_pre_hook(self._load)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; a `lockstep.Loader` becomes what gives this rank's batches."""
+        """As Accelerate's. A `lockstep.Loader` becomes what gives this rank's batches.
+
+        Args:
+            args: models, optimizers, loaders and schedulers.
+            device_placement: as for Accelerate.
+        """
         ours = [self._batches(each) if isinstance(each, WindowLoader) else each for each in args]
         return super().prepare(*ours, device_placement=device_placement)
 
@@ -121,7 +126,11 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As Accelerate's. Where a Loader is walked, it has decided already."""
+        """As Accelerate's. Where a Loader is walked, the Loader decides.
+
+        Args:
+            models: as for Accelerate.
+        """
         with nullcontext() if self._at else super().accumulate(*models):
             yield
 

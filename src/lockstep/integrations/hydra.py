@@ -42,11 +42,19 @@ class OneOutputDirectory(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Hydra calls this before it makes the directory of a single run."""
+        """Hydra calls this before it makes the directory of a single run.
+
+        Args:
+            config, kwargs: Hydra's.
+        """
         _agree(config, "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Hydra calls this before it makes the directory of a multirun."""
+        """Hydra calls this before it makes the directory of a multirun.
+
+        Args:
+            config, kwargs: Hydra's.
+        """
         _agree(config, "hydra.sweep.dir")
 
 

@@ -61,8 +61,10 @@ _WITHOUT_MEANING = {
 class LockstepEnvironment(ClusterEnvironment):
     """The ranks of `lockstep run`, torchrun, srun or mpirun; one rank without any of them.
 
-    Lightning starts no process of its own. Raises UsageError where `devices` and `num_nodes` of
-    the Trainer speak of another number of ranks than there are.
+    Lightning starts no process of its own.
+
+    Raises:
+        UsageError: `devices` and `num_nodes` of the Trainer say another number of ranks.
     """
 
     def __init__(self) -> None:
@@ -91,10 +93,18 @@ class LockstepEnvironment(ClusterEnvironment):
         return self.place.node
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has set it."""
+        """Lightning calls it; the launcher has set the number already.
+
+        Args:
+            size: the number of ranks.
+        """
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has set it."""
+        """Lightning calls it; the launcher has set the number already.
+
+        Args:
+            rank: this process's number.
+        """
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if num_devices * num_nodes != self.place.size:
@@ -142,20 +152,24 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
 
 class LockstepStrategy(_OnLockstep, DDPStrategy):
-    """For `Trainer(strategy=...)`: Lightning's DDPStrategy with Lockstep's wrapper.
+    """Lightning's DDPStrategy with Lockstep's wrapper, for `Trainer(strategy=...)`.
 
-    A `training_step` that returns {"loss": mean, "weight": count} has the mean over all that is
-    counted, on all ranks and over all batches that are accumulated. With a `lockstep.Loader` the
-    weight is by default the number of samples. Without either, it is the mean of the ranks' means.
-    What was saved was compared before; so is what is there at the end.
+    A `training_step` that returns {"loss": mean, "weight": count} trains on the mean over all that
+    is counted, on all ranks and in all batches that are accumulated. With a `lockstep.Loader` the
+    weight is the number of samples by default. Without either, it is the mean of the ranks' means.
+    Replicas are compared before each save, and at the end.
+
+    Example::
+
+        trainer = Trainer(strategy=LockstepStrategy(), accelerator="cpu", devices=2)
 
     Args:
         timeout: the longest that one collective may take.
-        options: accelerator, parallel_devices, checkpoint_io and precision_plugin, as of
+        options: accelerator, parallel_devices, checkpoint_io and precision_plugin, as for
             Lightning's class; all others are keywords of `lockstep.DistributedDataParallel`.
 
     Raises:
-        UsageError: an argument of Lightning's DDPStrategy without a meaning here.
+        UsageError: an argument of Lightning's DDPStrategy that has no meaning here.
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
@@ -243,19 +257,24 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
 
 
 class Batches(RankBatches):
-    """A `lockstep.Loader` as the Trainer walks one: this rank's batch of each step.
+    """A `lockstep.Loader` as Lightning's Trainer walks one: this rank's batch of each step.
+
+    Lightning saves its place with each checkpoint, and a resume may have another number of ranks.
+    In training, a rank without a sample in a short last step gets another rank's batch, with weight
+    0.
+
+    Example::
 
         def train_dataloader(self):
             return Batches(lockstep.Loader(dataset, global_batch=64))
 
-    Lightning saves its place with each checkpoint; a resume may have another number of ranks.
-    In training a rank that has no sample in a short last step gets another rank's batch, with
-    weight 0.
+    Args:
+        loader: over a map-style data set, with at most one micro-batch for each rank in a step.
 
     Raises:
-        UsageError: a stream, or more micro-batches in a step than ranks; at the first batch: ranks
-            without samples in the last step, where the loader is not LockstepStrategy's for
-            training.
+        UsageError: a stream, or more micro-batches in a step than ranks. At the first batch: ranks
+            without samples in the last step, where the loader is not the one that LockstepStrategy
+            trains with.
     """
 
     host = "Lightning's Trainer"
@@ -283,8 +302,11 @@ class Batches(RankBatches):
 
 
 class LockstepFabricStrategy(_OnLockstep, FabricDDP):
-    """For `Fabric(strategy=...)`: Fabric's DDPStrategy with Lockstep's wrapper, in a loop of your
-    own. It takes the arguments of LockstepStrategy, with `precision` for `precision_plugin`.
+    """Fabric's DDPStrategy with Lockstep's wrapper, for `Fabric(strategy=...)` and a loop of your
+    own.
+
+    Args:
+        options: as for `LockstepStrategy`, with `precision` in place of `precision_plugin`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -35,15 +35,17 @@ _Way = tuple[str | int, ...]  # the keys that lead to a value
 
 
 class LockstepCheckpointIO(CheckpointIO):
-    """Writes what Lightning or Fabric saves as a folder of safetensors and JSON, atomically.
+    """Writes what Lightning or Fabric saves as a folder of safetensors and JSON, whole or not at
+    all.
 
-    Dictionaries, lists, tuples, sets, numbers, text, bytes and tensors come back as they were, an
-    OrderedDict as a dict. Hyper-parameters that are objects, such as a module, are refused.
-    `LightningModule.load_from_checkpoint` reads files of torch.save only: load model.safetensors.
+    Dictionaries, lists, tuples, sets, numbers, text, bytes and tensors come back as they were; an
+    OrderedDict comes back as a dict. Hyper-parameters that are objects, such as a module, are
+    refused. `LightningModule.load_from_checkpoint` reads only files of torch.save: load
+    model.safetensors.
 
     Raises:
-        UsageError: a value that JSON and safetensors cannot hold, naming where it stands; a URL;
-            a file of torch.save.
+        UsageError: a value that JSON and safetensors cannot hold, naming its place; a URL; a file
+            of torch.save.
         DamagedCheckpoint: on loading, a file is not as it was written, naming it.
         LockstepError: it could not be written.
     """
@@ -81,8 +83,12 @@ class LockstepCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What was saved, on the CPU or the device `map_location`. `weights_only` changes nothing:
-        nothing is unpickled.
+        """What was saved.
+
+        Args:
+            path: the folder.
+            map_location: the device of the tensors. Default: the CPU.
+            weights_only: no effect; nothing is unpickled.
         """
         place = _local(path)
         if place.is_file():

@@ -30,7 +30,7 @@ except ImportError as error:
 
 
 class LockstepConfig(TorchConfig):
-    """Ray Train's TorchConfig, for train functions that use Lockstep. It takes the same arguments.
+    """Ray Train's TorchConfig, for train functions that use Lockstep.
 
     On every worker, before the process group is opened:
 
@@ -38,9 +38,16 @@ class LockstepConfig(TorchConfig):
       NCCL_SOCKET_IFNAME is set;
     - `timeout_s` is also the limit of Lockstep's own collectives and barriers.
 
-    Before the train function runs, GROUP_RANK tells Lockstep the number of the node. When it ends,
-    its World is closed. Signals, restarts and the choice of nodes are Ray's: no signal handler is
-    installed, and `StepResult.stop` stays false.
+    Before the train function runs, GROUP_RANK tells Lockstep the number of the node. When the
+    function ends, its World is closed. Ray handles signals, restarts and the choice of nodes: no
+    signal handler is installed, and `StepResult.stop` stays false.
+
+    Example::
+
+        trainer = TorchTrainer(train, torch_config=LockstepConfig(), scaling_config=scaling)
+
+    Args:
+        backend, init_method, timeout_s: as for TorchConfig.
     """
 
     @property

@@ -65,12 +65,15 @@ def _check(args: TrainingArguments) -> None:
 
 
 class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """What makes a Trainer's training that of one process: for a class of yours,
-    `class Mine(LockstepTraining, SFTTrainer)`. Stands first among the base classes.
+    """Makes the training of a Trainer that of one process, for a class of yours: `class
+    Mine(LockstepTraining, SFTTrainer)`. It stands first among the base classes.
 
-    `per_device_train_batch_size` is the micro-batch and `gradient_accumulation_steps` how many of
-    them are a step, over all ranks. Order, masks that a collator draws, dropout and the loss's
-    weights do not depend on the number of ranks. A resume continues with the next sample.
+    `per_device_train_batch_size` is the micro-batch, and `gradient_accumulation_steps` the number
+    of micro-batches of a step, over all ranks. Order, masks that a collator draws, dropout and the
+    loss's weights do not depend on the number of ranks. A resume continues with the next sample.
+
+    Args:
+        model, args, more, options: as for the other base class.
 
     Raises:
         UsageError: options with another meaning; a stream; the checkpoint of another training.
@@ -173,7 +176,16 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
 
 class LockstepTrainer(LockstepTraining, Trainer):
-    """transformers.Trainer on Lockstep. It takes the same arguments."""
+    """transformers.Trainer on Lockstep.
+
+    Example::
+
+        trainer = LockstepTrainer(model, training_arguments, train_dataset=dataset)
+        trainer.train()
+
+    Args:
+        model, args, more, options: as for transformers.Trainer.
+    """
 
 
 class LockstepCallback(TrainerCallback, ExportableState):

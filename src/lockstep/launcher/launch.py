@@ -44,32 +44,39 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> list[R]:
-    """Run `fn(*args, **kwargs)` on `workers` new processes of this host, each a rank, and return
-    their results by rank.
+    """Run `fn(*args, **kwargs)` on `workers` new processes of this host, and return their results.
 
-    Inside `fn`, `lockstep.init()` and torch's `init_process_group("gloo")` both find the other
-    ranks without an address or a port. `fn` and the arguments are pickled to each rank, results
-    back; tensors are copied. A script that calls this needs `if __name__ == "__main__":` around the
-    call, because each rank imports the script. In a notebook `fn` may be defined in a cell, and
-    what ranks print appears there, with the rank. A world that `fn` leaves open is closed. Ranks
-    die with this process, and end where it is interrupted. Starts nothing on other hosts.
+    Each process is a rank. Inside `fn`, `lockstep.init()` and torch's `init_process_group("gloo")`
+    find the other ranks without an address or a port. A world that `fn` leaves open is closed.
 
-    The first call takes what importing torch takes; the process that forks the ranks stays, and
-    later calls take a fraction of a second.
+    `fn`, its arguments and its results are pickled; tensors are copied. A script that calls this
+    needs `if __name__ == "__main__":` around the call, because each rank imports the script. In a
+    notebook `fn` may be defined in a cell; what ranks print appears there, with the rank. Ranks end
+    when this process dies or is interrupted.
+
+    The first call imports torch in a process that stays. Later calls fork it, in a fraction of a
+    second.
+
+    Example::
+
+        results = lockstep.launch(train, workers=4, args=(model, dataset))
 
     Args:
         fn: a function that can be imported, as pickle needs it; in a notebook or an interactive
             session any function.
-        workers: how many processes.
+        workers: the number of processes.
         args: its positional arguments, the same for all ranks.
         kwargs: its keyword arguments.
-        timeout: for the whole call; None waits without a limit.
+        timeout: for the whole call. None: no limit.
+
+    Returns:
+        What `fn` returned, by rank.
 
     Raises:
-        UsageError: workers < 1, or a function or argument that new processes cannot be given.
-        WorkerFailed: a rank failed; names the first one and shows its traceback. The others have
-            been killed.
-        LaunchTimeout: ranks were still running at `timeout`; they have been killed.
+        UsageError: workers < 1, or a function or argument that cannot be given to a new process.
+        WorkerFailed: a rank failed. The error names the first one and shows its traceback. The
+            others have been killed.
+        LaunchTimeout: ranks were still running at `timeout`. They have been killed.
         ServerGone: the process that forks ranks was killed, or the system lets it start no more
             processes.
     """

@@ -238,10 +238,21 @@ _seed: int | None = None
 
 
 def seed(seed: int) -> None:
-    """Seed torch (GPUs too), numpy's global generator and `random`, equal on all ranks, and the
-    streams of `stream`.
+    """Seed torch (GPUs too), numpy's global generator and `random` with the same number on all
+    ranks.
 
-    Raises UsageError for what is not a whole number.
+    `stream` draws from streams of this seed.
+
+    Example::
+
+        lockstep.seed(0)
+        model = Net()  # equal on all ranks
+
+    Args:
+        seed: any whole number.
+
+    Raises:
+        UsageError: not a whole number.
     """
     global _seed
     number = whole("seed", seed, -math.inf)
@@ -251,13 +262,26 @@ def seed(seed: int) -> None:
 
 @contextmanager
 def stream(kind: Kind, *key: int) -> Iterator[None]:
-    """Draw from a stream of its own within the block; afterwards the random states are what they
-    were, also when it raises.
+    """Draw from a random stream of its own within the block.
 
-    "rank", *key: another on every rank. "step", step, slot=0: of a micro-batch's forward, as a
-    Stepper with this seed enters it. "sample", epoch, index: of one sample in one epoch, as a
-    Loader with this seed enters it (torch's CPU generator, numpy, `random`). Raises UsageError
-    before `lockstep.seed` was called, for an unknown kind and for a key of the wrong length.
+    Afterwards the random states are what they were before, also when the block raises.
+
+    Example::
+
+        with lockstep.stream("rank"):  # different on every rank
+            noise = torch.randn(8)
+        with lockstep.stream("sample", epoch, 17):  # the same on any rank, in this epoch
+            image = augment(image)
+
+    Args:
+        kind: "rank": another stream on every rank. "step": the stream of a micro-batch's forward,
+            as a Stepper with this seed enters it. "sample": the stream of one sample in one epoch,
+            as a Loader with this seed enters it (torch's CPU generator, numpy, `random`).
+        key: numbers that choose the stream. "rank" takes any, "step" takes the step and the slot
+            (default 0), "sample" takes the epoch and the sample's index.
+
+    Raises:
+        UsageError: `lockstep.seed` was not called, an unknown kind, or a key of the wrong length.
     """
     if _seed is None:
         raise UsageError("seed-not-set")

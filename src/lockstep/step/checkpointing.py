@@ -61,29 +61,40 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, average, step) and its
-    Loader in `directory`, a folder that all ranks see.
+    """Saves one Stepper and its Loader into `directory`, and resumes from there at any number of
+    ranks.
 
-    They are written in the background by all ranks, hold no pickled objects and no number of ranks,
-    and are there whole or not at all.
+    A checkpoint has the model, optimizer, scheduler, scaler, average, step, and the place in the
+    data. All ranks write it in the background. It has no pickled object, and it is there whole or
+    not at all.
 
-    Replicas are compared before every save (`Stepper.check_replicas`), and the state says after
-    which step they were equal last. Where they differ, nothing is saved, and what was saved after
-    that step is set aside: `resume` does not see it.
+    Replicas are compared before every save (`Stepper.check_replicas`). Where they differ, nothing
+    is saved, and what was saved after the last good comparison is set aside: `resume` does not see
+    it.
 
-    Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the
-    next call, on all ranks, as LockstepError.
+    Every rank makes one, and calls its methods alike. The next call raises what went wrong with a
+    save, on all ranks, as LockstepError.
+
+    Example::
+
+        checkpoints = lockstep.Checkpoints("runs/mine/checkpoints", stepper, loader, every=100)
+        checkpoints.resume()  # from the newest one, if there is any
+        for epoch in loader.epochs(10):
+            for window in epoch:
+                ...  # micro-batches, stepper.step()
+                checkpoints.step()
+        checkpoints.close()
 
     Args:
         directory: a folder that all ranks see.
-        stepper: what is saved: model, optimizer, scheduler, scaler, average, step.
-        loader: a Loader, or anything else whose place in the data is its `state_dict`.
-        every: steps from one to the next; None: as often as costs less than 2 % of the time.
-        keep: how many stay, beside the best.
-        remote: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when
-            it is whole here; `resume` also looks there. An upload that fails is warned of and made
-            up for with the next; where the last one fails, `close` raises.
-        guard: called before anything is written, on every rank; raises LockstepError where
+        stepper: what is saved.
+        loader: a Loader, or another object whose `state_dict` is its place in the data.
+        every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
+        keep: how many are kept, beside the best.
+        remote: a URL that fsspec knows, such as s3://bucket/run, or a folder. Each checkpoint is
+            copied there; `resume` looks there too. A failed upload is a warning, and is made up for
+            with the next one. `close` raises where the last one fails.
+        guard: called on every rank before anything is written; it raises LockstepError where
             `directory` must not be written to any more.
     """
 
@@ -133,12 +144,20 @@ class Checkpoints:
         *,
         check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     ) -> Checkpoint | None:
-        """Go on from the newest checkpoint that is whole, or from that of `step`; the one that was
-        taken, None if there is none.
+        """Load the newest whole checkpoint, or the one of `step`.
 
-        A damaged one is warned of, with its file and the steps lost; where `step` names it that is
-        a DamagedCheckpoint. Raises UsageError where it belongs to another model, optimizer or data.
-        `check` may raise for another reason, before anything is changed.
+        A damaged checkpoint is a warning that names its file and the steps lost.
+
+        Args:
+            step: the step whose checkpoint must be loaded.
+            check: called with the checkpoint before anything is changed; it may raise.
+
+        Returns:
+            The checkpoint that was loaded; None if there is none.
+
+        Raises:
+            DamagedCheckpoint: the one of `step` is damaged.
+            UsageError: it belongs to another model, optimizer or data.
         """
         folder = self._agreed(lambda: self._chosen(step))
         if folder is None:
@@ -245,8 +264,13 @@ class Checkpoints:
     # -- saving -----------------------------------------------------------------------------------
 
     def step(self, extra: Extra = None) -> bool:
-        """After every `stepper.step()`: save where one is due. Whether it was. `extra` (or what
-        it returns) is kept with it: JSON.
+        """Save if a checkpoint is due. Call it after every `stepper.step()`.
+
+        Args:
+            extra: JSON that is saved too, or a function that returns it.
+
+        Returns:
+            Whether it saved.
         """
         steps, self._extra = self._stepper.steps, extra
         if self._stepper.between_meetings:
@@ -259,8 +283,11 @@ class Checkpoints:
     def save(
         self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None
     ) -> None:
-        """Save now. `best=(metric, value)` marks it as the best so far. Returns when the
-        snapshot is taken.
+        """Save now. It returns when the snapshot is taken; the files are written in the background.
+
+        Args:
+            extra: JSON that is saved too.
+            best: (metric, value): mark this checkpoint as the best so far.
         """
         if self._stepper.between_meetings:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
@@ -347,8 +374,8 @@ class Checkpoints:
         return steps_until_next(*slowest.tolist())
 
     def regroup(self) -> None:
-        """Go on with the ranks that live, where some have died that can be done without
-        (`World.go_on_among`). Every rank that lives calls it.
+        """Continue with the living ranks, where some have died (`World.go_on_among`). Every living
+        rank calls it.
         """
         self._saver.close()
         self._saver = self._new_saver()
@@ -365,7 +392,7 @@ class Checkpoints:
 
     @property
     def saving(self) -> bool:
-        """Whether one is being written now, on this rank."""
+        """Whether this rank is writing a checkpoint now."""
         return self._saver.busy
 
     def wait(self) -> None:
@@ -378,10 +405,11 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Save what is newer than the last save, wait for it, and end. Every rank calls it; after
-        an exception it saves nothing.
+        """Save what is newer than the last checkpoint, wait for it, and end. Every rank calls it.
+        After an exception it saves nothing.
 
-        Raises LockstepError where the last checkpoint was to be copied elsewhere and was not.
+        Raises:
+            LockstepError: the last checkpoint could not be copied to `remote`.
         """
         if (
             self._stepper.steps > self._saved

@@ -13,16 +13,25 @@ from lockstep.world.world import World
 def shared_memory_hook(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Averages a bucket of torch's DistributedDataParallel through the memory of the host that all
-    ranks are on.
+    """Average the buckets of torch's own DistributedDataParallel through the memory of one host.
+
+    Open the world with `lockstep.init()`, or with torch; then it is adopted. The bucket is averaged
+    when the hook returns: the same cores compute, so overlap gains nothing.
+
+    Example::
 
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(None, lockstep.shared_memory_hook)
 
-    `state` is the wrapper's process group, None for all ranks. The world is opened with
-    `lockstep.init()`, or by torch and adopted here. The bucket is done when this returns: on the
-    cores that compute, nothing is gained by computing beside it. Raises UsageError where the ranks
-    do not share the memory of one x86 Linux host, or train on GPUs.
+    Args:
+        state: the wrapper's process group; None for all ranks.
+        bucket: gradients, from torch's wrapper.
+
+    Returns:
+        A finished future of the bucket's mean, flat, of the bucket's own dtype.
+
+    Raises:
+        UsageError: the ranks do not share the memory of one x86 Linux host, or train on GPUs.
     """
     world = World.current()
     group = world.group if state is None else resolve(state)

@@ -54,37 +54,52 @@ _TORCHS = nn.parallel.DistributedDataParallel
 class DistributedDataParallel(nn.Module, Joinable):
     """Averages the gradients of `module` over all ranks at the end of each backward.
 
-    The keywords are torch's where they mean the same:
-    `device_ids`, `output_device`  the module's one GPU (leave them out: the module says where it
-                                   is); refused for a module on a CPU.
-    `forward_sync_buffers`         every forward begins with rank 0's buffers on all ranks
-                                   (default). With False each rank keeps its own,
-                                   and `sync_buffers()` averages BatchNorm's statistics.
-                                   `broadcast_buffers` is torch's older name.
-    `init_sync`                    False leaves out the comparison of the ranks and the broadcast
-                                   from rank 0.
-    `process_group`, `device_mesh` the ranks to average over: a group, or a mesh of one axis.
-    `bucket_cap_mb`                MiB of a bucket (25); `bucket_cap_mb_list` of each, in the order
-                                   in which they leave.
-    `find_unused_parameters`       a parameter that gets no gradient on any rank is meant so: its
-                                   `.grad` stays None. Without it, that is an
-                                   error at the end of its backward, by name.
-    `static_graph`                 likewise, and every backward is like the first one: a block may
-                                   be used several times under
-                                   reentrant checkpointing.
-    `gradient_as_bucket_view`      always so; gradient memory is one times the parameters.
-                                   `batched_grad_copy` and
-                                   `skip_all_reduce_unused_params` save torch's wrapper work that is
-                                   not done here; `check_reduction` has no effect in either.
-    Ours: `checks` ("full" compares the replicas at the forwards after steps 1, 2 and every 100th,
-    "start" only the set-up, "off" nothing) and `reduce` (auto, native, central, ring, tree,
-    halving_doubling, shared_memory, hierarchical).
+    It takes the place of torch's class of this name, with the same keywords.
 
-    The hooks are on the parameters, so a forward through `.module` is reduced as well, any output
-    will do, and several forwards may precede one backward. Parameters may be frozen, unfrozen and
-    added between steps. What needs to know of a whole step (clipping, weights, sharded updates)
-    needs a Stepper. What differs from torch's class is listed in the guide (torch-ddp). Raises
-    UsageError for what cannot be meant, ReplicaDivergence and UnusedParameters on all ranks alike.
+    Example::
+
+        model = lockstep.DistributedDataParallel(Net())
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    Args:
+        module: what is trained.
+        device_ids, output_device: the module's one GPU, refused for a module on a CPU. Leave them
+            out: the module says where it is.
+        dim: 0, as torch's default; another value is refused.
+        broadcast_buffers: torch's older name of `forward_sync_buffers`.
+        init_sync: False leaves out the comparison of the ranks and the broadcast from rank 0.
+        process_group: the ranks to average over, as a group.
+        bucket_cap_mb: MiB of a bucket. Default: 25.
+        find_unused_parameters: accept a parameter that gets no gradient on any rank; its `.grad`
+            stays None. Without it, that is an error at the end of the backward.
+        check_reduction: no effect, as in torch's class.
+        gradient_as_bucket_view: always true; gradients take the memory of the parameters once.
+        static_graph: accept unused parameters, and promise that every backward is like the first. A
+            block may then be used several times under reentrant checkpointing.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused.
+        device_mesh: the ranks to average over, as a mesh of one axis.
+        skip_all_reduce_unused_params, batched_grad_copy: no effect; they save work that is not done
+            here.
+        bucket_cap_mb_list: MiB of each bucket, in the order in which they are sent.
+        forward_sync_buffers: every forward begins with rank 0's buffers on all ranks. With False
+            each rank keeps its own, and `sync_buffers()` averages BatchNorm's statistics.
+        checks: "full" compares the replicas at the forwards after steps 1, 2 and every 100th;
+            "start" only compares the set-up; "off" compares nothing.
+        reduce: "auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory" or
+            "hierarchical".
+        world: default: the world of torch's process group.
+        more: options of a Stepper and unknown names, which are refused.
+
+    The hooks are on the parameters. So a forward through `.module` is averaged too, any output will
+    do, and several forwards may precede one backward. Parameters may be frozen, unfrozen and added
+    between steps. Clipping, weights and sharded updates concern a whole step and need a Stepper.
+    The guide lists the differences from torch's class (torch-ddp).
+
+    Raises:
+        UsageError: a value that cannot work.
+        ReplicaDivergence, UnusedParameters: on all ranks.
     """
 
     broadcast_bucket_size = 250 * 2**20  # torch's, for code that passes it on
@@ -360,10 +375,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this block only add to `.grad`; the first one after it sends the sum of all.
+        """In this block backwards only add to `.grad`. The first backward after it averages the sum
+        of all.
 
-        The old state comes back at the end, also after an exception. Only the backward needs to be
-        inside.
+        Only the backward must be inside. The old state comes back at the end, also after an
+        exception.
         """
         with self._tied("no_sync()").reducer.hooks.window(last=False):
             yield
@@ -374,14 +390,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train on unequal numbers of inputs: a rank that has run out takes part with zeros until
-        all have.
+        """Train on unequal numbers of inputs: a rank without more inputs takes part with zeros
+        until all have finished.
 
-        The mean is over all ranks, or, with `divide_by_initial_world_size=False`, over those that
-        still have inputs. At the end every rank has the model of one that came last. With
-        `throw_on_early_termination=True` all ranks stop with a RuntimeError when the first runs
-        out. A Stepper needs none of this: there a rank without micro-batches takes part by itself.
-        It is torch's `Join` of this wrapper alone.
+        At the end every rank has the model of one that finished last. A Stepper needs none of this.
+
+        Args:
+            divide_by_initial_world_size: divide by all ranks; False: by those that still have
+                inputs.
+            enable: False: do nothing.
+            throw_on_early_termination: stop all ranks with a RuntimeError when the first has no
+                more inputs.
+
+        Returns:
+            torch's `Join` of this wrapper.
         """
         return Join(
             [self],
@@ -391,7 +413,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: object) -> Uneven:
-        """For torch's `Join`: what this rank does while others still have inputs."""
+        """For torch's `Join`: what this rank does while others still have inputs.
+
+        Args:
+            divide_by_initial_world_size: as for `join`.
+            _: torch's further keywords.
+        """
         averaging = self._tied("join()")
         if averaging.uneven is not None:
             averaging.uneven.end()
@@ -415,8 +442,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
     ) -> None:
-        """Reduce by a communication hook, as torch's wrapper does: `hook(state, bucket)` returns
-        a future of the mean over the ranks.
+        """Average the gradients by a communication hook, as torch's wrapper does.
+
+        Args:
+            state: what the hook gets first.
+            hook: `hook(state, bucket)` returns a future of the bucket's mean over the ranks.
         """
         if self._averaging is None:
             raise UsageError("hook-with-stepper")
@@ -428,8 +458,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         reducer.hooks.scale = 1.0  # hooks divide
 
     def sync_buffers(self) -> None:
-        """Average BatchNorm's statistics over the ranks (other buffers come from rank 0). All ranks
-        call it. With `forward_sync_buffers` no forward needs it: each begins with rank 0's.
+        """Average BatchNorm's statistics over the ranks; other buffers come from rank 0. All ranks
+        call it. With `forward_sync_buffers` no forward needs it.
         """
         average_buffers(self.module, self.group)
 

@@ -21,17 +21,27 @@ Rule = Literal["linear", "sqrt"]
 
 
 def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear") -> float:
-    """The learning rate for `global_batch` samples a step, given one that is good for `base_batch`.
+    """The learning rate for `global_batch` samples a step, from one that is good for `base_batch`.
+
+    The rate belongs to the global batch. A change of the number of workers alone needs no other
+    rate.
+
+    Example::
+
+        lr = lockstep.scale_lr(0.1, base_batch=256, global_batch=1024)  # 0.4
 
     Args:
         lr: the learning rate that is good for `base_batch`.
-        base_batch: samples a step that it was chosen for.
-        global_batch: samples a step now, over all ranks.
-        rule: "linear": times the ratio of the batches, for SGD, with a warm-up (Goyal et al. 2017,
-            section 2.1). "sqrt": times its square root, usual for Adam and its kin.
+        base_batch: samples of a step that it was chosen for.
+        global_batch: samples of a step now, over all ranks.
+        rule: "linear": times the ratio of the batches, for SGD with a warm-up (Goyal et al. 2017,
+            section 2.1). "sqrt": times the square root of the ratio, usual for Adam.
+
+    Returns:
+        The learning rate.
 
     Raises:
-        UsageError: batches below 1, a rate that is not above 0, an unknown rule.
+        UsageError: a batch below 1, a rate that is not above 0, or an unknown rule.
     """
     knob.whole("base_batch", base_batch)
     knob.whole("global_batch", global_batch)

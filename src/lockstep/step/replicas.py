@@ -37,28 +37,31 @@ Device = torch.device | str | int
 
 
 class Replicas:
-    """Copies of a module that work on chunks of a batch and are kept equal.
+    """Copies of a module in one process that train on parts of a batch and stay equal.
+
+    Buffers (BatchNorm's statistics) belong to each replica until `sync_buffers()`. Replicas on
+    several devices run in threads. Threads do not inherit autocast: enter it in the function.
+
+    Example::
 
         replicas = lockstep.Replicas(model, 4)
         replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        for x, y in loader:
-            loss = replicas.gradients((x, y), lambda model, x, y: F.cross_entropy(model(x), y,
-            reduction="sum")) replicas.average_gradients() replicas.update()
-
-    Buffers (BatchNorm's statistics) are each replica's own until `sync_buffers()`. Replicas on
-    several devices run in threads, which do not inherit autocast: enter it in the function.
+        for batch in loader:
+            loss = replicas.gradients(batch, loss_sum)  # loss_sum(model, x, y)
+            replicas.average_gradients()
+            replicas.update()
 
     Args:
         module: what is copied; the first replica is the module itself.
-        replicas: how many; by default one for each of `devices`.
-        devices: where they are, repeated if there are fewer; by default every GPU, or the CPU,
-            which the replicas then share: no faster than one, and the same arithmetic.
+        replicas: the number of copies. Default: one for each of `devices`.
+        devices: where they are, repeated if there are fewer. Default: every GPU, else the CPU.
+            There they share the cores: no faster than one, and the same arithmetic.
         algorithm: how gradients are added: "ring" (every replica sends and receives 2(N-1)/N of the
             gradient), "central" (all to replica 0 and back), "tree", "recursive_doubling",
             "halving_doubling" or "direct".
 
     Raises:
-        UsageError: a number of replicas below 1, no devices, an unknown algorithm.
+        UsageError: a number of replicas below 1, no devices, or an unknown algorithm.
     """
 
     def __init__(
@@ -106,8 +109,13 @@ class Replicas:
         return gather(self._each(forward, working), self.devices[0])
 
     def scatter(self, batch: Any) -> list[Any]:
-        """A chunk of the batch for every replica, on its device; the first ones are one sample
-        longer where it does not divide.
+        """Cut a batch into one part for each replica, on its device.
+
+        Args:
+            batch: a tensor, or a tuple, list or dict of tensors of shape [n, ...].
+
+        Returns:
+            The parts. The first ones have one sample more where n does not divide.
         """
         _length(batch)
         return [_chunk(batch, rank, len(self), device) for rank, device in enumerate(self.devices)]
@@ -118,14 +126,20 @@ class Replicas:
         loss_sum: Callable[..., Tensor],
         weights: Sequence[float] | None = None,
     ) -> float:
-        """Every replica's own gradients of its chunk, into `.grad`; returns the mean loss of the
-        batch (by weight).
+        """Compute every replica's own gradients of its part, into `.grad`.
 
-        `loss_sum(replica, *chunk)` returns the *sum* of the losses of a chunk: [] on the replica's
-        device. `weights[r]` is what chunk r counts (samples by default; tokens where a loss is a
-        mean of tokens), so that chunks of different sizes count by what is in them. A replica
-        without samples gets zeros. Raises UsageError for a loss that is not one number and for
-        weights that cannot be.
+        Args:
+            batch: as for `scatter`.
+            loss_sum: `loss_sum(replica, *part)` returns the sum of the losses of a part, shape [],
+                on the replica's device.
+            weights: what each part counts. Default: its samples. A replica without samples gets
+                zeros.
+
+        Returns:
+            The mean loss of the batch, by weight.
+
+        Raises:
+            UsageError: a loss that is not one number, or weights that cannot be.
         """
         sizes = self._sizes(batch)
         counted = self._checked(weights, sizes)
@@ -155,7 +169,8 @@ class Replicas:
         """Replace every replica's gradients by their mean over the batch: the sum of all, divided
         once by the sum of the weights.
 
-        Raises UsageError before `gradients()`, and the second time after it.
+        Raises:
+            UsageError: before `gradients()`, or the second time after it.
         """
         if self._weights is None:
             raise UsageError(
@@ -170,11 +185,11 @@ class Replicas:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replace every replica's gradients by the sum of all: what a loss of the *gathered*
-        outputs needs, whose mean is already taken.
+        """Replace every replica's gradients by the sum of all. Use it for a loss of the gathered
+        outputs, which is a mean already.
 
-        A parameter that got no gradient on any replica keeps none; on some, the others count as
-        zeros.
+        A parameter without a gradient on any replica keeps none. Where only some have one, the
+        others count as zeros.
         """
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             if all(parameter.grad is None for parameter in parameters):
@@ -188,19 +203,24 @@ class Replicas:
                 parameter.grad = grad
 
     def zero_grad(self) -> None:
-        """Forget every replica's gradients; `gradients()` does so itself."""
+        """Clear every replica's gradients; `gradients()` does so itself."""
         for replica in self.replicas:
             replica.zero_grad()
 
     def optimize(self, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         """Give every replica an optimizer of its own: equal gradients and equal optimizers make
         equal steps.
+
+        Args:
+            make_optimizer: parameters -> optimizer.
         """
         self._optimizers = [make_optimizer(list(replica.parameters())) for replica in self.replicas]
 
     def update(self) -> None:
-        """One step on every replica; then the master has their weights. Raises UsageError
-        without `optimize()`, and before the average.
+        """Take one step on every replica.
+
+        Raises:
+            UsageError: before `optimize()`, or before the gradients were averaged.
         """
         if not self._optimizers:
             raise UsageError(
@@ -214,8 +234,8 @@ class Replicas:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Make buffers equal, also the master's: BatchNorm's statistics by their mean, all
-        others by replica 0's value.
+        """Make the buffers of all replicas equal: BatchNorm's statistics by their mean, all others
+        by replica 0's value.
         """
         for owner, *owners in zip(
             self.master.modules(), *(replica.modules() for replica in self.replicas), strict=True
@@ -229,8 +249,10 @@ class Replicas:
                 buffer.copy_(theirs[0])
 
     def check(self) -> None:
-        """Raise ReplicaDivergence, naming the first parameter and the replicas, unless all have
-        exactly the parameters of replica 0.
+        """Compare the parameters of all replicas with those of replica 0.
+
+        Raises:
+            ReplicaDivergence: naming the first parameter and the replicas that differ.
         """
         for (name, first), *others in zip(
             *(replica.named_parameters() for replica in self.replicas), strict=True
@@ -242,23 +264,31 @@ class Replicas:
                 raise ReplicaDivergence("in-process-replicas-differ", parameter=name, ranks=differ)
 
     def state_dict(self) -> dict[str, Any]:
-        """The master's: as the plain module's, loadable into it."""
+        """The state of the plain module; it loads into that."""
         return self.master.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load into the master and copy to every replica. Optimizers keep their state."""
+        """Load a state into every replica. Optimizers keep theirs.
+
+        Args:
+            state: of the plain module.
+        """
         self.master.load_state_dict(state)
         for replica in self.replicas:
             replica.load_state_dict(self.master.state_dict())
 
     def train(self, mode: bool = True) -> Replicas:
-        """Switch every copy, as `nn.Module.train` does."""
+        """Switch every replica to training, as `nn.Module.train` does.
+
+        Args:
+            mode: False: to evaluation.
+        """
         for module in (self.master, *self.replicas):
             module.train(mode)
         return self
 
     def eval(self) -> Replicas:
-        """Switch every copy, as `nn.Module.eval` does."""
+        """Switch every replica to evaluation, as `nn.Module.eval` does."""
         return self.train(False)
 
     def _sizes(self, batch: Any) -> list[int]:

@@ -23,39 +23,39 @@ from lockstep.world.world import World
 
 
 class ShardedOptimizer(Optimizer, Joinable):
-    """Takes the place of `torch.distributed.optim.ZeroRedundancyOptimizer`: same arguments, same
-    contract.
+    """An optimizer whose state is divided among the ranks, with the arguments and the contract of
+    `torch.distributed.optim.ZeroRedundancyOptimizer`.
+
+    Each rank holds 1/W of the state and updates 1/W of the parameters, where W is the world size.
+    Then all exchange what they have updated, on one host through shared memory. The weights have
+    the bits that the whole optimizer gives.
+
+    - An elementwise optimizer of torch.optim gets slices of flat tensors. The parameters keep
+      their identity, but their memory moves: make views of them afterwards.
+    - Any other class, and one over very few elements, gets whole parameters, each on one rank. What
+      it computes over several parameters (a norm of all gradients) covers this rank's only, as in
+      torch's class.
+
+    `step`, `consolidate_state_dict`, `load_state_dict` and `add_param_group` are collective: every
+    rank of the group calls them. `optim` is this rank's optimizer.
+
+    Example::
 
         optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
-        optimizer.step()                                  # after gradients were averaged, by any
-                                                          DistributedDataParallel
-        optimizer.consolidate_state_dict(to=0)            # on every rank; then rank 0 has
-                                                          optimizer.state_dict()
-
-    Each rank holds 1/W of the state of `optimizer_class` and updates 1/W of the parameters; then
-    all exchange what they have updated, on one host through shared memory. The weights have the
-    bits that the whole optimizer gives on every rank.
-
-    - An elementwise optimizer of torch.optim's is given slices of flat tensors. The parameters keep
-      their identity; their memory moves, so make views of them afterwards.
-    - Any other class (also a subclass of those), and one over very few elements, is given whole
-      parameters, each on one rank. What it computes over several parameters (a norm of all
-      gradients) it then computes over this rank's only, as with torch's.
-
-    `optim` is this rank's optimizer. With `torch.distributed.algorithms.join.Join` a rank that has
-    no more inputs goes on updating its share. `step`, `consolidate_state_dict`, `load_state_dict`
-    and `add_param_group` are collective: every rank of the group calls them.
+        optimizer.step()  # after the gradients were averaged
+        optimizer.consolidate_state_dict(to=0)  # rank 0 then has optimizer.state_dict()
 
     Args:
         params: parameters, or groups of them, equal on all ranks.
         optimizer_class: the optimizer that updates a share.
-        process_group: the ranks that share the state; default: all.
-        parameters_as_bucket_view: no effect: slices are views of one memory in any case.
-        overlap_with_ddp: refused: only torch's own hooks can do that.
+        process_group: the ranks that share the state. Default: all.
+        parameters_as_bucket_view: no effect; slices are views of one memory in any case.
+        overlap_with_ddp: refused; only torch's own hooks can do that.
         defaults: the arguments of `optimizer_class`.
 
     Raises:
-        UsageError: an optimizer whose step needs a closure, sparse parameters, `overlap_with_ddp`.
+        UsageError: an optimizer whose step needs a closure, sparse parameters, or
+            `overlap_with_ddp`.
     """
 
     def __init__(
@@ -137,7 +137,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._cut
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters. Every rank calls it."""
+        """Train more parameters. Every rank calls it.
+
+        Args:
+            param_group: as for `torch.optim.Optimizer.add_param_group`.
+        """
         super().add_param_group(param_group)
         if getattr(self, "_cut", None) is not None:
             self._consolidated = None
@@ -147,9 +151,14 @@ class ShardedOptimizer(Optimizer, Joinable):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this rank's share with its part of every `.grad`, and exchange the parameters.
-        Returns what `closure` returns.
+        Every rank calls it.
 
-        `options` go to the step of `optimizer_class`.
+        Args:
+            closure: computes the loss again, with gradients.
+            options: for the step of `optimizer_class`.
+
+        Returns:
+            What `closure` returns.
         """
         pieces = self._pieces
         pieces.follow()
@@ -168,8 +177,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`: while other ranks still have inputs, this one goes on updating its
-        share with the gradients that it finds.
+        """For torch's `Join`: while other ranks have inputs, this one updates its share with their
+        gradients.
+
+        Args:
+            kwargs: torch's; without effect.
         """
         return _StepsOn(self)
 
@@ -184,16 +196,21 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self.process_group
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state together, for `state_dict()` on rank `to`. Every rank calls it."""
+        """Bring the whole state to one rank, for `state_dict()` there. Every rank calls it.
+
+        Args:
+            to: the rank that gets it.
+        """
         whole = self._pieces.state_dict()
         self._consolidated = whole if self._group.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state in torch's form: it loads into `optimizer_class` itself, and
+        """The whole optimizer's state in torch's form. It loads into `optimizer_class` itself, and
         at any number of ranks.
 
-        Raises UsageError where `consolidate_state_dict` has not brought it here since the last
-        step.
+        Raises:
+            UsageError: `consolidate_state_dict` has not brought it to this rank since the last
+                step.
         """
         if self._consolidated is None:
             raise UsageError(
@@ -204,7 +221,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._consolidated
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole optimizer's state. Every rank calls it, with the same."""
+        """Load a whole optimizer's state. Every rank calls it, with the same one.
+
+        Args:
+            state_dict: from `state_dict`, or from `optimizer_class`.
+        """
         self._consolidated = None
         self._pieces.load_state_dict(state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)

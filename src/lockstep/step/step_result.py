@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checks.nonfinite import NonFiniteTrace
+from lockstep.config.documented import documented
 from lockstep.errors import LockstepWarning
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.runtime import status
@@ -20,42 +21,49 @@ from lockstep.updates.update import Applied, AppliedWindow
 from lockstep.world.world import World
 
 
+@documented
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step, the same on all ranks.
+    """One optimizer step, as `Stepper.step` returns it: the same on all ranks.
 
-    `loss` is the sum of losses over the sum of weights, of the whole global batch, before the
-    update (nan where all weights are 0); `stop` that some rank asked to stop; `samples_by_rank`
-    what each rank really walked (zeros for plain lists of batches); `together` that all ranks hold
-    the same model now. Where ranks step alone, `loss`, `weight` and the seconds are this rank's
-    own, and `stop` is heard at meetings; at a server a meeting tells those of the window that was
-    applied last. On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when
-    you need them.
+    Where ranks step alone, `loss`, `weight` and the seconds are this rank's own, and `stop` is
+    known only where the replicas synchronize. At a server, a synchronization returns those of the
+    window that was applied last. On a GPU, `norm`, `applied` and `reason` wait for the gradient:
+    read them when you need them.
     """
 
     loss: float
+    """The sum of losses over the sum of weights, of the whole global batch, before the update;
+    nan where all weights are 0.
+    """
     weight: float
+    """The sum of weights of the whole global batch."""
     stop: bool
+    """Whether a rank asked to stop."""
     samples_by_rank: tuple[int, ...]
+    """The samples that each rank walked; zeros for plain lists of batches."""
     bytes_sent: int
+    """Bytes that this rank has sent since the world was opened."""
     outcome: Applied
+    """What `norm`, `applied` and `reason` are read from."""
     together: bool = True
+    """Whether all ranks hold the same model now."""
     gradient_age: float | None = None
-    """At a server: the updates that have come since this rank pulled the parameters of its
-    gradient, until it pushed it.
+    """At a server: the number of updates between this rank's pull of the parameters and its push
+    of their gradient.
     """
     windows: tuple[AppliedWindow, ...] = ()
     """At a server, on rank 0: the windows that were applied since the last step of this rank."""
     times: tuple[StepTimes, ...] = ()
-    """Where this rank's time went: in this step, or, on a GPU, in those whose work the device
-    has come through since.
+    """Seconds of each phase of this rank's step. On a GPU: of the steps that the device has
+    finished since.
     """
     busy_by_rank: tuple[float, ...] = ()
     """Seconds that each rank computed forward and backward, in the latest step before this one
     that it knows of.
     """
     waited_by_rank: tuple[float, ...] = ()
-    """Seconds that each rank waited for others or the network in that step: the one with the
+    """Seconds that each rank waited for others or the network in that step. The rank with the
     least came last.
     """
 

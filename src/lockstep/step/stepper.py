@@ -62,48 +62,63 @@ _STAGES = 2**48  # apart from each other: a slot's numbers for the stages of a p
 class Stepper:
     """Trains `model` with `optimizer`, one window at a time.
 
-    On a GPU no step waits for the device, but for what was true before its last backward (the
-    weights, the losses); with `clip`, an optimizer that is not fused, or a scheduler, has the host
-    wait for the gradient's norm.
+    A window holds the micro-batches of one optimizer step. The step's gradient is the sum of all
+    gradients divided by the sum of all weights, over the micro-batches of all ranks: the gradient
+    that one process would compute. A rank without micro-batches takes part with zeros.
+
+    Example::
+
+        stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters()))
+        for epoch in loader.epochs(10):
+            for window in epoch:  # one optimizer step
+                for x, y in stepper.micro_batches(window):
+                    loss = F.cross_entropy(model(x), y, reduction="sum")
+                    stepper.backward(loss, weight=len(y))
+                result = stepper.step()
+
+    On a GPU no step waits for the device. It does wait with `clip` and an optimizer that is not
+    fused, and with `clip` and a scheduler: these need the norm of the gradient.
 
     Args:
-        model: a bare module (it is made equal on all ranks here), or a
-            `lockstep.DistributedDataParallel`, whose reducer is then used.
+        model: a bare module, which becomes equal on all ranks here; or a
+            `lockstep.DistributedDataParallel`.
         optimizer: over the model's parameters.
-        clip: the largest norm of the gradient, applied once, after the sum is divided.
+        clip: the largest norm of the gradient. It is applied once, after the sum is divided.
         scaler: a `torch.amp.GradScaler`, for fp16.
         scheduler: stepped after every applied update.
-        seed: keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so
-            that no rank decides it.
-        bucket_mb: MiB of gradients that travel together (25), for a bare module.
-        unused: what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip"
-            (its `.grad` stays None).
+        seed: keys the randomness of each forward (dropout) by (seed, step, slot), so that the rank
+            does not matter.
+        bucket_mb: MiB of gradients that are sent together; default 25. For a bare module.
+        unused: how to treat a parameter that gets no gradient on any rank. "error": raise
+            UnusedParameters; "zeros": its gradient is zeros; "skip": its `.grad` stays None.
         average: a `torch.optim.swa_utils.AveragedModel` of the model, which you update. Its
-            replicas are compared, and `Checkpoints` keep it.
-        checks: "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least
-            every 100 steps, and the set-up at the start; "start" only that; "off" nothing.
-        trace_nonfinite: look at every gradient before it is summed, so that a skipped step names
-            the rank and the parameter in which a nan or inf came up first; without it that is
-            looked for in the window after a skipped one.
-        model_shard: of a model that is split over a mesh, this rank's part (`lockstep train
-            --mesh`); `model` is then its `module`.
+            replicas are compared, and `Checkpoints` save it.
+        checks: "full" compares the set-up at the start, and the replicas after steps 1 and 2 and at
+            least every 100 steps; "start" only compares the set-up; "off" compares nothing.
+        trace_nonfinite: look at every gradient before it is summed. A skipped step then names the
+            rank and the parameter where a nan or inf came first. Without it, the window after a
+            skipped step is searched.
+        model_shard: this rank's part of a model that is split over a mesh, as `lockstep train
+            --mesh` makes it; `model` is then its `module`.
         world: default: the world of torch's process group.
-        method: the rest of the list, fields of config/parallelism.py.
+        method: the fields of config/parallelism.py that follow.
         <fields>
 
-    With `update="sharded"` the weights are the same, bit for bit, and the optimizer's groups hold
+    With `update="sharded"` the weights are the same, bit for bit. The optimizer's groups hold
     pieces of parameters: use `optimizer_state_dict`. After a step a parameter's `.grad` is the sum
-    in this rank's slice of it; elsewhere it is this rank's own gradient, or the sum, as the
-    reduction has it. With `update="server"` ranks draw
-    micro-batches and do not wait for each other. `exact=True` needs a Loader's windows: every sum
-    follows one tree over the window's slots, and the process computes deterministically, on one
-    intra-op thread, until the world closes (`world.compute_deterministically` says otherwise).
-    With `compress` what is left out of a gradient comes in later steps.
+    only in this rank's slice.
+
+    With `update="server"` ranks draw micro-batches and do not wait for each other.
+
+    `exact=True` needs the windows of a Loader. Every sum follows one tree over the window's slots,
+    and the process computes deterministically, on one intra-op thread, until the world closes.
+    `World.compute_deterministically` chooses another number of threads.
+
+    With `compress`, the part of a gradient that is left out is added in later steps.
 
     Raises:
-        UsageError: an optimizer over other parameters, or `backward` and `step` called out of their
-            place.
-        ReplicaDivergence, UnusedParameters: on all ranks alike.
+        UsageError: an optimizer over other parameters, or values that cannot work together.
+        ReplicaDivergence, UnusedParameters: on all ranks.
     """
 
     def __init__(
@@ -196,8 +211,8 @@ class Stepper:
         )
 
     def part_if_due(self) -> None:
-        """Begin to step alone, where the method has that begin after some steps. Every rank
-        calls it alike; `micro_batches` does.
+        """Begin to step alone, where `outer` has that begin after some steps. `micro_batches` calls
+        it. Every rank calls it alike.
         """
         if self._is_alone() and self._assembly.told is self.everyone:
             self.reducer.reset()
@@ -238,17 +253,22 @@ class Stepper:
 
     @property
     def place(self) -> int:
-        """This rank's among those of `StepResult.waited_by_rank`."""
+        """This rank's place in `StepResult.waited_by_rank`."""
         return self._assembly.told.rank
 
     # -- the window -------------------------------------------------------------------------------
 
     def micro_batches(self, window: Iterable[Batch]) -> Iterator[Batch]:
-        """Walk this rank's micro-batches of one window: a `lockstep` Window or any iterable of
-        batches (equal on no two ranks).
+        """Walk this rank's micro-batches of one window, and send the gradients during the last
+        backward.
 
-        This is the place that knows the last one: in its backward the gradients leave for the other
-        ranks.
+        Every rank calls it, also one that has no micro-batch in this window.
+
+        Args:
+            window: a window of a `lockstep.Loader`, or any iterable of this rank's own batches.
+
+        Returns:
+            An iterator over the batches. Call `backward` once for each.
         """
         opened = self._open(window)
         ours, witness = opened.ours, self.witness
@@ -288,12 +308,13 @@ class Stepper:
     def at_once(
         self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
     ) -> None:
-        """Walk a window whose micro-batches a pipeline runs, in an order of its own, forward and
-        backward.
+        """Walk a window whose micro-batches a pipeline runs in an order of its own.
 
-        `run(batches, begin, count)` calls `begin(place, stage)` before a stage's forward of a
-        micro-batch, and `count(place, loss, weight)`, where the loss is known, for what is to be
-        differentiated. Gradients have come when it returns.
+        Args:
+            window: as for `micro_batches`.
+            run: `run(batches, begin, count)` runs every forward and backward. It calls
+                `begin(place, stage)` before a stage's forward of a micro-batch. Where the loss is
+                known it calls `count(place, loss, weight)`, and differentiates what that returns.
         """
         opened = self._open(window)
         batches = list(window)
@@ -315,8 +336,8 @@ class Stepper:
 
     @property
     def bytes_sent(self) -> int:
-        """That this rank has sent since the world was opened, as far as Lockstep's own groups
-        count it.
+        """Bytes that this rank has sent since the world was opened, as Lockstep's groups count
+        them.
         """
         return self.everyone.bytes_sent + self.model_shard.sent()
 
@@ -376,12 +397,15 @@ class Stepper:
     def backward(
         self, loss: Tensor, weight: float | Tensor, *, reduction: Literal["sum", "mean"] = "sum"
     ) -> None:
-        """Compute the gradients of this micro-batch, once. `weight` is what the loss counts:
-        samples, tokens.
+        """Compute the gradients of this micro-batch. Call it once for each micro-batch.
 
-        `loss` is a scalar: the sum of the losses, or, with reduction="mean", their mean over
-        `weight`, which is multiplied back. A weight of 0 is fine. Raises UsageError outside the
-        `micro_batches` loop and when called twice for one micro-batch.
+        Args:
+            loss: a scalar: the sum of the losses, or their mean with reduction="mean".
+            weight: what the loss counts, such as samples or tokens. 0 is allowed.
+            reduction: "sum", or "mean": the loss is then multiplied by `weight`.
+
+        Raises:
+            UsageError: outside the loop over `micro_batches`, or a second call for one micro-batch.
         """
         opened = self._window
         if opened is None or opened.micro is None:
@@ -423,35 +447,44 @@ class Stepper:
         return self._stop or self.world.asked_to_stop
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """`optimizer.state_dict()` of the whole optimizer, whoever holds which part of it. Every
-        rank calls it, and gets it.
+        """The state of the whole optimizer, also where ranks hold parts of it. Every rank calls it,
+        and gets it.
         """
         return self.update.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a whole optimizer's state, made with any number of ranks and either update.
-        Every rank calls it.
+        """Load the state of a whole optimizer. Every rank calls it.
+
+        Args:
+            state: what `optimizer_state_dict` returned, with any number of ranks and either update.
         """
         self.update.load_state_dict(state)
 
     def keepers(self) -> list[Keeps]:
-        """What has a state of its own beside the optimizer's."""
+        """What has a state of its own, beside the optimizer."""
         return [self.reducer.reduction, self.update]
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of
-        them. (`World.heed_signals`: a signal asks too.)
+        """Ask all ranks to stop: `StepResult.stop` is true on all of them after the next step. A
+        signal asks too, after `World.heed_signals`.
         """
         self._stop = True
 
     # -- the step ---------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """End the window: finish the sum, divide by the weight, clip, step the optimizer and the
-        scheduler. Every rank calls it.
+        """End the window: finish the sum, divide it by the weight, clip, step the optimizer and
+        then the scheduler. Every rank calls it.
 
-        Where all weights are 0, the loss is not finite, or (with `clip` or a scaler) the gradient
-        is not, nothing is updated and `reason` says so.
+        Nothing is updated where all weights are 0, where the loss is not finite, or where the
+        gradient is not finite (with `clip` or a scaler). `StepResult.reason` then says so.
+
+        Returns:
+            A StepResult, the same on all ranks.
+
+        Raises:
+            ReplicaDivergence, UnusedParameters: on all ranks.
+            UsageError: without a window, or inside the loop over `micro_batches`.
         """
         opened = check_ended(self._window, stray=self.reducer.hooks.stray)
         facts, divisor = opened.summed or self._sum(opened)
@@ -497,13 +530,15 @@ class Stepper:
         )
 
     def draws(self, loader: Any) -> None:
-        """With update="server": have `loader`, a Loader over a data set whose samples have numbers,
-        deal out slots in place of fixed shares.
+        """With update="server": let `loader` deal out slots in place of fixed shares. With another
+        update it does nothing.
 
-        Every rank calls it, once, before the first epoch. Each then walks as many windows as it
-        gets, and an empty one wherever all meet: at an epoch's end, where `meet_before` says, and
-        where one is asked to stop; `StepResult.together` is true there. With another update it does
-        nothing.
+        Every rank calls it once, before the first epoch. Each rank then walks as many windows as it
+        gets. It walks an empty one wherever all synchronize: at the end of an epoch, where
+        `meet_before` says, and where a rank is asked to stop. `StepResult.together` is true there.
+
+        Args:
+            loader: a Loader over a map-style data set.
         """
         if self.update.dealer is not None:
             check_drawn(loader, self.method, self.everyone)
@@ -512,38 +547,42 @@ class Stepper:
             loader.draws = self.update.dealer
 
     def meet_before(self, step: int) -> None:
-        """With update="server": have all ranks meet when `step` steps were taken, for a
-        checkpoint, say. Every rank calls it alike.
+        """With update="server": have all ranks synchronize after `step` steps, for a checkpoint.
+        Every rank calls it alike.
+
+        Args:
+            step: the number of steps, counted from the start of the training.
         """
         self.update.meet_before(step)
 
     @property
     def between_meetings(self) -> bool:
-        """Whether this rank's model is no state of the training that could be kept: at a server,
-        but where all ranks meet.
+        """Whether this rank's model is no state of the training that can be saved: at a server,
+        except where all ranks synchronize.
         """
         return self.update.between_meetings
 
     @property
     def applied(self) -> int:
-        """Steps of this process whose update was applied, not skipped. At a server, rank 0 hears
-        of all, the others of none.
+        """Steps of this process whose update was applied, not skipped. At a server rank 0 counts
+        those of all ranks; the others count none.
         """
         return self._outcomes.applied
 
     @property
     def together(self) -> bool:
-        """Whether all ranks hold the same model: always, but between the meetings of local
-        steps, and of a server's workers.
+        """Whether all ranks hold the same model: always, except between two synchronizations of
+        local steps or of a server's workers.
         """
         return self.update.together
 
     def meet(self) -> bool:
-        """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it;
-        whether one of them asks to stop.
+        """Synchronize replicas that step alone, for an evaluation or the end. Every rank calls it.
 
-        Where they have not parted since the last meeting, or never do, it only sees how the last
-        step ended.
+        Where they have not stepped since the last time, it only waits for the end of the last step.
+
+        Returns:
+            Whether a rank has asked to stop.
         """
         if self.between_meetings:
             raise UsageError("workers-not-together", call="Stepper.meet()")
@@ -585,15 +624,17 @@ class Stepper:
         return self.model_shard.replicas(self.everyone)
 
     def check_replicas(self, when: str | None = None) -> None:
-        """Compare the replicas now, every bit of weights, buffers and optimizer state. Every rank
+        """Compare the replicas now: every bit of weights, buffers and optimizer state. Every rank
         calls it, between steps.
 
         It does nothing without checks="full", and where each rank has a model of its own
-        (`together`). State that is divided among the ranks is compared with nothing. Raises
-        ReplicaDivergence on all ranks, naming the tensor and the ranks.
+        (`together`). State that is divided among the ranks is not compared.
 
         Args:
-            when: What the error begins with; default: after which step.
+            when: what the error begins with. Default: after which step.
+
+        Raises:
+            ReplicaDivergence: on all ranks, naming the tensor and the ranks.
         """
         if self.replicas is not None and self.together:
             with status.inside("checks"):

@@ -37,7 +37,22 @@ _faults: list[_Fault] = []
 
 
 def fail_at(rank: int, step: int, phase: str, error: Exception | None = None) -> None:
-    """Raise `error` (default: a RuntimeError that says so)."""
+    """Make a rank raise an exception.
+
+    Call it on all ranks alike, before the step. It strikes once, on the rank's main thread, as the
+    phase begins.
+
+    Example::
+
+        lockstep.testing.fail_at(rank=1, step=3, phase="backward")
+
+    Args:
+        rank: the rank that it strikes.
+        step: the optimizer step that is being computed, from 1.
+        phase: the phase at whose start it strikes: start, data, forward, backward, reduce,
+            optimizer, checkpoint, evaluate, or loop (your code between steps).
+        error: what is raised. Default: a RuntimeError that names rank, step and phase.
+    """
 
     def strike() -> None:
         raise error or RuntimeError(f"a fault on purpose: rank {rank}, step {step}, {phase}")
@@ -46,22 +61,41 @@ def fail_at(rank: int, step: int, phase: str, error: Exception | None = None) ->
 
 
 def exit_at(rank: int, step: int, phase: str, code: int = 0) -> None:
-    """Leave the process at once, with exit code `code`, without a word."""
+    """Make a rank leave its process at once, without a message.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+        code: the exit code.
+    """
     _add(rank, step, phase, lambda: os._exit(code))
 
 
 def kill_at(rank: int, step: int, phase: str, number: int = signal.SIGKILL) -> None:
-    """Die of a signal, SIGKILL by default."""
+    """Make a rank kill itself with a signal.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+        number: of the signal. Default: SIGKILL.
+    """
     _add(rank, step, phase, lambda: os.kill(os.getpid(), number))
 
 
 def stop_at(rank: int, step: int, phase: str) -> None:
-    """Be stopped (SIGSTOP), as by a debugger."""
+    """Stop a rank with SIGSTOP, as a debugger does.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+    """
     _add(rank, step, phase, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def hang_at(rank: int, step: int, phase: str, *, busy: bool = False) -> None:
-    """Sleep for ever; `busy`: loop for ever."""
+    """Make a rank sleep for ever.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+        busy: loop for ever in place of sleeping.
+    """
 
     def strike() -> None:
         while True:
@@ -72,7 +106,11 @@ def hang_at(rank: int, step: int, phase: str, *, busy: bool = False) -> None:
 
 
 def hold_gil_at(rank: int, step: int, phase: str) -> None:
-    """Sleep for ever in C, without letting other threads of this process run Python."""
+    """Make a rank sleep for ever in C, so that no other thread of its process can run Python.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+    """
 
     def strike() -> None:
         while True:
@@ -82,13 +120,18 @@ def hold_gil_at(rank: int, step: int, phase: str) -> None:
 
 
 def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
-    """Sleep for `seconds` whenever the phase begins, from that step on."""
+    """Slow a rank down: it sleeps each time the phase begins, from that step on.
+
+    Args:
+        rank, step, phase: as for `fail_at`.
+        seconds: how long it sleeps each time.
+    """
     number("seconds", seconds, above=0)
     _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
 
 
 def no_faults() -> None:
-    """Forget all that were asked for."""
+    """Forget all faults that were asked for."""
     _faults.clear()
     status.on_phase(None)
 

@@ -37,19 +37,34 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     timeout: timedelta = timedelta(seconds=60),
 ) -> list[R]:
-    """Run `fn(world, *args, **kwargs)` on `workers` gloo ranks of this host and return their
-    results by rank.
+    """Run `fn(world, *args, **kwargs)` on `workers` gloo ranks of this host.
 
-    Each rank has one intra-op thread, so that results do not depend on the machine, and no port is
-    picked. Ranks are forked from a server that has torch loaded: the first call takes what
-    importing torch takes, later ones a fraction of a second. They begin with the caller's
-    environment, working directory and sys.path. `fn` must be importable: defined at the top of a
-    module.
+    Each rank has one intra-op thread, so that results do not depend on the machine. Ranks begin
+    with the caller's environment, working directory and sys.path. They are forked from a server
+    that has imported torch: the first call waits for that import, later ones take a fraction of a
+    second.
+
+    Example::
+
+        def add(world):
+            return lockstep.collectives.all_reduce(torch.ones(2)).tolist()
+
+        assert lockstep.testing.run_ranks(add, workers=2) == [[2, 2], [2, 2]]
+
+    Args:
+        fn: a function at the top of a module that can be imported.
+        workers: the number of ranks.
+        args: positional arguments after the world, the same for all ranks.
+        kwargs: keyword arguments.
+        timeout: for the whole call.
+
+    Returns:
+        What `fn` returned, by rank.
 
     Raises:
-        WorkerFailed: a rank failed; `rank` is the first that did, the message holds its own
-        traceback. The others have been killed.
-        LaunchTimeout: ranks were still running at `timeout`; they have been killed.
+        WorkerFailed: a rank failed; `rank` is the first one, and the message has its traceback. The
+            others have been killed.
+        LaunchTimeout: ranks were still running at `timeout`. They have been killed.
     """
     imports = [*_PRELOADED, *(name for name in _IF_IN_USE if name in sys.modules)]
     return start_ranks(
@@ -69,12 +84,11 @@ def _with_world(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 @contextmanager
 def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
-    """While the block runs, `lockstep` commands that this process starts have their ranks forked
-    from its own warm server.
+    """Let `lockstep` commands that this process starts fork their ranks from one warm server.
 
-    For test suites that run commands: these import nothing. Commands with other flags of Python, or
-    other variables that act as a library starts (such as OMP_NUM_THREADS), start a server of their
-    own, as always.
+    For test suites that run commands: their ranks then import nothing. A command with other flags
+    of Python, or with another variable that acts while a library is imported (such as
+    OMP_NUM_THREADS), starts a server of its own.
 
     Args:
         imports: modules that ranks find imported, beside those of a training.

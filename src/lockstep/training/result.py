@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.documented import documented
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -22,46 +24,50 @@ _PLAIN = (
 )
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Returned by `lockstep.train` on every rank."""
+    """What a training came to. `lockstep.train` returns it on every rank."""
 
     task: str
+    """The task's name."""
     model: nn.Module
-    """As it is after the last step, on this rank's device."""
+    """The model after the last step, on this rank's device."""
     average: nn.Module | None = None
-    """With the average of its weights, where the task has one: what `metrics` was measured on."""
+    """The model with averaged weights, where the task has an average; `metrics` belong to it."""
     metrics: dict[str, float]
-    """Of the last evaluation; empty without eval_data."""
+    """Values of the last evaluation by name; empty without eval_data."""
     best: dict[str, Any] | None
-    """metric, value and step of the best evaluation, if the task names a metric that decides."""
+    """metric, value and step of the best evaluation, if the task names the metric."""
     loss: float
-    """Of the last step's global batch, before its update."""
+    """The loss of the last step's global batch, before its update."""
     headline: tuple[str, float]
-    """The metric that the last line shows."""
+    """The metric that the last line shows: name and value."""
     epochs: int
-    """Completed."""
+    """Completed epochs."""
     steps: int
     """Optimizer steps."""
     workers: int
     """The world size."""
     update: str
+    """Who applied the update, such as "replicated"."""
     reduce: str
+    """The algorithm that summed the gradients, in words."""
     seconds: float
-    """Of training, evaluations included, without start and end."""
+    """Seconds of training and evaluations, without start and end."""
     stopped_early: str | None
-    """Why training ended before its time, if it did."""
+    """Why training ended before its last epoch, if it did."""
     sha256: str
-    """Over the weights; see checkpoints/identity.py."""
+    """SHA-256 of the parameters' and buffers' raw bytes in the order of their sorted names."""
     average_sha256: str | None = None
-    """Over their average."""
+    """The same of the averaged weights."""
     run: Path | None
     """The run directory."""
     checkpoint: Path | None
-    """The newest checkpoint's folder."""
+    """The folder of the newest checkpoint."""
 
     def as_json(self) -> dict[str, Any]:
-        """What result.json holds; paths relative to the run directory."""
+        """What result.json holds. Paths are relative to the run directory."""
         name, value = self.headline
         return {
             "headline": {"name": name, "value": value},

@@ -28,32 +28,36 @@ def train(
     world: World | None = None,
     **overrides: Any,
 ) -> Result:
-    """Train a task: all ranks of the open world call this, or it opens a world of its own and
-    closes it again.
+    """Train a task. All ranks of the open world call this; without one it opens a world and closes
+    it.
+
+    A run directory that holds an unfinished run is resumed from its newest whole checkpoint. The
+    model is evaluated on eval_data after every epoch and at the end. Rank 0 shows progress on
+    stderr.
+
+    Example::
+
+        result = lockstep.train(task, run="runs/mine", steps=100, exact=True)
+        print(result.metrics, result.sha256)
 
     Args:
         task: what is trained.
-        config: how it is trained; default: Config(). docs/reference/options.md has every field.
-        run: a folder for settings, metrics, checkpoints and result; None writes nothing.
+        config: how it is trained. Default: Config(). docs/reference/options.md has every field.
+        run: a folder for settings, metrics, checkpoints and result. None: nothing is written.
         world: default: the open one, else one that is opened here.
-        overrides: fields of Config by their names, such as steps=100 or exact=True, in place of
-            those of `config`:
+        overrides: fields of Config by their names, in place of those of `config`:
         <fields>
 
-    If the run directory holds an unfinished run, it is resumed from its newest whole checkpoint. It
-    evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on
-    stderr.
-
     Returns:
-        The result, with the trained model, on every rank; on a mesh that splits it, with this
-        rank's part.
+        The result with the trained model, on every rank; on a mesh that splits it, with this rank's
+        part.
 
     Raises:
-        UsageError: values that cannot work, or a run directory that is in use, not writable, or
-            holds a run already.
+        UsageError: values that cannot work, or a run directory that is in use, cannot be written,
+            or holds a finished run.
         TaskError: one of the task's functions returned something that cannot be used.
-        Preempted: SIGTERM or SIGUSR1 came to a rank. All have stopped after the same step, and
-            saved, if there is a run directory.
+        Preempted: SIGTERM or SIGUSR1 came to a rank. All ranks have stopped after the same step,
+            and have saved if there is a run directory.
     """
     if not isinstance(task, Task):
         raise TaskError("not-a-task", type=type(task).__name__)

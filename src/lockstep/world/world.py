@@ -49,12 +49,25 @@ _generations = itertools.count()  # of worlds that this process has opened, equa
 
 
 class World:
-    """All ranks of one run, seen from one of them.
+    """All ranks of one run, seen from one of them. `lockstep.init` opens it.
 
-    `rank` of `size` ranks; `local_rank` of `local_size` ranks on this host, which is number `node`;
-    `device` is where this rank's model and gradients live. `group` is all ranks with tensors on
-    `device`, `control` all ranks with CPU tensors (the same on a CPU). Use it as a context manager,
-    or call `close()`; a world that is still open at exit is closed there.
+    Use it as a context manager, or call `close()`. A world that is open when the process ends is
+    closed then.
+
+    Example::
+
+        with lockstep.init() as world:
+            print(f"rank {world.rank} of {world.size} on {world.device}")
+
+    Attributes:
+        rank: this process's number, from 0.
+        size: the number of ranks, the world size.
+        local_rank: its number among the ranks of this host.
+        local_size: the number of ranks on this host.
+        node: this host's number.
+        device: where this rank's model and gradients are.
+        group: a `Group` of all ranks, for tensors on `device`.
+        control: a `Group` of all ranks, for CPU tensors.
     """
 
     _open: ClassVar[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
@@ -113,8 +126,9 @@ class World:
 
     @staticmethod
     def current() -> World:
-        """The world of torch's default process group. One that the user's own code initialised
-        is adopted: used, never closed.
+        """The world of torch's default process group.
+
+        A process group that your own code initialised is adopted: it is used, and never closed.
         """
         if not dist.is_initialized():
             if len(World._open):
@@ -127,7 +141,11 @@ class World:
 
     @staticmethod
     def close_open(*, failed: bool = False) -> None:
-        """Close the world of torch's default process group, if Lockstep has one open."""
+        """Close the world of torch's default process group, if Lockstep has one open.
+
+        Args:
+            failed: wait for no other rank.
+        """
         world = (
             World._open.get(dist.group.WORLD)
             if dist.is_initialized() and dist.group.WORLD is not None
@@ -139,8 +157,11 @@ class World:
     # -- agreement --------------------------------------------------------------------------------
 
     def agree(self, flag: bool, how: Literal["any", "all"] = "any") -> bool:
-        """Whether any rank's (or all ranks') flag is true: the same answer on every rank. A
-        collective: every rank calls it.
+        """Combine a flag of every rank; all ranks get the same answer. Every rank calls it.
+
+        Args:
+            flag: this rank's.
+            how: "any": whether some rank's flag is true; "all": whether every rank's is.
         """
         chosen("how", how, ("any", "all"))
         value = torch.tensor(int(flag))
@@ -150,11 +171,18 @@ class World:
         return bool(value.item())
 
     def mean(self, value: float, weight: float) -> float:
-        """The mean of all ranks' values, weighted: sum(value * weight) / sum(weight), in float64;
-        nan if all weights are 0.
+        """The weighted mean of all ranks' values: sum(value * weight) / sum(weight), in float64.
+        Every rank calls it.
 
-        There is no unweighted mean: means of means are wrong as soon as ranks hold different
-        numbers of samples.
+        There is no unweighted mean: a mean of means is wrong where ranks hold different numbers of
+        samples.
+
+        Args:
+            value: this rank's.
+            weight: what it counts, such as samples.
+
+        Returns:
+            The mean, equal on all ranks; nan where all weights are 0.
         """
         if weight < 0:
             expected = "a count of at least 0"
@@ -166,8 +194,13 @@ class World:
         return float(total[0] / total[1])
 
     def barrier(self, timeout: timedelta | None = None) -> None:
-        """Return when all ranks are here. Raises BarrierTimeout on all ranks, naming the
-        missing, when some are late.
+        """Return when all ranks have called it.
+
+        Args:
+            timeout: the longest wait; default: what `init` says.
+
+        Raises:
+            BarrierTimeout: on all ranks; `missing` has the ranks that did not come in time.
         """
         timeout = timeout or self.timeout
         self.group.say(f"barrier {call_site()}")
@@ -183,19 +216,27 @@ class World:
         )
 
     def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
-        """`with world.first() as mine:` runs the block on rank 0 first (mine is True), then on the
-        others, however long rank 0 needs.
+        """Run a block on rank 0, and then on the others.
 
-        For work that is done once and found by the rest, such as preparing a data set. The others
-        fail as soon as rank 0 raises, and when it shows no sign of life for `timeout` (default 30
-        s): the time that the block takes does not matter.
+        Use it for work that is done once and found by the rest, such as the preparation of a data
+        set. The block may take any time. The others fail as soon as rank 0 raises.
+
+        Example::
+
+            with world.first() as mine:  # True on rank 0
+                path = prepare(download=mine)
+
+        Args:
+            timeout: how long rank 0 may show no sign of life; default 30 seconds.
         """
         self._meetings += 1
         return meeting.first(self._store, f"first/{self._meetings}", self.rank, self.size, timeout)
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A Group of some ranks (numbers in this world, in the order in which they shall count).
-        Called by its members, all of them, only.
+        """A Group of some ranks. Its members call this, all of them, and no other rank.
+
+        Args:
+            ranks: numbers in this world, in the order in which they count in the group.
         """
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise UsageError("not-ranks-of-world", ranks=list(ranks), last=self.size - 1)
@@ -211,11 +252,13 @@ class World:
         return self._groups.twin(self.group, timeout=timedelta(days=365))
 
     def go_on_among(self, ranks: Sequence[int]) -> Group:
-        """Go on without those that have died: from now on the world is these ranks (numbers in the
-        whole one). All of them call it, at one point.
+        """Continue without the ranks that have died: from now on the world is `ranks`.
 
-        `rank`, `size`, `group` and `control` are then those of the living; what was made with the
-        old ones has to be made anew.
+        All of them call it at the same point. `rank`, `size`, `group` and `control` are then those
+        of the living ranks. Make again what was made with the old ones.
+
+        Args:
+            ranks: the living, by their numbers in the whole world.
         """
         ranks = [self.group.ranks.index(rank) for rank in ranks]
         group = self.subgroup(ranks)
@@ -225,15 +268,21 @@ class World:
         return group
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
-        """The Group of a process group that the user's own code made. Called by all its members."""
+        """The Group of a process group that your own code made. All its members call this.
+
+        Args:
+            process_group: this process must be a member.
+        """
         return self._groups.take(Group.of(process_group))
 
     def compute_deterministically(self, threads: int | None = None) -> Determinism:
-        """Have this process compute so, until the world closes, that the same micro-batch gives the
-        same gradient on every rank.
+        """Compute deterministically in this process, until the world closes: the same micro-batch
+        then gives the same gradient on every rank.
 
-        With `threads` intra-op threads, 1 by default. Asked for again it goes on as it is; with
-        another number that is a UsageError.
+        A second call changes nothing. With another number of threads it raises UsageError.
+
+        Args:
+            threads: intra-op threads; default: 1.
         """
         if self._determinism is None:
             self._determinism = self.own(Determinism(threads or 1))
@@ -242,34 +291,36 @@ class World:
         return self._determinism
 
     def heed_signals(self) -> None:
-        """Until the world closes, take SIGTERM and SIGUSR1 as a request to stop: `StepResult.stop`
-        is then true on all ranks after the same step.
+        """Take SIGTERM and SIGUSR1 as a request to stop, until the world closes.
 
-        Save then, and leave with exit code 75 (`lockstep train` does). The launcher tells all ranks
-        when it or one of them gets such a signal.
+        `StepResult.stop` is then true on all ranks after the same step. Save, and leave with exit
+        code 75, as `lockstep train` does. The launcher tells all ranks when it or one of them gets
+        such a signal.
         """
         self.own(ExitStack()).callback(preemption.listen())
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether this rank was. The others may not know yet."""
+        """Whether this rank has been asked to stop. The others may not know it yet."""
         return preemption.to_stop()
 
     # -- lifetime ---------------------------------------------------------------------------------
 
     def own(self, resource: C) -> C:
-        """Have `resource.close()` called when this world closes, last in, first out. Returns the
-        resource.
+        """Have `resource.close()` called when this world closes, the last resource first. Returns
+        `resource`.
         """
         self._owned.append(resource)
         return resource
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave together: wait for all ranks (`init`'s timeout at most), then end what this world
-        owns and its process group.
+        """Wait for all ranks, `init`'s timeout at most; then end what this world owns, and its
+        process group.
 
-        With `failed=True` wait for nobody. A second call does nothing. A process group that the
-        user made stays.
+        A second call does nothing. A process group that your own code made stays.
+
+        Args:
+            failed: wait for no other rank.
         """
         if self._open.get(self.group.process_group) is not self:
             return
@@ -350,35 +401,45 @@ def init(
     tuning: Path | str | None = None,
     device: torch.device | str | None = None,
 ) -> World:
-    """Open the world that this process belongs to. All arguments are optional; as with `open()`,
-    use it plainly or in a `with`.
+    """Open the world that this process belongs to.
 
     Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, srun,
-    PyTorchJob), else this is a world of one. Ranks that your own code spawned pass `rank` and
-    `world_size`; without an address they find each other on this host. It sets the device to the
-    local rank's GPU, and the intra-op threads to cores / local ranks unless OMP_NUM_THREADS is set
-    by you. A second call returns the open world; a process group that your code initialised is
-    adopted, never closed.
+    PyTorchJob). Without a launcher this is a world of one rank. Ranks that your own code started
+    pass `rank` and `world_size`; without an address they find each other on this host.
+
+    It makes the local rank's GPU the current device. It sets the intra-op threads to cores / local
+    ranks, unless you set OMP_NUM_THREADS. A second call returns the open world. A process group
+    that your code initialised is adopted, and never closed.
+
+    Example::
+
+        with lockstep.init() as world:
+            model = Net().to(world.device)
+            world.barrier()
 
     Args:
-        rank: this process's number, where your own code spawned it.
-        world_size: how many processes there are; with `rank`.
-        backend: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where
-            torch was built with it.
-        init_method: where ranks meet, as torch takes it, such as "tcp://host:port"; default: the
+        rank: this process's number, where your own code started it.
+        world_size: the number of processes; needed with `rank`.
+        backend: "nccl" for GPUs, "gloo" for CPUs, "mpi" where torch was built with it. Default: as
+            the hardware is.
+        init_method: the rendezvous, as torch takes it, such as "tcp://host:port". Default: the
             launcher's variables.
-        timeout: the longest that one collective may take; default: what `--timeout` of the launcher
-            says, else torch's own.
-        tags: whether ranks compare what they are about to call: "host", where all of them are on
-            one host, which costs nothing; "all", on several hosts too, at one small message a
-            collective (to find a mistake); "off".
-        tuning: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it
-            (default: the file that LOCKSTEP_TUNING names), and every rank chooses algorithms by it.
-        device: where this rank computes; default: the local rank's GPU with "nccl", else the CPU.
+        timeout: the longest that one collective may take. Default: the launcher's `--timeout`, else
+            torch's own.
+        tags: whether ranks compare each collective before it runs. "host": where all of them are on
+            one host, at no cost. "all": on several hosts too, at one small message a collective.
+            "off": never.
+        tuning: a file that `lockstep bench collectives --tune FILE` wrote; every rank chooses
+            algorithms by it. Rank 0 reads it. Default: the file that LOCKSTEP_TUNING names.
+        device: where this rank computes. Default: the local rank's GPU with "nccl", else the CPU.
             With "gloo" several ranks may share one GPU.
 
+    Returns:
+        The open world.
+
     Raises:
-        UsageError: contradictory arguments or variables, or more ranks on a host than it has GPUs.
+        UsageError: arguments or variables contradict each other, or a host has fewer GPUs than
+            ranks.
     """
     chosen("tags", tags, get_args(Tagging))
     if dist.is_initialized():

@@ -15,15 +15,21 @@ from lockstep.runtime import randomness
 
 
 class BlockShuffled:
-    """Every sample once an epoch: blocks of `block` neighbours in permuted order, permuted within
-    each. Nothing is stored.
+    """Every sample once an epoch: blocks of neighbours in permuted order, permuted within each
+    block.
 
-    The last block of the data set is shorter where `block` does not divide `samples`; it comes
-    anywhere, like the others. Each block that the asked positions touch costs some 30 microseconds,
-    so ask for neighbouring positions together.
+    Use it where neighbours are cheap to read together. Nothing is stored. The last block of the
+    data set is shorter where `block` does not divide `samples`; it comes anywhere, as the others
+    do. Each block that is touched costs some 30 microseconds, so ask for neighbouring positions
+    together.
+
+    Args:
+        samples: the number of samples in the data set.
+        block: samples of a block.
+        seed: keys the permutations.
 
     Raises:
-        UsageError: fewer than one sample, or one sample a block.
+        UsageError: fewer than one sample, or a block of fewer than one.
     """
 
     def __init__(self, samples: int, block: int, seed: int) -> None:

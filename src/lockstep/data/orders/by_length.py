@@ -24,23 +24,28 @@ _GROWTH = 1.125
 
 
 class ByLength:
-    """Batches of at most `tokens` padded tokens: the samples of a micro-batch times the longest
-    length in its bucket.
+    """Micro-batches of sequences of similar length, with at most `tokens` padded tokens each.
 
-    A bucket holds the samples longer than the boundary before it, up to its own; what is longer
-    than the last boundary is one more bucket. By default boundaries grow by an eighth from the
-    shortest length to the longest. Within a bucket samples are permuted every epoch, and so are the
-    full micro-batches of all buckets over the epoch: each costs nearly the budget, so ranks are
-    balanced however many share a step. The short ones, one a bucket at most, come last, the
-    costliest first: spread out, each would leave all other ranks of its step waiting; together they
-    cost the fewest such steps. Their number does not depend on the epoch. A sample longer than half
-    of the budget is a micro-batch alone, and costs what it is long.
+    A bucket has the samples that are longer than the boundary before it, up to its own; longer ones
+    than the last boundary are one more bucket. A micro-batch has samples of one bucket: their
+    number times the bucket's longest length is at most `tokens`. A sample longer than half of
+    `tokens` is a micro-batch alone.
 
-    `lengths` are in tokens, shape [n].
+    Every epoch permutes the samples within a bucket, and the full micro-batches of all buckets.
+    Each costs nearly `tokens`, so that ranks have equal work. The micro-batches that are not full,
+    one a bucket at most, come last, the largest first. Spread out, each would leave all other ranks
+    of its step waiting. Their number is the same in every epoch.
+
+    Args:
+        lengths: of each sample in tokens, shape [n].
+        tokens: the largest number of padded tokens in a micro-batch.
+        seed: keys the permutations.
+        boundaries: lengths at which buckets end, growing. Default: each an eighth longer than the
+            one before, from the shortest length to the longest.
 
     Raises:
-        UsageError: a length that is no whole number, less than 1, or above `tokens`; boundaries
-        that do not grow.
+        UsageError: a length that is no whole number, below 1, or above `tokens`; boundaries that do
+            not grow.
     """
 
     def __init__(

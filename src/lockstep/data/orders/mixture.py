@@ -28,23 +28,27 @@ _AT_ONCE = 1 << 20  # places drawn together
 
 
 class Mixture:
-    """Indices into a torch ConcatDataset of data sets of these `lengths`, in the shares of
+    """A mixture of data sets: indices into a torch ConcatDataset of them, in the shares of
     `weights`.
 
-    Each component is walked in its own permutations, on and on through the epochs: none of its
-    samples comes a second time before all have come once, however an epoch ends. So a small
-    component is repeated and a large one goes on where it stopped. `samples` positions make an
-    epoch: by default as many as all lengths together.
+    Each component is walked in its own permutations, from epoch to epoch. None of its samples comes
+    a second time before all have come once. So a small component is repeated, and a large one
+    continues where it stopped.
 
-    The shares are those of a period of at most 4096 positions: the shortest in which all are right
-    to a thousandth, else the longest, rounded by largest remainder, with at least one position for
-    each positive weight. In any stretch a component's count is off by less than two periods' worth
-    of it.
+    The shares are those of a period of at most 4096 positions. It is the shortest one in which all
+    shares are right to a thousandth, or else the longest, rounded by largest remainder, with at
+    least one position for each positive weight. In any stretch the count of a component is off by
+    less than two periods' worth of it.
+
+    Args:
+        lengths: the length of each data set.
+        weights: the share of each data set, in any unit.
+        samples: positions of an epoch. Default: the sum of the lengths.
+        seed: keys the permutations.
 
     Raises:
         UsageError: lists of different lengths, a weight that is negative or not finite, only zeros,
-            a positive one that is less than 1/4096 of the sum, or an empty component of positive
-            weight.
+            a positive weight below 1/4096 of the sum, or an empty data set of positive weight.
     """
 
     def __init__(

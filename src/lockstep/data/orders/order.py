@@ -67,7 +67,12 @@ class Sequential:
 
 
 class Shuffled:
-    """Another permutation every epoch, a function of (seed, epoch) alone."""
+    """Another permutation every epoch, a function of (seed, epoch) alone.
+
+    Args:
+        samples: the number of samples in the data set.
+        seed: keys the permutations.
+    """
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples

@@ -16,19 +16,23 @@ from lockstep.runtime import randomness
 
 class Weighted:
     """Sample i comes with probability weights[i] / sum(weights), a function of (seed, epoch,
-    position) alone.
+    position).
 
-    With replacement every position is a draw of its own: a keyed uniform number looked up in the
-    cumulative sum. Without, every sample i gets the key -log(u) / weight, and the smallest keys
-    come first (Efraimidis and Spirakis, Information Processing Letters 97, 2006): a sample of
-    weight 0 never comes, a heavy one early. The epoch's permutation is kept, 8 bytes a sample.
+    With replacement every position is a draw of its own: a keyed uniform number is looked up in the
+    cumulative sum. Without replacement, every sample gets the key -log(u) / weight, and the
+    smallest keys come first (Efraimidis and Spirakis, Information Processing Letters 97, 2006). A
+    sample of weight 0 then never comes. The epoch's permutation takes 8 bytes a sample.
 
-    `samples` positions make an epoch: by default as many as there are weights, without replacement
-    as many as are positive.
+    Args:
+        weights: one for each sample, shape [n].
+        samples: positions of an epoch. Default: the number of weights; without replacement, of
+            positive weights.
+        replacement: a sample may come several times in an epoch.
+        seed: keys the draws.
 
     Raises:
-        UsageError: a weight that is negative or not finite, only zeros, or more samples than
-        positive weights without replacement.
+        UsageError: a weight that is negative or not finite, only zeros, or, without replacement,
+            more samples than positive weights.
     """
 
     def __init__(

@@ -65,7 +65,10 @@ class Accumulated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationRatio:
-    """Of one step; `rows` say it for other numbers of micro-batches. Times in seconds."""
+    """What `lockstep.communication_ratio` found for one step. Times in seconds.
+
+    `describe()` gives the table, with a row for each number of micro-batches in `rows`.
+    """
 
     model: str
     world_size: int
@@ -98,12 +101,12 @@ class CommunicationRatio:
 
     @property
     def computation(self) -> float:
-        """Of a step."""
+        """Seconds of computation in a step."""
         return self.micro_batches * (self.forward + self.backward)
 
     @property
     def hidden(self) -> float:
-        """What of the communication travels behind the backward."""
+        """Seconds of communication that run behind the backward."""
         return self.communication - self.exposed
 
     @property
@@ -189,21 +192,29 @@ def communication_ratio(
     loss: Callable[[Any], Tensor] | None = None,
     method: str = "native",
 ) -> CommunicationRatio:
-    """Communication to computation of `model`, trained by `world_size` ranks that each compute
+    """The ratio of communication to computation of `model`, on `world_size` ranks that each compute
     `batch` (one micro-batch) in a step.
 
-    Runs some forwards and backwards here, on the model's device, in its mode and with this
-    process's threads, and leaves the model as it was.
+    It runs some forwards and backwards here, on the model's device, in its mode and with this
+    process's threads. The model stays as it was.
+
+    Example::
+
+        report = lockstep.communication_ratio(model, x, world_size=8, network="25GbE")
+        print(report.describe())
 
     Args:
         model: what is trained.
         batch: what the model is called with: a tensor, a tuple or list of its arguments, or a dict
             of keyword arguments.
-        world_size: how many ranks there would be.
+        world_size: the number of ranks.
         network: as for `lockstep plan`: 1Gbit, 25GbE, free, or microseconds and a rate:
             "500,50Mbit".
-        loss: makes one number of the output; default: the sum of its floating-point tensors.
-        method: as for `lockstep train`: "--compress bf16", "--sync-every 50".
+        loss: output -> one number. Default: the sum of its floating-point tensors.
+        method: options as for `lockstep train`: "--compress bf16", "--sync-every 50".
+
+    Returns:
+        A CommunicationRatio; its `describe()` is a table.
 
     Raises:
         UsageError: values that cannot work, or a loss that depends on no parameter.

@@ -222,34 +222,43 @@ def evaluate(
     seed: int = 0,
     world: World | None = None,
 ) -> dict[str, float]:
-    """The weighted means of what `fn` measures, over a map-style data set, each sample once: equal
-    on all ranks. All ranks call it.
+    """The weighted means of what `fn` measures, over a map-style data set, each sample once.
 
-    The model runs as it is, in eval mode and without gradients; modes and random states are put
-    back. A DistributedDataParallel's `sync_buffers()` is called first and its `.module` run. With
-    equal intra-op threads on the ranks (`torch.set_num_threads`) the result has the same bits for
-    every world size.
+    All ranks call it, and get the same. The model runs in eval mode without gradients; modes and
+    random states are put back. A DistributedDataParallel's `sync_buffers()` is called first, and
+    its `.module` runs. With equal intra-op threads on the ranks (`torch.set_num_threads`) the
+    result has the same bits for every world size.
+
+    Example::
+
+        def correct(output, batch):
+            return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+        print(lockstep.evaluate(model, test_data, correct)["accuracy"])
 
     Args:
         model: a module, or a wrapper around one; equal on all ranks.
         dataset: map-style.
-        fn: (output, batch) -> {name: (sum, weight)}, as Task.metrics: the result is Σ sum / Σ
-            weight in float64, nan where Σ weight is 0.
-        metrics: torchmetrics.Metric objects by name. `fn` may give the arguments of one's `update`
-            under its name; one that it does not name is updated with `(output, batch[1])`. They are
-            left as they are: neither updated nor reset.
-        batch: samples of a forward, at fixed positions; it belongs to the result, the number of
-            ranks does not.
-        collate: list of samples -> batch; default: torch's.
+        fn: (output, batch) -> {name: (sum, weight)}, as Task.metrics. The result is the sum of sums
+            over the sum of weights, in float64; nan where the weights are 0.
+        metrics: torchmetrics.Metric objects by name. `fn` may return the arguments of an object's
+            `update` under its name; others are updated with `(output, batch[1])`. The objects
+            themselves are neither updated nor reset.
+        batch: samples of a forward, at fixed positions. The result may depend on it; it does not
+            depend on the number of ranks.
+        collate: list of samples -> batch. Default: torch's.
         loader_workers: processes of each rank that load data.
-        inputs: batch -> the model's arguments, a tuple or a dict of keywords; default: the batch's
+        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the batch's
             first part.
         seed: keys what the data set draws, and the model.
         world: default: the open one.
 
+    Returns:
+        The values by name.
+
     Raises:
-        UsageError: no world is open, an empty or iterable-style data set, batch < 1, neither fn nor
-            metrics.
+        UsageError: no world is open, a data set that is empty or iterable, batch < 1, or neither fn
+            nor metrics.
         TaskError: fn returned something else than (sum, weight) pairs of single numbers, or other
             names for another batch.
     """

@@ -45,33 +45,37 @@ def predict(
     seed: int = 0,
     world: World | None = None,
 ) -> Any:
-    """The model's output for every row of `data`, in order, computed on all ranks. All ranks call
-    it, with the same data.
+    """The model's output for every row of `data`, in order, computed on all ranks.
 
-    The model runs as it is, in eval mode and without gradients; modes and random states are put
-    back. A DistributedDataParallel's `sync_buffers()` is called first and its `.module` run. It
-    returns a tensor, or a tuple, list or dict of tensors, of one row a sample; nothing is sent
-    before all batches are done. With equal intra-op threads on the ranks (`torch.set_num_threads`)
-    the result has the same bits for every world size.
+    All ranks call it, with the same data. The model runs in eval mode without gradients; modes and
+    random states are put back. A DistributedDataParallel's `sync_buffers()` is called first, and
+    its `.module` runs. Nothing is sent before all batches are done. With equal intra-op threads on
+    the ranks (`torch.set_num_threads`) the result has the same bits for every world size.
+
+    Example::
+
+        logits = lockstep.predict(model, test_data, batch=256)  # [len(test_data), classes]
+        lockstep.predict(model, test_data, out="logits.npy")
 
     Args:
-        model: a module, or a wrapper around one; equal on all ranks.
-        data: a map-style data set, or one batch: a tensor, or a tuple or dict of tensors with equal
+        model: a module, or a wrapper around one; equal on all ranks. It returns a tensor, or a
+            tuple, list or dict of tensors, with one row for each sample.
+        data: a map-style data set; or one batch: a tensor, or a tuple or dict of tensors with equal
             first dimensions.
-        batch: rows of a forward, at fixed positions; the last has what is left.
+        batch: rows of a forward, at fixed positions; the last one has what is left.
         out: a file that ends in .npy (one tensor) or .parquet (columns by name; needs pyarrow).
-            Rows are streamed to it; no rank holds more than its own. It is there whole or not at
-            all.
-        collate, loader_workers: how a data set is loaded; list of samples -> batch, and processes
-            of each rank.
-        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: of a data
-            set's batch the first part; one batch is all arguments, a dict the keywords.
+            Rows are streamed to it, and no rank holds more than its own. It is there whole or not
+            at all.
+        collate: list of samples -> batch. Default: torch's.
+        loader_workers: processes of each rank that load data.
+        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the first
+            part of a data set's batch; one batch is all arguments, a dict the keywords.
         seed: keys what the data set draws, and the model.
         world: default: the open one.
 
     Returns:
-        Without `out`, all rows in the model's own container, on every rank: of a data set on the
-        CPU, of one batch on the model's device. With `out`, its path.
+        Without `out`: all rows in the model's own container, on every rank; those of a data set on
+        the CPU, those of one batch on the model's device. With `out`: its path.
 
     Raises:
         UsageError: no world is open, no rows, batch < 1, an unknown extension, an output whose rows

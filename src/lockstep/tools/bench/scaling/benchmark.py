@@ -195,33 +195,39 @@ def benchmark_scaling(
     micro_batch: int | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Scaling:
-    """Train at each number of workers in turns, on fresh ranks of this host, and compare samples
-    per second. The models are thrown away.
+    """Train at each number of workers in turns, on this host, and compare samples per second.
 
-    A script that calls this needs `if __name__ == "__main__":` around the call: ranks are new
-    processes that import it.
+    Ranks are new processes, and the models are thrown away. A script that calls this needs `if
+    __name__ == "__main__":` around the call, because ranks import it.
+
+    Example::
+
+        report = lockstep.benchmark_scaling("digits", workers=[1, 2], steps=20)
+        print(report.describe())
 
     Args:
         task: a Task, a bundled name or a file, a function that returns a Task, or (model, dataset,
             loss): a module or a function that builds one, a map-style data set of (input, target),
-            and loss(output, target). All must be importable by other processes.
-        workers: numbers of ranks, such as [1, 2, 4]. The first is the base: its speedup and
+            and loss(output, target). Other processes must be able to import all of it.
+        workers: numbers of ranks, such as [1, 2, 4]. The first one is the base: its speedup and
             efficiency are 1.
         mode: "strong": the global batch stays; "weak": the batch of a rank stays; "both".
         steps, rounds: timed steps of a turn, and turns of each number of workers.
-        threads: intra-op threads of each rank; None: the cores shared among the ranks, as `lockstep
-            train` does it.
-        loading: time the loading of batches too, as a training has it; False goes round in a few
-            batches that are there already.
-        device, loader_workers, reduce, compress, update, exact: as `lockstep.train` takes them; no
-            server.
+        threads: intra-op threads of each rank. None: the cores shared among the ranks, as in
+            `lockstep train`.
+        loading: time the loading of batches too, as in a training. False: repeat a few batches that
+            are loaded already.
+        device, loader_workers, reduce, compress, update, exact: as for `lockstep.train`; no server.
         overrides: parameters of task() in a file.
-        global_batch, micro_batch, optimizer: for (model, dataset, loss) only; default:
-            micro-batches of 32 samples, fewer for a small data set, one for each rank of the
-            largest number of workers, and SGD.
+        global_batch, micro_batch, optimizer: for (model, dataset, loss) only. Default: SGD, and
+            micro-batches of 32 samples (fewer for a small data set), one for each rank of the
+            largest number of workers.
+
+    Returns:
+        A Scaling; its `describe()` is a table.
 
     Raises:
-        UsageError: values that cannot work, a task that other processes cannot be given.
+        UsageError: values that cannot work, or a task that other processes cannot be given.
         WorkerFailed: a rank failed.
     """
     counts, modes = check_workers(workers), modes_of(mode)

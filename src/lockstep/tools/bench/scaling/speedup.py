@@ -63,7 +63,9 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on."""
+    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on. `describe()`
+    gives the table.
+    """
 
     task: str
     rows: Sequence[ScalingRow]
