@@ -37,7 +37,7 @@ except ImportError as error:
     raise extras.missing(
         "lockstep.integrations.transformers", f"transformers ({error})", "transformers"
     ) from None
-extras.warn_untested("transformers", "5.23", "5.23")
+extras.warn_untested("transformers", "5.23", "5.24")
 _log = logging.getLogger(__name__)
 _HOST = "transformers.Trainer"
 _ORDERS = ("random", "sequential")
