@@ -24,6 +24,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from lockstep.cli.completion import choices, runs
 from lockstep.config.knob import GROUPS, Field, knobs, known, pairs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
@@ -150,6 +151,7 @@ def _option(field: Field, said: Says | None) -> inspect.Parameter:
         show_default=False,
         help=said.help,
         rich_help_panel=field.knob.group,
+        autocompletion=runs if field.name == "run" else choices(said.unit or field.unit),
     )
     return _parameter(
         field.name, Annotated[kind | None if default is None else kind, option], default

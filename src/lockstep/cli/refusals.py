@@ -21,7 +21,7 @@ REFUSED: Any = next(
 )
 """What the parser of the command line raises. Its module depends on typer's version."""
 
-_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]+)""")
+_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]*[^\s,;:().])""")
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 _TYPES = {int: "a whole number", float: "a number"}
 
@@ -57,7 +57,8 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
             wanted=_takes(context, error),
         )
     text = error.format_message().rstrip(".")
-    return UsageError("wrong-command-line", reason=text[:1].lower() + text[1:], command=path)
+    reason = f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else '.'}"
+    return UsageError("wrong-command-line", reason=reason, command=path)
 
 
 def as_typed(message: str, line: Sequence[str]) -> str:
