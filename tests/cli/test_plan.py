@@ -96,7 +96,7 @@ def test_what_was_measured_stands_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*SMALL, "--network", "modem"], "network='modem' is unknown: choose one of 100Mbit"),
+        ([*SMALL, "--network", "modem"], "network='modem' is unknown. Choose one of 100Mbit"),
         ([*SMALL, "--step-ms", "0"], "step_ms=0"),
         ([*SMALL, "--step-ms", "inf"], "step_ms=inf"),
         (["txet", *SMALL[1:]], "task 'txet' is unknown"),
@@ -134,7 +134,7 @@ def test_a_table_of_methods_is_for_one_number_of_ranks() -> None:
         ),
         ({"rate": "1gbit"}, "at 1gbit, but the plan"),
         ({"task": "digits"}, "holds digits with 4"),
-        ({"rows": 3}, "is not a file that benchmarks/slow_link.py --json writes"),
+        ({"rows": 3}, "was not written by benchmarks/slow_link.py --json"),
     ],
 )
 def test_another_measurement_is_refused(

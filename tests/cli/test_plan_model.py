@@ -83,8 +83,8 @@ def test_a_way_that_is_given_is_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "vgg", "--device", "p100"], "model='vgg' is unknown: choose one of"),
-        (["--model", "vgg16", "--device", "p1000"], "device='p1000' is unknown: choose one of"),
+        (["--model", "vgg", "--device", "p100"], "model='vgg' is unknown. Choose one of"),
+        (["--model", "vgg16", "--device", "p1000"], "device='p1000' is unknown. Choose one of"),
         (["--model", "vgg16", "--device", "p100", "--batch", "0"], "batch=0"),
         (["--model", "vgg16", "--device", "p100", "--batch", "-1"], "batch=-1"),
     ],

@@ -99,7 +99,7 @@ def test_failures_and_other_ways(saved: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["digits", "--network", "modem"], "network='modem' is unknown: choose one of here"),
+        (["digits", "--network", "modem"], "network='modem' is unknown. Choose one of here"),
         (["digits", "--nodes-of", "0"], "nodes_of=0"),
         (["digits", "--mtbf", "0"], "mtbf=0"),
         (["digits", "--mtbf", "nan"], "mtbf=nan"),
@@ -109,7 +109,7 @@ def test_failures_and_other_ways(saved: str) -> None:
         (["digits", "--loader-workers", "-1"], "loader_workers=-1"),
         (["digits", "--seconds", "0"], "seconds=0"),
         (["digits", "--compress", "zip"], "compress='zip' is unknown"),
-        (["digits", "--mesh", "shard"], "write 'shard' as name=value"),
+        (["digits", "--mesh", "shard"], "'shard' is not a pair"),
         (["digits", "--profile", "/nowhere"], "--profile /nowhere cannot be read"),
         (["digits", "--json", "/nowhere/at/all"], "--json /nowhere/at/all cannot be written"),
         (["digits", "--plot", "plan.gif2"], "wrong-ending"),

@@ -548,7 +548,7 @@ def test_a_stage_that_does_not_fit_the_one_before_is_said_on_all_ranks(call: str
     kind, text = found[0]
     assert kind == "TaskError"
     assert text.startswith(
-        "stage 1 (layers 2 to 3) does not take what stage 0 (layers 0 to 1) gives, float32 [2, 5]:"
+        "stage 1 (layers 2 to 3) cannot take the output of stage 0 (layers 0 to 1), float32 [2, 5]:"
         " mat1 and mat2 shapes"
     )
     assert text.endswith("[stages-do-not-fit]")

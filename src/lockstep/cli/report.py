@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
+from lockstep.cli.completion import runs
 
 NO_ANATOMY = (
     "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its"
@@ -22,20 +23,22 @@ def report(
         Path,
         typer.Argument(
             metavar="RUN",
+            autocompletion=runs,
             help=(
-                "The run directory of `lockstep train`, also while it trains; latest: the newest"
-                " under runs/."
+                "Run directory of `lockstep train`, also of a run that still trains. latest is the"
+                " newest under runs/."
             ),
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The page; default: RUN/report.html."),
+        typer.Option("--out", metavar="FILE", help="Page to write. Default: RUN/report.html."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say where the time of RUN went, and write it up as one HTML page that needs nothing else;
-    RUN/timeline.json is for Perfetto.
+    """Show where the time of RUN went, and write an HTML page.
+
+    The page is one file and needs no server. RUN/timeline.json is a trace for Perfetto.
     """
     from lockstep.tools.recorded import read
     from lockstep.tools.report.page import FILE, as_json, page
