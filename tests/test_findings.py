@@ -482,12 +482,13 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
             (
                 "step 1 was skipped: the loss is nan: this update would make every weight nan. The"
                 " loss of rank 0 is not finite. The next window's gradients are looked at one by"
-                " one, before they are summed. This is said once."
+                " one, before they are summed. This warning appears once."
             ),
             (
                 "step 2 was skipped: the loss is nan: this update would make every weight nan. The"
                 " loss of rank 0 is not finite. Before the sum, the first gradient that is not"
-                " finite: '4.bias' on rank 0 (micro-batch 0 of its window). This is said once."
+                " finite: '4.bias' on rank 0 (micro-batch 0 of its window). This warning appears"
+                " once."
             ),
         ]
         assert all(parameter.isfinite().all() for parameter in model.parameters())

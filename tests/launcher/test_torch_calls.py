@@ -283,8 +283,8 @@ def test_native_code_that_goes_on_is_progress_and_one_that_waits_is_said(plain: 
         assert plain.after(1.5) is None
     plain.pages[0].in_native(b"all_reduce f32[8] in a backward at a.py:5")
     assert plain.after(11).message == (
-        "STALL 10 s: the ranks wait for each other, each elsewhere: rank 0 in all_reduce f32[8] in a"
-        " backward at a.py:5; rank 1 in #1 (barrier at a.py:9)."
+        "STALL 10 s: the ranks wait for each other in different places: rank 0 in all_reduce"
+        " f32[8] in a backward at a.py:5; rank 1 in #1 (barrier at a.py:9)."
     )
 
 

@@ -130,10 +130,7 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 1:
         assert not any(said[0].values())
     if ranks == 4:
-        why = (
-            "1f1b needs at least as many micro-batches as stages; these go in gpipe's order, the"
-            " same work, and the ranks idle for"
-        )
+        why = "1f1b needs at least as many micro-batches as stages; these run in gpipe's order, with the same result, and the ranks idle for"
         assert said[0]["1f1b"] == [
             f"pipeline: 1 micro-batch for 4 stages: {why} 75% of it, (p-1)/(m+p-1)",
             # the short one of the seven
@@ -141,8 +138,8 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
         ]
     if ranks == 2:
         why = (
-            "5 is no multiple of 2: interleaved needs equal rounds, such as 4 micro-batches; these"
-            " go in gpipe's order, the same work, and"
+            "5 is not a multiple of 2: interleaved needs equal rounds, such as 4 micro-batches;"
+            " these go in gpipe's order, the same work, and"
         )
         assert said[0]["interleaved"] == [
             f"pipeline: 5 micro-batches on 2 ranks make 2 rounds, and {why} the ranks idle for 9%"

@@ -65,8 +65,7 @@ def test_every_sample_once_and_who_has_how_many() -> None:
         (
             "note",
             (
-                "a rank has 4 to 12 samples an epoch: the fullest 63.6% above the mean, for which"
-                " the others wait"
+                "a rank has 4 to 12 samples an epoch: the fullest 63.6% above the mean; the others wait for it"
             ),
         )
     ]
@@ -78,7 +77,7 @@ def test_every_sample_once_and_who_has_how_many() -> None:
 def test_ranks_without_samples_are_counted() -> None:
     ((standing, text),) = said(found(plain, workers=6), "samples")
     assert standing == "note"
-    assert "; 2 ranks without any: take fewer workers, or a smaller micro_batch" in text
+    assert "; 2 ranks have none: use fewer workers, or a smaller micro_batch" in text
 
 
 def test_what_is_missing_and_what_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +160,7 @@ def odd(index: int) -> Any:
         (
             keyed,
             "ok",
-            "another in every epoch and the same whoever fetches it, 8 samples looked at",
+            "different in every epoch, and the same on every rank, 8 samples checked",
         ),
         (
             plain,

@@ -220,7 +220,7 @@ def stopping(world: World) -> tuple[int, int, str | None]:
 
 
 def test_all_ranks_stop_early_together() -> None:
-    reason = "constant has not been better than 1.0000 (step 4) for 2 evaluations"
+    reason = "constant has not improved on 1.0000 (step 4) for 2 evaluations"
     assert run_ranks(stopping, 2) == [(3, 12, reason)] * 2
 
 

@@ -261,7 +261,8 @@ def _refuse_with_tune(given: dict[str, object]) -> None:
                 "options-exclude-each-other",
                 one=f"{option} {value}",
                 other="--tune",
-                reason="--tune measures every collective and algorithm, as often as each is worth",
+                reason="--tune measures every collective and algorithm, with its own number of"
+                " runs",
             )
 
 

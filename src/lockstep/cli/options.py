@@ -255,7 +255,7 @@ def below(given: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> 
         told = "; ".join(
             f"{_name(fields[name])}={given[name]} replaces {values[name]}" for name in beaten
         )
-        print(f"{file}: the command line comes first: {told}", file=sys.stderr)
+        print(f"{file}: the command line overrides this file: {told}", file=sys.stderr)
     return {**values, **given}
 
 

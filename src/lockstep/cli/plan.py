@@ -338,8 +338,8 @@ def _say_computation(
     how = "given" if given else "measured here, in one process"
     print(
         f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches}"
-        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); gradients travel behind"
-        f" {1e3 * work.backward:.1f} ms of it"
+        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); sending gradients can overlap"
+        f" with {1e3 * work.backward:.1f} ms of it"
     )
 
 

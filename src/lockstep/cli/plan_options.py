@@ -166,7 +166,7 @@ def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) 
                     "options-exclude-each-other",
                     one=option_name(name),
                     other=f"--profile {asked.profile}",
-                    reason="nothing is measured where a profile is given",
+                    reason="a plan from a profile measures nothing",
                 )
     return kind
 

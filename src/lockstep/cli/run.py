@@ -105,7 +105,7 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
             "option-missing",
             option="--debug",
             needed="--log DIR",
-            reason="logs without a folder of their own are removed when all goes well",
+            reason="without --log DIR, logs are removed when the run succeeds",
         )
     if launch.on_stall == "restart":
         raise UsageError("restart-needs-checkpoints")

@@ -153,19 +153,19 @@ def _body(job: BatchJob) -> list[str]:
         command += ["--run", f'{shlex.quote(f"{job.run}-")}"$SLURM_JOB_ID"']
     return [
         (
-            "# One task a rank. The first that ends leaves the others a minute to end as well; the"
-            " exit code is the highest of theirs."
+            "# One task per rank. When the first one ends, the others get a minute to end. srun"
+            " returns the highest exit code."
         ),
         f"srun {' '.join(numbers)} --kill-on-bad-exit=0 --wait=60 \\",
         f"    {' '.join(command)}",
         "code=$?",
         (
-            f'if [ "$code" -eq {int(ExitCode.PREEMPTED)} ]; then  # asked to stop, and saved: the'
-            " same job goes on from there"
+            f'if [ "$code" -eq {int(ExitCode.PREEMPTED)} ]; then  # preempted, and saved: the'
+            " same job resumes"
         ),
         (
             '    scontrol requeue "$SLURM_JOB_ID" || printf "%s\\n" "lockstep: not requeued; submit'
-            ' the job again to go on" >&2'
+            ' the job again to resume" >&2'
         ),
         "fi",
         'exit "$code"',
@@ -295,6 +295,6 @@ def _sbatch(text: str) -> str:
     except FileNotFoundError:
         raise UsageError("no-sbatch") from None
     if done.returncode:
-        print(f"error: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)
+        print(f"error: sbatch refused the job: {done.stderr.strip()}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)
     return done.stdout.strip().partition(";")[0]

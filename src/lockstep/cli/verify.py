@@ -113,7 +113,7 @@ def _settings(
         raise UsageError("task-or-two-runs", given=f"the folder {task}")
     counts = counts_of(
         _COUNTS if workers is None else workers,
-        'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains twice alike)',
+        'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains the same twice)',
         least=2,
     )
     place, overrides = task_of(task, override)
@@ -130,7 +130,7 @@ def _refuse_with_runs(given: Collection[str]) -> None:
             "options-exclude-each-other",
             one=", ".join(sorted(map(option_name, given))),
             other="RUN_A RUN_B",
-            reason="two runs are compared as they are, and nothing is trained",
+            reason="comparing two runs trains nothing",
         )
 
 

@@ -273,7 +273,7 @@ def test_a_cause_beside_amplified_rounding_is_found(tmp_path: Path) -> None:
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 4)
     assert (
-        "the result depends on the rank: as another rank this process gets another one:"
+        "the result depends on the rank: when this process acts as another rank, it gets another one:"
         ' os.environ["RANK"]' in found.why
     )
     assert found.amplified == ()

@@ -192,7 +192,7 @@ class Profile:
                 f"{1e3 * seconds:.2f} ms among {ranks} ranks"
                 for ranks, seconds in sorted(self.messages.items())
             )
-            lines.append(f"  a message takes {told} of one host, and no less on a network")
+            lines.append(f"  a message takes {told} on one host, and at least that on a network")
         if self.device == "cpu":
             lines.append(f"  {self._shared(per_host)}")
         return "\n".join(lines)
@@ -200,8 +200,8 @@ class Profile:
     def _shared(self, per_host: int | None) -> str:
         if per_host is None:
             return (
-                f"all ranks share these {self.cores} cores; more ranks than cores take turns, and"
-                " everything takes as many times as long"
+                f"all ranks share these {self.cores} cores; more ranks than cores slow each other"
+                " down in proportion"
             )
         if per_host == 1:
             return "every rank has a host like this one for itself"
