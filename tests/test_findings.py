@@ -481,7 +481,7 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
         assert [str(each.message) for each in said if each.category is LockstepWarning] == [
             (
                 "step 1 was skipped: the loss is nan: this update would make every weight nan. The"
-                " loss of rank 0 is not finite. The next window's gradients are looked at one by"
+                " loss of rank 0 is not finite. The next window's gradients are checked one by"
                 " one, before they are summed. This warning appears once."
             ),
             (

@@ -76,7 +76,7 @@ FOUND = (
     ("trace", "first"),
     [
         (True, FOUND),
-        (False, "The next window's gradients are looked at one by one, before they are summed"),
+        (False, "The next window's gradients are checked one by one, before they are summed"),
     ],
 )
 def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:

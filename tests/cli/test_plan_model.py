@@ -38,8 +38,8 @@ def test_the_text_and_the_json_of_vgg(tmp_path: Path) -> None:
         str(file),
     )
     assert (
-        "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images a device and"
-        " step\n" in text
+        "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images per device and step\n"
+        in text
     )
     found = json.loads(file.read_text())
     assert (found["model"], found["device"]) == ("vgg16", "p100")

@@ -223,7 +223,7 @@ def _finished(settings: Settings, choice: RunChoice) -> bool:
         return False
     if not choice.resume:
         print(
-            f"run directory {run} holds this training, and it is finished; --fresh trains it again",
+            f"this training is already finished in {run}; --fresh trains it again",
             file=sys.stderr,
         )
     print(result.last_line(result.read(run / RESULT)))

@@ -339,7 +339,7 @@ class Parallelism:
     def describe(self) -> str:
         """For the last line of a run: who updates, and what else is not the rule."""
         if self.local is not None:
-            return f"local steps, meeting every {self.sync_every}, {self.local}"
+            return f"local steps, synchronized every {self.sync_every} steps, {self.local}"
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"

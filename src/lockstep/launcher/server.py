@@ -337,7 +337,7 @@ class Server:
     def _gone(self) -> ServerGone:
         code = self._wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        hint = "; usually because memory ran out" if code == -signal.SIGKILL else ""
+        hint = "; the system does this when memory runs out" if code == -signal.SIGKILL else ""
         return ServerGone("fork-server-gone", pid=self.pid, how=f"{how}{hint}")
 
 

@@ -341,7 +341,7 @@ class ModelPlan:
         )
         work = f"{model.flops / model.tokens / 1e9:.3g} GFLOP {each}"
         yield (
-            f"{model.name}: {_count(model.parameters)} parameters, {work} forward; {samples} a"
+            f"{model.name}: {_count(model.parameters)} parameters, {work} forward; {samples} per"
             " device and step"
         )
         peak, precision = (
@@ -366,7 +366,7 @@ class ModelPlan:
         )
         yield table(head, (_least(each, self.device) for each in found), left=(0, 7))
         note = "activations recomputed, except the inputs of blocks; " if self.model.blocks else ""
-        yield f"({note}Adam in fp32: 16 bytes a parameter; {_gigabytes(RESERVED)} set aside)"
+        yield f"({note}Adam in fp32: 16 bytes per parameter; {_gigabytes(RESERVED)} reserved)"
 
     def _steps(self) -> str:
         nothing = "no layout fits: the table shows the smallest number of devices"

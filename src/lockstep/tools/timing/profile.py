@@ -109,7 +109,7 @@ class PhaseTimes:
             f" {100 * self.spread:.1f} %"
         )
         threads = f"{self.threads} thread{'s' * (self.threads != 1)} each, {self.steps} steps"
-        return f"{ranks}, {threads}: a micro-batch {each}; a step besides: {besides}"
+        return f"{ranks}, {threads}: per micro-batch {each}; per step {besides}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,8 +204,8 @@ class Profile:
                 " down in proportion"
             )
         if per_host == 1:
-            return "every rank has a host like this one for itself"
-        return f"{per_host} ranks share a host with {self.cores} cores"
+            return "every rank has its own host like this one"
+        return f"{per_host} ranks share one host of {self.cores} cores"
 
 
 def _measured(found: Mapping[int, Figure], ranks: int) -> Figure:
