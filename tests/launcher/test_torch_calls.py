@@ -145,7 +145,7 @@ dist.barrier()
     assert ranks(tmp_path, monkeypatch, script, 2, stall_after=0.5) == 0, capfd.readouterr().err
     assert "rank 1 waits in #1 (barrier at script.py:" in told[0]
     assert "Rank 0 never issued it: running, script.py:" in told[0]
-    assert told[0].endswith("nothing is ended.")
+    assert told[0].endswith("Lockstep only waits.")
 
 
 # -- what is said --------------------------------------------------------------------------------

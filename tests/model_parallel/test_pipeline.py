@@ -139,7 +139,7 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 2:
         why = (
             "5 is not a multiple of 2: interleaved needs equal rounds, such as 4 micro-batches;"
-            " these go in gpipe's order, the same work, and"
+            " these run in gpipe's order, with the same result, and"
         )
         assert said[0]["interleaved"] == [
             f"pipeline: 5 micro-batches on 2 ranks make 2 rounds, and {why} the ranks idle for 9%"
@@ -580,7 +580,7 @@ def test_an_error_of_the_users_while_shapes_are_worked_out_is_its_own_and_the_ot
     assert found[0] == found[2]
     kind, text = found[0]
     assert kind == "PeerFailed"
-    assert "Rank 1 " in text
+    assert "rank 1 " in text
     assert "stage 1 (layer 1) raised KeyError: 'no such word'" in text
     assert text.endswith("[pipeline-rank-failed]")
 
@@ -653,7 +653,7 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
     with pytest.raises(
         WorkerFailed,
         match=(
-            r"TaskError: stage 0 \(layer 0\) gave float32 \[0, 4\], but float32 \[2, 4\] for"
+            r"TaskError: stage 0 \(layer 0\) returned float32 \[0, 4\], but float32 \[2, 4\] for"
             r" another.*\[stage-output-varies\]"
         ),
     ):

@@ -80,7 +80,7 @@ def test_the_file_knows_the_knobs_that_are_tuned() -> None:
             '{"task": "digits", "workers": 2}',
             r"is not a file of `lockstep tune`: it lacks \"kind\".*tune.* \[not-tuned-settings\]",
         ),
-        (changed(version=2), r"version=2 .* 1: .*\[settings-of-another-version\]"),
+        (changed(version=2), r"version=2 .* 1, .*\[settings-of-another-version\]"),
         (changed(settings=[]), r"its settings are a list.* \[not-tuned-settings\]"),
         (changed(settings=None), r"its settings are a NoneType.* \[not-tuned-settings\]"),
         (

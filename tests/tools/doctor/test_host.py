@@ -88,10 +88,8 @@ def test_memory_that_the_control_group_does_not_give(tmp_path: Path) -> None:
 def test_memory_that_is_little_or_has_run_out_before(tmp_path: Path) -> None:
     assert _memory(tmp_path, GIB, 2).fix.startswith("512 MiB for each of 2 ranks is little")
     found = _memory(tmp_path, 32 * GIB, 2, events="low 0\noom 4\noom_kill 3\n")
-    assert (found.level, found.fix[:57]) == (
-        "warn",
-        "memory ran out here 3 times before, and processes wer",
-    )
+    assert found.level == "warn"
+    assert found.fix.startswith("memory ran out here 3 times before")
 
 
 @pytest.mark.parametrize(
