@@ -47,7 +47,7 @@ class ScalingOptions:
     steps: Annotated[int, Knob("measurement", least=1)] = 10
     """Number of timed steps in a round."""
     rounds: Annotated[int, Knob("measurement", least=1)] = 5
-    """Number of rounds of each number of workers."""
+    """Number of rounds for each number of workers."""
     loading: Annotated[bool, Knob("measurement", flags=("--loading/--no-loading",))] = True
     """Include the loading of batches in the time, as in training. Default: include it."""
 

@@ -53,7 +53,7 @@ class Config(Parallelism):
     """Compile the model with torch.compile."""
     threads: Annotated[
         int | None,
-        Knob("training", least=1, default="the host's cores / its ranks", tuned=True),
+        Knob("training", least=1, default="the host's cores divided by its ranks", tuned=True),
     ] = None
     """Number of intra-op threads of each rank."""
     loader_workers: Annotated[int, Knob("training", least=0, tuned=True)] = 0
