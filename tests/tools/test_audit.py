@@ -165,23 +165,17 @@ def odd(index: int) -> Any:
         (
             plain,
             "note",
-            (
-                "sample 0 is the same in epochs 0 and 1 (8 of 8 looked at): no augmentation, or not"
-                " random"
-            ),
+            "sample 0 is the same in epochs 0 and 1 (8 of 8 checked)",
         ),
         (
             by_itself,
             "WRONG",
-            "sample 0 differs when it is fetched twice in epoch 0, so it depends on who fetches it",
+            "sample 0 differs when it is read twice in epoch 0",
         ),
         (
             reseeds,
             "WRONG",
-            (
-                "sample 0 in epoch 0 and sample 0 in epoch 1 leave the same random state: the data"
-                " set seeds"
-            ),
+            "sample 0 in epoch 0 and sample 0 in epoch 1 leave the same random state",
         ),
         (odd, "note", "sample 0 holds a Generator, which cannot be compared"),
     ],

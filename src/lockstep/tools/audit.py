@@ -126,13 +126,10 @@ class Looks:
                     " not checked",
                 )
             if not equal:
-                text = (
-                    f"sample {index} differs when it is read twice in epoch 0. It draws from a"
-                    " generator "
-                )
                 return wrong(
                     _ABOUT,
-                    text + "of its own; draw from torch, numpy.random or random, which are keyed",
+                    f"sample {index} differs when it is read twice in epoch 0. It draws from its own"
+                    " generator: use torch, numpy.random or random, which Lockstep seeds",
                 )
             later, moved_later = self._watched(1, index)
             if _same(first, later):
@@ -141,15 +138,11 @@ class Looks:
                 for state in states:
                     ends[state].append((epoch, index))
         for (a, one), (b, other) in (places[:2] for places in ends.values() if len(places) > 1):
-            text = (
-                f"sample {one} in epoch {a} and sample {other} in epoch {b} leave the same random"
-                " state, because the data set seeds a global "
-            )
             return wrong(
                 _ABOUT,
-                text
-                + "generator itself (manual_seed, random.seed), so that both get the same noise;"
-                " do not",
+                f"sample {one} in epoch {a} and sample {other} in epoch {b} leave the same random"
+                " state, so both get the same noise. The data set seeds a global generator: remove"
+                " manual_seed or random.seed from it",
             )
         if not constant:
             return ok(

@@ -182,7 +182,7 @@ def faster(micro: int) -> Size:
 def test_what_is_faster_is_advised_with_what_it_changes() -> None:
     table = advice([Size(micro_batch=4, samples_per_s=25.0, memory=2**20), faster(8)], 4, 24)
     assert "micro_batch=8 is fastest; the largest that ran is 8" in table
-    assert "another micro_batch is another training" in table
+    assert "another micro_batch changes the training" in table
     assert "let task() give micro_batch=8" in table
 
 

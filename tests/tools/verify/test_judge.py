@@ -142,7 +142,7 @@ def test_a_result_that_depends_on_the_threads(tmp_path: Path) -> None:
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 0)
     assert "depends on the number of intra-op threads" in found.why
-    assert f"torch.get_num_threads() {line('threads')}. --exact" in found.why
+    assert f"torch.get_num_threads() {line('threads')}. With --exact" in found.why
     assert look(tmp_path, "threads").difference is None
 
 
@@ -224,7 +224,7 @@ def test_a_sample_edited_in_place_is_seen_in_the_first_epoch(
     assert found.where is not None
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("again", 1, 0)
-    assert "are others when they are read once more after the training" in found.where
+    assert "change when they are read again after the training" in found.where
     assert found.why.startswith(cause)
     assert all(row.same for row in found.rows)
 

@@ -267,7 +267,7 @@ class Nothing(nn.Module):
             Ragged(),
             {},
             (
-                r"float64\[6\]\) for samples 8 to 9 and a tensor \(prediction float32\[6\]\) for"
+                r"float64\[6\]\) for samples 8 to 9 but a tensor \(prediction float32\[6\]\) for"
                 r" those before.* \[columns-differ\]"
             ),
         ),
@@ -391,7 +391,7 @@ def differ(world: lockstep.World, what: str) -> str:
             "dtype",
             (
                 r"the model returned a tensor \(prediction bfloat16\[2\]\) for the batches of rank"
-                r" 2 and .*float32.* for those of rank 0: .* \[columns-differ\]"
+                r" 2 but .*float32.* for those of rank 0: .* \[columns-differ\]"
             ),
         ),
     ],
