@@ -86,6 +86,13 @@ class _Commands(Group):
         for name, line in COMMANDS.items():
             self.commands[name] = TyperCommand(name, help=line)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Print the greeting if there are no arguments. The parser takes a tenth of a second to import."""
+        if not args and not ctx.resilient_parsing:
+            print(_greeting(ctx))
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that `args` begins with, complete with its options."""
         if args and args[0] in COMMANDS:
@@ -119,7 +126,7 @@ def _frame(**options: Any) -> typer.Typer:
 
 
 _WHAT = "Train PyTorch models on any number of workers, with the same result."
-app = _frame(cls=_Commands, help=_WHAT, invoke_without_command=True)
+app = _frame(cls=_Commands, help=_WHAT)
 
 
 def _version(asked: bool) -> None:
@@ -130,7 +137,6 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -138,9 +144,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Options of `lockstep` itself. Without a command it greets."""
-    if ctx.invoked_subcommand is None and not ctx.resilient_parsing:
-        print(_greeting(ctx))
+    """Options of `lockstep` itself."""
 
 
 def _greeting(ctx: Any) -> str:
