@@ -52,7 +52,7 @@ def test_the_examples_of_a_help_are_commands(
     assert {parsed(line) for line in examples} == {name}
 
 
-@pytest.mark.parametrize("group", ["bench", "checkpoints", "show"])
+@pytest.mark.parametrize("group", ["bench", "checkpoints"])
 def test_summaries_are_whole_sentences_as_wide_as_the_terminal(
     group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def test_rows_and_json(saved: str, tmp_path: Path) -> None:
         str(out),
     )
     assert (
-        "1 rank alone, 2 threads each, 9 steps: a micro-batch loading 125.00, forward 1000.00,"
+        "1 rank alone, 2 threads each, 9 steps: per micro-batch loading 125.00, forward 1000.00,"
         " backward 2000.00 ms" in text
     )
     assert "buckets are complete after 50 %, 100 % of the backward" in text

@@ -206,10 +206,7 @@ def test_samples_that_depend_on_how_they_are_read(
         ),
         (
             "batch edited",
-            (
-                "a sample is edited in place: read again after the model and the loss have had it,"
-                " it is another"
-            ),
+            "a sample is edited in place: it changes after the model and the loss have used it",
         ),
     ],
 )

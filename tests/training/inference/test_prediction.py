@@ -391,7 +391,7 @@ def differ(world: lockstep.World, what: str) -> str:
             "dtype",
             (
                 r"the model returned a tensor \(prediction bfloat16\[2\]\) for the batches of rank"
-                r" 2 but .*float32.* for those of rank 0: .* \[columns-differ\]"
+                r" 2 but .*float32.* for those of rank 0\. .* \[columns-differ\]"
             ),
         ),
     ],
