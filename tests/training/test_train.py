@@ -337,7 +337,7 @@ def test_what_the_tasks_functions_return_is_checked(changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 .*\[epochs-and-steps\]"),
+        ({"epochs": 1, "steps": 1}, r"epochs=1 and steps=1 .*\[epochs-and-steps\]"),
         ({"epochs": 0}, "epochs=0"),
         ({"device": "tpu"}, r"device='tpu'.*auto, cpu, cuda.*\[unknown-choice\]"),
         ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
