@@ -84,9 +84,9 @@ def test_codes_are_unique_over_the_rooms() -> None:
 
 def test_an_error_says_its_sentence_and_its_code() -> None:
     error = UsageError("unknown-choice", name="reduce", value="rang", choices=("ring", "tree"))
-    assert str(error) == "reduce='rang' is unknown: choose one of ring, tree [unknown-choice]"
+    assert str(error) == "reduce='rang' is unknown. Choose one of ring, tree. [unknown-choice]"
     assert (error.code, error.values["value"]) == ("unknown-choice", "rang")
-    assert error.sentence == "reduce='rang' is unknown: choose one of ring, tree"
+    assert error.sentence == "reduce='rang' is unknown. Choose one of ring, tree."
     assert str(error.within("a.toml")).startswith("a.toml: reduce='rang' is")
 
 

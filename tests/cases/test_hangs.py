@@ -131,7 +131,7 @@ if rank == 0:
     dist.recv(x, src=2)  # RECV
 dist.barrier()  # BARRIER
 """,
-        says=r"the ranks wait for each other, each elsewhere: rank 0 in recv f32\[3\] from rank 2 at"
+        says=r"the ranks wait for each other in different places: rank 0 in recv f32\[3\] from rank 2 at"
         r" script.py:{RECV}; ranks 1 and 2 in #1 \(barrier at script.py:{BARRIER}\)\.",
     ),
     "a rank that leaves early": Hang(
@@ -156,7 +156,7 @@ for batch in range(3):
         pass
 dist.barrier()  # METRICS
 """,
-        says=r"the ranks wait for each other, each elsewhere: rank 0 in all_reduce f32\[8\] in a"
+        says=r"the ranks wait for each other in different places: rank 0 in all_reduce f32\[8\] in a"
         r" backward at script.py:{BACKWARD}; rank 1 in #1 \(barrier at"
         r" script.py:{METRICS}\)\.",
     ),
@@ -174,7 +174,7 @@ model = DistributedDataParallel(Net(), find_unused_parameters=False)
 model(x).sum().backward()  # BACKWARD
 dist.barrier()  # BARRIER
 """,
-        says=r"the ranks wait for each other, each elsewhere: rank 0 in all_reduce f32\[16\] in a"
+        says=r"the ranks wait for each other in different places: rank 0 in all_reduce f32\[16\] in a"
         r" backward at script.py:{BACKWARD}; rank 1 in #1 \(barrier at script.py:{BARRIER}\)\.",
     ),
     "a group that some ranks open": Hang(

@@ -160,7 +160,7 @@ def test_half_an_upload_is_no_checkpoint(
             "checkpoint-copy-failed",
             LockstepError,
             url=f"memory://half/{survive}",
-            what=f"did not take {folder}",
+            what=f"did not accept {folder}",
             reason="ConnectionError: gone",
         ):
             remote.upload(two / folder)

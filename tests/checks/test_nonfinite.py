@@ -76,7 +76,7 @@ FOUND = (
     ("trace", "first"),
     [
         (True, FOUND),
-        (False, "The next window's gradients are looked at one by one, before they are summed"),
+        (False, "The next window's gradients are checked one by one, before they are summed"),
     ],
 )
 def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
@@ -90,7 +90,7 @@ def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
     assert rank0[:3] == reasons
     told = [reasons[0]] if trace else reasons[:2]
     assert rank0[3:] == [
-        f"step {number} was skipped: {reason}. This is said once."
+        f"step {number} was skipped: {reason}. This warning appears once."
         for number, reason in enumerate(told, 1)
     ]
 

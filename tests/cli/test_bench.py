@@ -339,11 +339,11 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         ),
         (
             ["text", "--variants", "ddp:25,stepper"],
-            "variant='stepper' is unknown: choose one of ddp:MB",
+            "variant='stepper' is unknown. Choose one of ddp:MB",
         ),
-        (["text", "--variants", ""], "variant='' is unknown: choose one of ddp:MB"),
+        (["text", "--variants", ""], "variant='' is unknown. Choose one of ddp:MB"),
         (["text", "--set", "widht=3"], "--set widht"),
-        (["text", "--set", "width"], "--set: write 'width' as name=value"),
+        (["text", "--set", "width"], "--set: 'width' is not a pair. Write name=value"),
         (
             ["text", "--workers", "9"],
             (
@@ -353,7 +353,7 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         ),
         (["text", "--workers", "0"], "workers=0: give a whole number of at least 1"),
         (["text", "--steps", "0"], "steps=0: give a whole number of at least 1"),
-        (["text", "--device", "gpu"], "device='gpu' is unknown: choose one of auto, cpu, cuda"),
+        (["text", "--device", "gpu"], "device='gpu' is unknown. Choose one of auto, cpu, cuda"),
     ],
 )
 def test_mistakes_in_train_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
@@ -388,14 +388,14 @@ def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
         (
             ["--algorithms", "rign"],
             (
-                "all_reduce: algorithm='rign' is unknown: choose one of native, auto,"
+                "all_reduce: algorithm='rign' is unknown. Choose one of native, auto,"
                 " shared_memory, central, ring"
             ),
         ),
         (["--algorithms", "native,"], "all_reduce: algorithm='' is unknown"),
         (
             ["--collective", "all_redcue"],
-            "collective='all_redcue' is unknown: choose one of all_reduce, broadcast",
+            "collective='all_redcue' is unknown. Choose one of all_reduce, broadcast",
         ),
         (
             ["--collective", "broadcast", "--algorithms", "recursive_doubling"],
@@ -449,7 +449,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize("ending", ["", ".txt", ".png"])
 def test_a_picture_of_no_kind(tmp_path: Path, ending: str) -> None:
     done = bench("collectives", "--plot", str(tmp_path / f"times{ending}"))
-    assert str(done.exception).endswith("give a name that ends in .svg [wrong-ending]")
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.code == "wrong-ending"
+    assert done.exception.values["endings"] == [".svg"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -185,7 +185,10 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
         ),
         (["digit", "--workers", "1,2"], "task 'digit' is unknown"),
         (["nothing.py"], "task file 'nothing.py' does not exist"),
-        (["digits", "--workers", "1,2", "--set", "lr"], "--set: write 'lr' as name=value"),
+        (
+            ["digits", "--workers", "1,2", "--set", "lr"],
+            "--set: 'lr' is not a pair. Write name=value",
+        ),
     ],
 )
 def test_mistakes_are_told_before_any_rank_starts(

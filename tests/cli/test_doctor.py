@@ -74,8 +74,8 @@ def test_the_verdict_counts_what_is_to_fix_and_not_what_is_warned_of() -> None:
         ),
         (
             ["--nodes", "2"],
-            "error: --nodes 2 is set, but not --node-rank and --rdzv-endpoint: set all of them,"
-            " or none [incomplete-settings]",
+            "error: --nodes 2 is set, but not --node-rank and --rdzv-endpoint. Set all of them,"
+            " or none. [incomplete-settings]",
         ),
         (["--ray", "--nodes", "2"], "error: --ray and --nodes 2 exclude each other"),
         (["--json", "/nowhere/x"], "error: --json /nowhere/x cannot be written"),

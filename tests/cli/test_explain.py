@@ -21,7 +21,7 @@ def test_an_entry_with_its_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> 
     text = explained(capsys, "missing-argument")
     entry = catalog()["missing-argument"]
     assert text.splitlines()[0] == "missing-argument"
-    assert "    <name> is missing: `<command> -h` says what it takes\n" in text
+    assert "    <name> is missing. `<command> -h` lists the arguments.\n" in text
     words = " ".join(text.split())
     assert f"Cause: {entry['cause']}" in words
     assert f"Fix: {entry['fix']}" in words

@@ -76,7 +76,7 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
     [
         (
             ["--mesh", "data=2,pipeline=2", "--workers", "3"],
-            "--mesh data=2,pipeline=2 has 4 ranks (data 2 x pipeline 2), and the run has 3",
+            "--mesh data=2,pipeline=2 has 4 ranks (data 2 x pipeline 2), but the run has 3",
         ),
         (
             ["--mesh", "pipe=2"],
@@ -84,20 +84,17 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         ),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
-            "--mesh pipeline=2 assigns work to each of 2 ranks: give --workers 2, and no range."
+            "--mesh pipeline=2 assigns work to each of 2 ranks. Give --workers 2, and no range."
             " [range-of-workers-with-places]",
         ),
         (
             ["--schedule", "gpipe"],
-            (
-                "--schedule gpipe says how a pipeline runs, and the mesh has no pipeline. Give"
-                " --mesh pipeline=2, for example"
-            ),
+            "--schedule gpipe configures a pipeline, but the mesh has no pipeline axis.",
         ),
         (
             ["--mesh", "shard=2", "--exact"],
             (
-                "--exact with --mesh shard=2: torch's parallelism adds in an order of its own."
+                "--exact with --mesh shard=2: torch's parallelism adds in its own order."
                 " Leave one out. [mesh-with-exact]"
             ),
         ),

@@ -153,7 +153,7 @@ def test_the_command_line_comes_first_and_says_so_once(
     assert (found["config"].sync_every, found["config"].reduce) == (4, "central")
     assert (
         capsys.readouterr().err
-        == f"{file}: the command line comes first: sync_every=4 replaces 8; reduce=central replaces"
+        == f"{file}: the command line overrides this file: sync_every=4 replaces 8; reduce=central replaces"
         " native\n"
     )
 

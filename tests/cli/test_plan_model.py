@@ -38,8 +38,8 @@ def test_the_text_and_the_json_of_vgg(tmp_path: Path) -> None:
         str(file),
     )
     assert (
-        "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images a device and"
-        " step\n" in text
+        "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images per device and step\n"
+        in text
     )
     found = json.loads(file.read_text())
     assert (found["model"], found["device"]) == ("vgg16", "p100")
@@ -83,8 +83,8 @@ def test_a_way_that_is_given_is_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "vgg", "--device", "p100"], "model='vgg' is unknown: choose one of"),
-        (["--model", "vgg16", "--device", "p1000"], "device='p1000' is unknown: choose one of"),
+        (["--model", "vgg", "--device", "p100"], "model='vgg' is unknown. Choose one of"),
+        (["--model", "vgg16", "--device", "p1000"], "device='p1000' is unknown. Choose one of"),
         (["--model", "vgg16", "--device", "p100", "--batch", "0"], "batch=0"),
         (["--model", "vgg16", "--device", "p100", "--batch", "-1"], "batch=-1"),
     ],

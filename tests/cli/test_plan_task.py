@@ -46,7 +46,7 @@ def test_rows_and_json(saved: str, tmp_path: Path) -> None:
         str(out),
     )
     assert (
-        "1 rank alone, 2 threads each, 9 steps: a micro-batch loading 125.00, forward 1000.00,"
+        "1 rank alone, 2 threads each, 9 steps: per micro-batch loading 125.00, forward 1000.00,"
         " backward 2000.00 ms" in text
     )
     assert "buckets are complete after 50 %, 100 % of the backward" in text
@@ -99,7 +99,7 @@ def test_failures_and_other_ways(saved: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["digits", "--network", "modem"], "network='modem' is unknown: choose one of here"),
+        (["digits", "--network", "modem"], "network='modem' is unknown. Choose one of here"),
         (["digits", "--nodes-of", "0"], "nodes_of=0"),
         (["digits", "--mtbf", "0"], "mtbf=0"),
         (["digits", "--mtbf", "nan"], "mtbf=nan"),
@@ -109,7 +109,7 @@ def test_failures_and_other_ways(saved: str) -> None:
         (["digits", "--loader-workers", "-1"], "loader_workers=-1"),
         (["digits", "--seconds", "0"], "seconds=0"),
         (["digits", "--compress", "zip"], "compress='zip' is unknown"),
-        (["digits", "--mesh", "shard"], "write 'shard' as name=value"),
+        (["digits", "--mesh", "shard"], "'shard' is not a pair"),
         (["digits", "--profile", "/nowhere"], "--profile /nowhere cannot be read"),
         (["digits", "--json", "/nowhere/at/all"], "--json /nowhere/at/all cannot be written"),
         (["digits", "--plot", "plan.gif2"], "wrong-ending"),
@@ -182,7 +182,7 @@ def test_a_wrong_question_is_refused(words: list[str], code: str, values: dict[s
     [
         (
             ["--mesh", "pipeline=2"],
-            r"--mesh pipeline=2 .* a task.* Use data and shard only \[mesh-not-planned\]",
+            r"--mesh pipeline=2 .* a task.*\[mesh-not-planned\]",
         ),
         (
             ["--mesh", "data=2,tensor=2", "--workers", "4"],

@@ -97,6 +97,11 @@ def test_what_begins_alike_is_suggested_first(
             ["--bucket-mb=0"],
             "--bucket-mb 0: wrong; --bucket-mb too",
         ),
+        (
+            "reduce='ring' with exact=True. Leave reduce out, or use native",
+            ["--exact", "--reduce", "ring"],
+            "--reduce ring with --exact. Leave --reduce out, or use native",
+        ),
         ("the task's epochs=0: give more", ["--epochs", "3"], "the task's epochs=0: give more"),
         ("global_batch=3 is odd", ["--epochs", "3"], "global_batch=3 is odd"),
     ],

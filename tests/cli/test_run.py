@@ -103,7 +103,7 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run"], "error: nothing to run: give a script (lockstep run train.py) or a module"),
+        (["run"], "error: nothing to run. Give a script (lockstep run train.py) or a module"),
         (["run"], "[nothing-to-run]"),
         (["run", "nowhere.py"], "[script-not-found]"),
         (
@@ -112,14 +112,14 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
         ),
         (
             ["run", "--log", "/dev/null/x", "-m", "this"],
-            "error: --log /dev/null/x cannot be made (Not a directory): choose another folder"
+            "error: --log /dev/null/x cannot be made (Not a directory). Choose another folder."
             " [cannot-make-folder]",
         ),
         (
             ["run", "--debug", "-m", "this"],
-            "error: --debug needs --log DIR too: logs without a folder of their own",
+            "error: --debug needs --log DIR too: ",
         ),
-        (["run", "--wrokers", "2", "x.py"], "error: --wrokers is no option of `lockstep run`"),
+        (["run", "--wrokers", "2", "x.py"], "error: --wrokers is not an option of `lockstep run`"),
         (["run", "--wrokers", "2", "x.py"], "[unknown-option]"),
         (["run", "--workers", "two", "x.py"], "two: give a whole number [wrong-argument]"),
     ],

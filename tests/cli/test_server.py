@@ -165,6 +165,6 @@ def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1
-    said = "PeerFailed: rank 1 has ended. It held 100 % of the parameters"
+    said = "PeerFailed: rank 1 has ended. The others cannot continue, because it held 100 % of the parameters"
     assert said in ended.stderr, ended.stderr
     assert "[server-rank-gone]" in ended.stderr

@@ -184,16 +184,16 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
     [
         (
             ["all-reduce", "--values", "1,2;3"],
-            "rows of 2, 1 numbers: in all-reduce all ranks have equally many",
+            "--values has rows of 2, 1 numbers, but all-reduce needs",
         ),
-        (["all-reduce", "--op", "mean"], "op='mean' of int64 would have to round"),
+        (["all-reduce", "--op", "mean"], "op='mean' of int64 needs rounding"),
         (
             ["all-reduce", "--op", "median"],
-            "op='median' is unknown: choose one of sum, mean, max, min, prod",
+            "op='median' is unknown. Choose one of sum, mean, max, min, prod",
         ),
         (
             ["all-reduce", "--algorithm", "rong"],
-            "algorithm='rong' is unknown: choose one of central, ring, tree",
+            "algorithm='rong' is unknown. Choose one of central, ring, tree",
         ),
         (
             ["all-to-all", "--values", "1,2"],
@@ -205,9 +205,9 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
         ),
         (
             ["broadcast", "--root", "3"],
-            "root 3 is not a rank of this group: its 3 ranks are 0 to 2",
+            "root 3 is not a rank of this group. Give a place in the group, from 0 to 2",
         ),
-        (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .svg"),
+        (["ring", "--out", "ring.pdf"], "--out ring.pdf has another ending than .svg"),
     ],
 )
 def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
@@ -295,7 +295,7 @@ def test_a_mesh(tmp_path: Path) -> None:
         (["--mesh", "data=4", "--nodes", "3"], "--nodes 3: 4 ranks"),
         (
             ["--mesh", "data=4", "--out", "mesh.pdf"],
-            "--out mesh.pdf: give a name that ends in .svg",
+            "--out mesh.pdf has another ending than .svg",
         ),
     ],
 )

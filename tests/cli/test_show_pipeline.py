@@ -47,7 +47,7 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
         (
             ["--schedule", "1f2b"],
             (
-                "schedule='1f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved,"
+                "schedule='1f2b' is unknown. Choose one of naive, gpipe, 1f1b, interleaved,"
                 " zero-bubble"
             ),
         ),
@@ -58,7 +58,7 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
         (["--backward", "0"], "backward=0"),
         (
             ["--out", "chart.pdf"],
-            "--out chart.pdf: give a name that ends in .svg [wrong-ending]",
+            "--out chart.pdf has another ending than .svg. Choose one of these. [wrong-ending]",
         ),
     ],
 )

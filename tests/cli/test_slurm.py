@@ -146,7 +146,7 @@ def test_what_sbatch_refuses(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SystemExit, match="1"):
         command("slurm", "digits", submit=True)
-    assert capsys.readouterr() == ("", "error: sbatch has refused the job: no such partition\n")
+    assert capsys.readouterr() == ("", "error: sbatch refused the job: no such partition\n")
 
 
 JOB = BatchJob(
@@ -170,12 +170,12 @@ TEXT = """\
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 
-# One task a rank. The first that ends leaves the others a minute to end as well; the exit code is the highest of theirs.
+# One task per rank. When the first one ends, the others get a minute to end. srun returns the highest exit code.
 srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0 --wait=60 \\
     /env/bin/python -m lockstep train digits --exact --run /home/me/runs/digits-"$SLURM_JOB_ID"
 code=$?
-if [ "$code" -eq 75 ]; then  # asked to stop, and saved: the same job goes on from there
-    scontrol requeue "$SLURM_JOB_ID" || printf "%s\\n" "lockstep: not requeued; submit the job again to go on" >&2
+if [ "$code" -eq 75 ]; then  # preempted, and saved: the same job resumes
+    scontrol requeue "$SLURM_JOB_ID" || printf "%s\\n" "lockstep: not requeued; submit the job again to resume" >&2
 fi
 exit "$code"
 """

@@ -481,9 +481,7 @@ def test_the_default_is_a_worker_for_each_gpu(
 def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
     missing = lockstep("my_task.py", "--run", "run", "--resume", cwd=folder)
     assert (missing.returncode, missing.stdout) == (77, "")
-    assert (
-        missing.stderr == "error: --resume: no checkpoint in run can be gone on from: it has none\n"
-    )
+    assert missing.stderr == "error: --resume: no checkpoint in run can be resumed: it has none\n"
     for options, message in (
         (("--resume",), "Give --run DIR"),
         (("--run", "run", "--resume", "--fresh"), "leave out --fresh"),

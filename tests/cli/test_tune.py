@@ -82,7 +82,7 @@ def test_two_workers_get_a_table_a_file_and_a_command(folder: Path) -> None:
             rf"^{knob} +{value} +(\d+\.\d\d +.*|not tried: no time left)$", done.stdout, re.M
         ), knob
     assert re.search(
-        r"^bucket_mb +not tried: other sizes put the 0.0 MiB of gradients into the same buckets$",
+        r"^bucket_mb +not tried: all other sizes put the 0.0 MiB of gradients into the same buckets$",
         done.stdout,
         re.M,
     )
@@ -114,11 +114,11 @@ def test_one_worker_has_nothing_to_sum_and_its_command_needs_no_file(folder: Pat
     )
     assert done.returncode == 0, done.stderr
     for knob, why in (
-        ("reduce", "one rank: there is nothing to sum"),
-        ("update", "one rank: there is nobody to share it with"),
+        ("reduce", "one rank has nothing to sum"),
+        ("update", "one rank has no other rank to share with"),
     ):
         assert re.search(rf"^{knob} +not tried: {why}$", done.stdout, re.M)
-    assert re.search(r"^bucket_mb +not tried: one rank: nothing travels$", done.stdout, re.M)
+    assert re.search(r"^bucket_mb +not tried: one rank sends nothing$", done.stdout, re.M)
     assert done.stdout.splitlines()[-1].startswith(
         "lockstep train my_task.py --workers 1 --set micro_batch=6"
     )

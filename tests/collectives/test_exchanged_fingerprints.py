@@ -63,7 +63,7 @@ def test_a_mismatch_is_told_on_all_ranks_before_anything_is_sent() -> None:
     assert re.fullmatch(
         r"#2: ranks 0,1 all_reduce sum f32\[1024\] at test_exchanged_fingerprints.py:\d+; rank 2 all_gather"
         r" i64\[\*\] at test_exchanged_fingerprints.py:\d+\. "
-        r"All ranks must call the same collectives in the same order \[collective-mismatch\]",
+        r"All ranks must call the same collectives in the same order\. \[collective-mismatch\]",
         found[0],
     )
 

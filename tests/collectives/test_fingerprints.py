@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert (
         run_ranks(late, 2, args=(str(tmp_path / "given-up"),))[0]
         == "(1,) #1: all_reduce sum f32[8] at test_fingerprints.py:N: rank 1 did not come within the"
-        " timeout of 0.3 s. Look into the logs of these ranks, or raise --timeout. [collective-timeout]"
+        " timeout of 0.3 s. Look in the logs of these ranks, or raise --timeout. [collective-timeout]"
     )
 
 

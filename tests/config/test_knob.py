@@ -83,26 +83,28 @@ def test_ten_are_common() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "code", "expected"),
     [
-        ({"epochs": "2"}, "epochs='2': give a whole number of at least 1."),
-        ({"loader_workers": 1.5}, "loader_workers=1.5: give a whole number of at least 0."),
-        ({"exact": "yes"}, "exact='yes': give true or false."),
-        ({"compile": 1}, "compile=1: give true or false."),
-        (
-            {"checkpoint_every": 0},
-            "checkpoint_every=0: give a whole number of steps of at least 1.",
-        ),
-        ({"bucket_mb": 0}, "bucket_mb=0: give a number of MiB above 0."),
-        ({"device": 1}, "device=1 is unknown: choose one of auto, cpu, cuda"),
+        ({"epochs": "2"}, "not-a-whole-number", "a whole number of at least 1"),
+        ({"loader_workers": 1.5}, "not-a-whole-number", "a whole number of at least 0"),
+        ({"exact": "yes"}, "wrong-type", "true or false"),
+        ({"compile": 1}, "wrong-type", "true or false"),
+        ({"checkpoint_every": 0}, "not-a-whole-number", "a whole number of steps of at least 1"),
+        ({"bucket_mb": 0}, "number-out-of-range", "a number of MiB above 0"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_what_is_expected(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], code: str, expected: str
 ) -> None:
-    with pytest.raises(UsageError) as caught:
+    [(name, value)] = changes.items()
+    with refused(code, name=name, value=value, expected=expected) as caught:
         Config(**changes)
-    assert caught.value.sentence == said
+    assert caught.value.sentence == f"{name}={value!r}: give {expected}."
+
+
+def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
+    with refused("unknown-choice", name="device", value=1, choices=["auto", "cpu", "cuda"]):
+        Config(device=1)  # type: ignore[arg-type]
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:

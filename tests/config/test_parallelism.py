@@ -181,7 +181,7 @@ def test_a_refusal_names_both_options() -> None:
     with pytest.raises(UsageError) as caught:
         Parallelism(exact=True, reduce="ring")
     assert caught.value.sentence == (
-        "reduce='ring' with exact=True: this algorithm adds in an order of its own. Leave reduce"
+        "reduce='ring' with exact=True: this algorithm adds in its own order. Leave reduce"
         " out, or choose native or shared_memory."
     )
 

@@ -106,7 +106,8 @@ def test_a_rank_may_get_nothing_and_is_tried_again_at_little_cost() -> None:
     moves = played(balancer, 9000, seconds)
     assert [moved.by_rank for _, moved in moves[:3]] == [(4, 4, 0), (4, 3, 1), (4, 4, 0)]
     assert (
-        str(moves[1][1]) == "micro-batches by rank: 4, 3, 1 (rank 2 had none, and is tried again)"
+        str(moves[1][1])
+        == "micro-batches by rank: 4, 3, 1 (rank 2 had none, and gets one to be measured again)"
     )
     assert moves[-1][1].by_rank == balancer.by_rank == (3, 3, 2), (
         "it is as fast as the others again"
@@ -132,8 +133,7 @@ def test_where_moves_do_not_bring_what_they_promise_they_become_rare() -> None:
     assert {moved.by_rank for _, moved in moves[1::2]} == {(4, 4, 4, 4)}
     assert (
         str(moves[1][1])
-        == "micro-batches by rank: 4, 4, 4, 4 (as before: the other shares did not make a step"
-        " shorter)"
+        == "micro-batches by rank: 4, 4, 4, 4 (unchanged: other shares did not make a step faster)"
     )
     assert {back - step for step, back in zip(tried, undone, strict=True)} == {LATE + MEASURED}
     assert [later - back for back, later in zip(undone, tried[1:], strict=False)][:6] == [

@@ -216,7 +216,7 @@ def test_another_generator_in_numpys_place_is_refused() -> None:
     try:
         with pytest.raises(
             UsageError,
-            match="numpy's global generator is a PCG64, which cannot be seeded for every sample",
+            match="numpy's global generator is a PCG64, which Lockstep cannot seed for each sample",
         ):
             KeyedDataset(Moody(4, {}), 7, as_list).__getitems__((0, [0]))
     finally:

@@ -95,6 +95,6 @@ def test_a_script_that_workers_cannot_import_is_told_what_is_missing(
     _, err = process.communicate()
     assert process.returncode == 1
     last = err.rstrip().splitlines()[-1]
-    assert f"ended as it started: {method} has it import the script first" in last, err
+    assert f"ended at its start, because {method} makes it import the script" in last, err
     assert 'Put what the script does under `if __name__ == "__main__":`' in last
     assert last.endswith("[loader-worker-not-started]")

@@ -321,7 +321,7 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
         lockstep.launch(rank, workers=2)
         """,
     )
-    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert 'Put the call under `if __name__ == "__main__":`' in done.stderr
     assert done.stderr.count("Traceback") == 1
 
 

@@ -255,7 +255,7 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
             "options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2
         ) as caught:
             refuse_watching(place, launch)
-        assert "--debug and --cold are for the launcher" in str(caught.value)
+        assert "--debug and --cold are for Lockstep's launcher" in str(caught.value)
 
 
 def test_what_a_rank_says() -> None:

@@ -98,7 +98,7 @@ def test_every_phase_has_its_words(phase: str) -> None:
         said(sight(waits=True, number=8), sight(phase=phase)),
     )
     _, text = slowness((6, 0.1, 5), {"data": 1, "forward": 1, phase: 7})
-    assert re.search(rf"spends \d+ % of its own {words}", text or "")
+    assert re.search(rf"spends \d+ % of its own time {words}", text or "")
 
 
 def test_a_stopped_rank_is_said_to_be_stopped_wherever_it_stands() -> None:
@@ -162,7 +162,7 @@ def test_who_waits_for_messages_waits_in_no_collective() -> None:
 def test_one_rank_alone() -> None:
     assert (
         said(sight(phase="forward", where="model.py:3 forward", number=0))
-        == "STALL 31 s: no rank gets on, step 5. Rank 0 is in forward, model.py:3 forward, for"
+        == "STALL 31 s: no rank makes progress, step 5. Rank 0 is in forward, model.py:3 forward, for"
         " 31 s."
     )
     assert explain({}, 31) is None
@@ -203,7 +203,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_a_stall_is_said_once_after_the_quiet_time_and_again_after_another(pages: Run) -> None:
     pages.steps(5)
     assert pages.after(9.5) is None
-    assert "no rank gets on, step 5" in str(pages.after(2))
+    assert "no rank makes progress, step 5" in str(pages.after(2))
     assert pages.after(1000) is None
     pages.steps(6)
     assert pages.after(9) is None
@@ -295,7 +295,7 @@ def test_a_slow_rank_is_said_to_be_slow_and_alive_once() -> None:
     assert (
         text
         == "SLOW: ranks 0 and 2 wait 55 % of the time for rank 1, which is alive and spends 70 % of"
-        " its own in data. This is said once."
+        " its own time in data. This warning appears once."
     )
     views = {
         rank: view(step=30, waited_ns=int(each * SECOND)) for rank, each in enumerate((15, 0.2, 15))
@@ -418,8 +418,7 @@ def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
     assert code == 0
     assert len(lines) == 1, lines
     assert re.match(
-        r"SLOW: rank 0 waits \d+ % of the time for rank 1, which is alive and spends \d+ % of its"
-        r" own in forward",
+        r"SLOW: rank 0 waits \d+ % of the time for rank 1, which is alive and spends \d+ % of its own time in forward",
         lines[0],
     )
     code, lines = hung("slow_at(1, 4, 'forward', 12)", stop=4, stall_after=2, on_stall="wait")

@@ -145,7 +145,7 @@ dist.barrier()
     assert ranks(tmp_path, monkeypatch, script, 2, stall_after=0.5) == 0, capfd.readouterr().err
     assert "rank 1 waits in #1 (barrier at script.py:" in told[0]
     assert "Rank 0 never issued it: running, script.py:" in told[0]
-    assert told[0].endswith("nothing is ended.")
+    assert told[0].endswith("Lockstep only waits.")
 
 
 # -- what is said --------------------------------------------------------------------------------
@@ -283,8 +283,8 @@ def test_native_code_that_goes_on_is_progress_and_one_that_waits_is_said(plain: 
         assert plain.after(1.5) is None
     plain.pages[0].in_native(b"all_reduce f32[8] in a backward at a.py:5")
     assert plain.after(11).message == (
-        "STALL 10 s: the ranks wait for each other, each elsewhere: rank 0 in all_reduce f32[8] in a"
-        " backward at a.py:5; rank 1 in #1 (barrier at a.py:9)."
+        "STALL 10 s: the ranks wait for each other in different places: rank 0 in all_reduce"
+        " f32[8] in a backward at a.py:5; rank 1 in #1 (barrier at a.py:9)."
     )
 
 

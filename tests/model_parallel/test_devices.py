@@ -65,5 +65,5 @@ def another_size(world: World) -> str:
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     assert run_ranks(another_size, 1)[0].startswith(
-        "mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 1"
+        "mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), but the run has 1"
     )

@@ -130,10 +130,7 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 1:
         assert not any(said[0].values())
     if ranks == 4:
-        why = (
-            "1f1b needs at least as many micro-batches as stages; these go in gpipe's order, the"
-            " same work, and the ranks idle for"
-        )
+        why = "1f1b needs at least as many micro-batches as stages; these run in gpipe's order, with the same result, and the ranks idle for"
         assert said[0]["1f1b"] == [
             f"pipeline: 1 micro-batch for 4 stages: {why} 75% of it, (p-1)/(m+p-1)",
             # the short one of the seven
@@ -141,8 +138,8 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
         ]
     if ranks == 2:
         why = (
-            "5 is no multiple of 2: interleaved needs equal rounds, such as 4 micro-batches; these"
-            " go in gpipe's order, the same work, and"
+            "5 is not a multiple of 2: interleaved needs equal rounds, such as 4 micro-batches;"
+            " these run in gpipe's order, with the same result, and"
         )
         assert said[0]["interleaved"] == [
             f"pipeline: 5 micro-batches on 2 ranks make 2 rounds, and {why} the ranks idle for 9%"
@@ -548,7 +545,7 @@ def test_a_stage_that_does_not_fit_the_one_before_is_said_on_all_ranks(call: str
     kind, text = found[0]
     assert kind == "TaskError"
     assert text.startswith(
-        "stage 1 (layers 2 to 3) does not take what stage 0 (layers 0 to 1) gives, float32 [2, 5]:"
+        "stage 1 (layers 2 to 3) cannot take the output of stage 0 (layers 0 to 1), float32 [2, 5]:"
         " mat1 and mat2 shapes"
     )
     assert text.endswith("[stages-do-not-fit]")
@@ -583,7 +580,7 @@ def test_an_error_of_the_users_while_shapes_are_worked_out_is_its_own_and_the_ot
     assert found[0] == found[2]
     kind, text = found[0]
     assert kind == "PeerFailed"
-    assert "Rank 1 " in text
+    assert "rank 1 " in text
     assert "stage 1 (layer 1) raised KeyError: 'no such word'" in text
     assert text.endswith("[pipeline-rank-failed]")
 
@@ -656,7 +653,7 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
     with pytest.raises(
         WorkerFailed,
         match=(
-            r"TaskError: stage 0 \(layer 0\) gave float32 \[0, 4\], but float32 \[2, 4\] for"
+            r"TaskError: stage 0 \(layer 0\) returned float32 \[0, 4\], but float32 \[2, 4\] for"
             r" another.*\[stage-output-varies\]"
         ),
     ):

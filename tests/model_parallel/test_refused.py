@@ -28,26 +28,26 @@ from lockstep.training.train import train
     [
         (
             {"mesh": "data=2,pipeline=2", "workers": 3},
-            "mesh='data=2,pipeline=2' has 4 ranks (data 2 x pipeline 2), and the run has 3",
+            "mesh='data=2,pipeline=2' has 4 ranks (data 2 x pipeline 2), but the run has 3",
         ),
         (
             {"mesh": "pipeline=2", "schedule": "2f2b"},
             (
-                "schedule='2f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved,"
+                "schedule='2f2b' is unknown. Choose one of naive, gpipe, 1f1b, interleaved,"
                 " zero-bubble"
             ),
         ),
         (
             {"mesh": "data=2", "schedule": "gpipe"},
-            "schedule='gpipe' says how a pipeline runs, and the mesh has no pipeline",
+            "schedule='gpipe' configures a pipeline, but the mesh has no pipeline axis",
         ),
         (
             {"mesh": "tensor=2", "split": "parameters"},
-            "split='parameters' says how a pipeline runs, and the mesh has no pipeline",
+            "split='parameters' configures a pipeline, but the mesh has no pipeline axis",
         ),
         (
             {"mesh": "pipeline=2", "split": "layers"},
-            "split='layers' is unknown: choose one of time, parameters",
+            "split='layers' is unknown. Choose one of time, parameters",
         ),
         (
             {"mesh": "pipeline=2", "precision": "fp16"},
@@ -62,12 +62,12 @@ from lockstep.training.train import train
         ),
         (
             {"mesh": "pipeline=2", "exact": True},
-            "exact=True with mesh='pipeline=2': torch's parallelism adds in an order of its own",
+            "exact=True with mesh='pipeline=2': torch's parallelism adds in its own order",
         ),
         ({"mesh": "tensor=2", "compress": "bf16"}, "compress='bf16' with mesh='tensor=2'"),
         (
             {"mesh": "shard=2", "sync_every": 5},
-            "sync_every=5 with mesh='shard=2': ranks that step alone each need a whole model",
+            "sync_every=5 with mesh='shard=2': local steps need a whole model on each rank",
         ),
         (
             {"mesh": "pipeline=2", "update": "server"},

@@ -202,9 +202,7 @@ def test_nonsense_arguments_are_refused() -> None:
     with lockstep.init():
         with refused("number-out-of-range", name="bucket_cap_mb", value=0):
             lockstep.DistributedDataParallel(zoo.build("mlp"), bucket_cap_mb=0)
-        with pytest.raises(
-            UsageError, match="reduce='star' is unknown: choose one of auto, native, central"
-        ):
+        with pytest.raises(UsageError, match=r"reduce='star' .*\[unknown-choice\]"):
             lockstep.DistributedDataParallel(zoo.build("mlp"), reduce="star")
         with pytest.raises(UsageError, match="nothing to train"):
             lockstep.DistributedDataParallel(nn.ReLU())

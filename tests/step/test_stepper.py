@@ -272,7 +272,7 @@ def test_a_window_of_weight_0_is_skipped_and_says_so(world: lockstep.World) -> N
         result = stepper.step()
     assert said[0].filename == __file__
     assert (result.applied, result.weight) == (False, 0.0)
-    assert result.reason == "every rank's weight is 0: the window holds nothing to learn from"
+    assert result.reason == "every rank's weight is 0: the window has no samples"
     assert math.isnan(result.loss)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -65,8 +65,7 @@ def test_every_sample_once_and_who_has_how_many() -> None:
         (
             "note",
             (
-                "a rank has 4 to 12 samples an epoch: the fullest 63.6% above the mean, for which"
-                " the others wait"
+                "a rank has 4 to 12 samples an epoch: the fullest 63.6% above the mean; the others wait for it"
             ),
         )
     ]
@@ -78,7 +77,7 @@ def test_every_sample_once_and_who_has_how_many() -> None:
 def test_ranks_without_samples_are_counted() -> None:
     ((standing, text),) = said(found(plain, workers=6), "samples")
     assert standing == "note"
-    assert "; 2 ranks without any: take fewer workers, or a smaller micro_batch" in text
+    assert "; 2 ranks have none: use fewer workers, or a smaller micro_batch" in text
 
 
 def test_what_is_missing_and_what_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,28 +160,22 @@ def odd(index: int) -> Any:
         (
             keyed,
             "ok",
-            "another in every epoch and the same whoever fetches it, 8 samples looked at",
+            "different in every epoch, and the same on every rank, 8 samples checked",
         ),
         (
             plain,
             "note",
-            (
-                "sample 0 is the same in epochs 0 and 1 (8 of 8 looked at): no augmentation, or not"
-                " random"
-            ),
+            "sample 0 is the same in epochs 0 and 1 (8 of 8 checked)",
         ),
         (
             by_itself,
             "WRONG",
-            "sample 0 differs when it is fetched twice in epoch 0, so it depends on who fetches it",
+            "sample 0 differs when it is read twice in epoch 0",
         ),
         (
             reseeds,
             "WRONG",
-            (
-                "sample 0 in epoch 0 and sample 0 in epoch 1 leave the same random state: the data"
-                " set seeds"
-            ),
+            "sample 0 in epoch 0 and sample 0 in epoch 1 leave the same random state",
         ),
         (odd, "note", "sample 0 holds a Generator, which cannot be compared"),
     ],

@@ -37,9 +37,7 @@ def test_what_is_written_is_what_is_gone_on_with() -> None:
     assert second.stopped_early is None
     for each in (first, second):
         each.note({"accuracy": 0.4, "loss": 1.5}, 12)
-        assert (
-            each.stopped_early == "loss has not been better than 1.0000 (step 4) for 2 evaluations"
-        )
+        assert each.stopped_early == "loss has not improved on 1.0000 (step 4) for 2 evaluations"
         assert (each.evaluated, each.unevaluated) == (12, None)
 
 

@@ -220,7 +220,7 @@ def stopping(world: World) -> tuple[int, int, str | None]:
 
 
 def test_all_ranks_stop_early_together() -> None:
-    reason = "constant has not been better than 1.0000 (step 4) for 2 evaluations"
+    reason = "constant has not improved on 1.0000 (step 4) for 2 evaluations"
     assert run_ranks(stopping, 2) == [(3, 12, reason)] * 2
 
 
@@ -317,7 +317,7 @@ def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (
             {"scheduler": lambda optimizer, steps: ReduceLROnPlateau(optimizer)},
-            r"scheduler returned a ReduceLROnPlateau.* without a metric \[wrong-return-type\]",
+            r"scheduler returned a ReduceLROnPlateau.* without a metric.*\[wrong-return-type\]",
         ),
         (
             {"best": "f1", "best_mode": "max"},
@@ -337,9 +337,9 @@ def test_what_the_tasks_functions_return_is_checked(changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
+        ({"epochs": 1, "steps": 1}, r"epochs=1 and steps=1 .*\[epochs-and-steps\]"),
         ({"epochs": 0}, "epochs=0"),
-        ({"device": "tpu"}, r"device='tpu'.*auto, cpu, cuda \[unknown-choice\]"),
+        ({"device": "tpu"}, r"device='tpu'.*auto, cpu, cuda.*\[unknown-choice\]"),
         ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
         ({"compress": "gzip"}, "compress='gzip' is unknown"),
         ({"sync_every": 0}, "sync_every=0"),
@@ -373,7 +373,8 @@ def test_all_ranks_hear_that_the_run_directory_is_refused(tmp_path: Path) -> Non
         (tmp_path / file).touch()
     first, second = run_ranks(in_use, 2, [str(tmp_path)])
     assert first.endswith(" [run-finished]")
-    assert second == f"rank 0 could not use the run directory {tmp_path} [rank-0-failed]"
+    assert second.startswith(f"rank 0 could not use the run directory {tmp_path}")
+    assert second.endswith(" [rank-0-failed]")
 
 
 class Failing(toy.Net):

@@ -78,9 +78,9 @@ def test_the_file_knows_the_knobs_that_are_tuned() -> None:
         ("{}", r"\[not-tuned-settings\]"),
         (
             '{"task": "digits", "workers": 2}',
-            r"is no file of tuned settings: it lacks \"kind\".*tune.* \[not-tuned-settings\]",
+            r"is not a file of `lockstep tune`: it lacks \"kind\".*tune.* \[not-tuned-settings\]",
         ),
-        (changed(version=2), r"version=2 .* 1: .*\[settings-of-another-version\]"),
+        (changed(version=2), r"version=2 .* 1, .*\[settings-of-another-version\]"),
         (changed(settings=[]), r"its settings are a list.* \[not-tuned-settings\]"),
         (changed(settings=None), r"its settings are a NoneType.* \[not-tuned-settings\]"),
         (

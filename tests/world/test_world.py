@@ -215,8 +215,8 @@ def test_the_others_learn_that_rank_0_failed() -> None:
     assert found[0] == "KeyError: 'no such file'"
     assert (
         found[1]
-        == "PeerFailed: rank 1 waited in first() for rank 0, which failed there: KeyError: 'no such"
-        " file' [peer-failed-in-first]"
+        == "PeerFailed: rank 1 waited in world.first() for rank 0, which failed there: KeyError: 'no such"
+        " file'. Fix the error of rank 0. [peer-failed-in-first]"
     )
 
 

@@ -64,7 +64,7 @@ class Remote:
         step = step_of(folder)
         last = [manifest.MANIFEST, manifest.SEAL]
         names = [path.name for path in folder.iterdir() if path.name not in last]
-        with self._told(f"did not take {folder.name}"):
+        with self._told(f"did not accept {folder.name}"):
             self._remove(step)
             self._fs.makedirs(self._place(step), exist_ok=True)
             for name in [*names, *last]:
@@ -161,7 +161,7 @@ class Remote:
     def _bring(self, step: int, name: str, folder: Path, most: int) -> None:
         """One file, of which no more than `most` bytes are taken."""
         checkpoint = folder_of(folder, step).name
-        with self._told(f"did not give {name} of {checkpoint}"):
+        with self._told(f"did not return {name} of {checkpoint}"):
             try:
                 size = self._fs.size(self._place(step, name))
                 if size is not None and size > most:

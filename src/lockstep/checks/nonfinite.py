@@ -64,8 +64,7 @@ class NonFiniteTrace:
         whose = f"The loss of {listed(lost)} is not finite. " if lost else ""
         if not self.watched:
             return (
-                whose
-                + "The next window's gradients are looked at one by one, before they are summed"
+                whose + "The next window's gradients are checked one by one, before they are summed"
             )
         group, device = self._reducer.group, self._reducer.parameters[0].device
         rows = (

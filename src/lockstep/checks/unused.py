@@ -75,8 +75,8 @@ class UnusedCheck:
             without = (~new[0][1]).nonzero().flatten().tolist()
             names = shortly([name for name, _ in new])
             warnings.warn(
-                f"{names} got no gradient on {listed(without)}: averaged with zeros there. This is"
-                " said once.",
+                f"{names} got no gradient on {listed(without)}: the mean counts zeros there. This"
+                " warning appears once.",
                 LockstepWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,9 @@ imports little. What a command needs of torch it imports when it runs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -20,36 +22,76 @@ from lockstep.cli import refusals
 from lockstep.cli.options import GroupedCommand, spread
 from lockstep.errors import ExitCode, LockstepError, UsageError
 
-COMMANDS = {  # name, which is its function's too: what it does
-    "run": "Run a script or module on several ranks.",
-    "train": "Train TASK data-parallel on several ranks.",
-    "tune": "Find the settings that train TASK fastest here.",
-    "plan": "Predict the step time of TASK at any number of workers.",
-    "evaluate": "Evaluate a checkpoint of a run.",
-    "predict": "Write the predictions of a checkpoint of a run.",
-    "report": "Show where the time of a run went, as an HTML page.",
-    "verify": "Check that the number of workers does not change training.",
-    "slurm": "Write a Slurm batch script for TASK or a script.",
-    "audit": "Check how the samples of TASK reach the ranks.",
-    "lint": "Find mistakes in a file that break data-parallel training.",
-    "explain": "Explain an error by its code.",
-    "doctor": "Check versions, GPUs, memory, limits, and network links.",
-    "show": "Draw algorithms, sample orders, meshes, and pipelines.",
-    "bench": "Measure collectives, scaling, training, and sampling.",
-    "checkpoints": "List, verify, compare, and export checkpoints.",
+SECTIONS = {  # of the help; a command's name is its function's too
+    "Train": {
+        "run": "Run a script or module on several ranks.",
+        "train": "Train TASK data-parallel on several ranks.",
+        "evaluate": "Evaluate a checkpoint of a run.",
+        "predict": "Write the predictions of a checkpoint of a run.",
+        "checkpoints": "List, verify, compare, and export checkpoints.",
+    },
+    "Check": {
+        "lint": "Find mistakes in a file that break data-parallel training.",
+        "audit": "Check how the samples of TASK reach the ranks.",
+        "verify": "Check that the number of workers does not change training.",
+        "doctor": "Check versions, GPUs, memory, limits, and network links.",
+    },
+    "Measure": {
+        "bench": "Measure collectives, scaling, training, and sampling.",
+        "tune": "Find the settings that train TASK fastest here.",
+        "plan": "Predict the step time of TASK at any number of workers.",
+        "report": "Show where the time of a run went, as an HTML page.",
+    },
+    "Use a cluster": {"slurm": "Write a Slurm batch script for TASK or a script."},
+    "Learn": {
+        "show": "Draw algorithms, sample orders, meshes, and pipelines.",
+        "explain": "Explain an error by its code.",
+    },
 }
+COMMANDS = {name: line for section in SECTIONS.values() for name, line in section.items()}
+_TRY = {
+    "lockstep train digits --workers 2": "train a small CNN",
+    "lockstep verify digits --workers 1,2 --steps 20": "compare 1 and 2 workers",
+    "lockstep show ring --workers 4": "print a ring all-reduce",
+}
+_WIDEST = 120  # columns of a help, on a terminal that has them
 _MODULES = {"predict": "evaluate"}  # of commands that share one; others have their own
 
 
-class _Commands(TyperGroup):
+class Group(TyperGroup):
+    """A group of commands whose help shows the whole first sentence of each."""
+
+    sections: Mapping[str, Collection[str]] = MappingProxyType({})
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """In sections, where there are any."""
+        width = max(map(len, self.commands))
+        for title, names in (self.sections or {"Commands": self.list_commands(ctx)}).items():
+            found = {name.ljust(width): self.commands[name] for name in names}
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, each.get_short_help_str(limit=1000)) for name, each in found.items()]
+                )
+
+
+class _Commands(Group):
     """The commands of `lockstep`, each imported when it is given. Until then its name and its
     line of help stand for it.
     """
+
+    sections = SECTIONS
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name, line in COMMANDS.items():
             self.commands[name] = TyperCommand(name, help=line)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Print the greeting if there are no arguments. The parser takes a tenth of a second to import."""
+        if not args and not ctx.resilient_parsing:
+            print(_greeting(ctx))
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that `args` begins with, complete with its options."""
@@ -63,10 +105,10 @@ def _imported(name: str) -> Any:
     its own name.
     """
     module = import_module(f"lockstep.cli.{_MODULES.get(name, name)}")
-    alone = _frame()
+    alone = _frame(add_completion=False)
     alone.callback()(_options)
     if hasattr(module, "app"):
-        alone.add_typer(module.app, name=name)
+        alone.add_typer(module.app, name=name, cls=Group, help=COMMANDS[name])
     else:
         frame = getattr(module, "COMMAND", GroupedCommand)
         context = getattr(module, "CONTEXT", None)
@@ -76,21 +118,15 @@ def _imported(name: str) -> Any:
 
 def _frame(**options: Any) -> typer.Typer:
     return typer.Typer(
-        add_completion=False,
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST},
         **options,
     )
 
 
-app = _frame(
-    cls=_Commands,
-    help=(
-        "Data-parallel training for PyTorch in which the number of workers is a deployment detail."
-    ),
-)
+_WHAT = "Train PyTorch models on any number of workers, with the same result."
+app = _frame(cls=_Commands, help=_WHAT)
 
 
 def _version(asked: bool) -> None:
@@ -104,11 +140,24 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
     """Options of `lockstep` itself."""
+
+
+def _greeting(ctx: Any) -> str:
+    """What it is, three commands to try, and all commands."""
+    formatter = ctx.make_formatter()
+    formatter.write_text(_WHAT)
+    with formatter.section("Try"):
+        formatter.write_dl([*_TRY.items()], col_max=50)
+    ctx.command.format_commands(ctx, formatter)
+    formatter.write_paragraph()
+    formatter.write_text("`lockstep COMMAND --help` describes a command and its options.")
+    formatter.write_text("`lockstep --install-completion` lets the Tab key complete them.")
+    return str(formatter.getvalue()).rstrip()
 
 
 def _refuse(sentence: str) -> NoReturn:

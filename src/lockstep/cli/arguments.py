@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
+from lockstep.cli.completion import tasks
 from lockstep.config.knob import whole
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
@@ -22,16 +23,23 @@ if TYPE_CHECKING:
 TaskName = Annotated[
     str,
     typer.Argument(
-        metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task."
+        metavar="TASK",
+        autocompletion=tasks,
+        help="Bundled task (digits, text), or a Python file whose task() returns a lockstep.Task.",
     ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", "-n", help="Ranks on this host; default: the GPUs, else 1."),
+    typer.Option(
+        "--workers",
+        "-n",
+        metavar="N",
+        help="Number of ranks on this host. Default: the number of GPUs, else 1.",
+    ),
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write it as JSON."),
+    typer.Option("--json", metavar="FILE", help="Also write the result to FILE as JSON."),
 ]
 
 

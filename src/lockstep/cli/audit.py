@@ -17,15 +17,20 @@ def audit(
     task: TaskName,
     choice: Annotated[RunChoice, Only("overrides")],
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Ranks to think of; none is started.")
+        int,
+        typer.Option(
+            "--workers", "-n", metavar="N", help="Number of ranks to audit for. None is started."
+        ),
     ] = 8,
-    epochs: Annotated[int, typer.Option(help="Epochs to walk for coverage.")] = 2,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", help="Number of epochs to check for coverage.")
+    ] = 2,
     json: JsonFile = None,
 ) -> None:
-    """Look at how TASK's training data would reach its ranks: coverage, duplicates, balance,
-    padding, augmentation.
+    """Check how the training samples of TASK reach the ranks.
 
-    One process, no training. Exits with 1 where something is wrong.
+    It checks coverage, duplicates, balance, padding and augmentation. It runs in one process and
+    does not train. The exit code is 1 if it finds a problem.
     """
     at_least_one(workers=workers, epochs=epochs)
     place, overrides = task_of(task, choice.overrides)

@@ -37,19 +37,19 @@ class ScalingOptions:
             default="1, 2, 4, ... up to GPUs or cores",
         ),
     ] = None
-    """Numbers of ranks on this host, the first the base."""
+    """Numbers of ranks on this host. The first one is the base of the speedup."""
     strong: Annotated[bool, Knob("run")] = False
-    """Keep the task's global batch at every number of workers, which is the default."""
+    """Keep the global batch at every number of workers. This is the default."""
     weak: Annotated[bool, Knob("run")] = False
-    """Keep the batch of a rank: the global batch grows with the workers."""
+    """Keep the batch of each rank, so that the global batch grows with the workers."""
     both: Annotated[bool, Knob("run")] = False
-    """Measure strong and weak scaling, in turns."""
+    """Measure strong and weak scaling, alternating."""
     steps: Annotated[int, Knob("measurement", least=1)] = 10
-    """Timed steps of a turn."""
+    """Number of timed steps in a round."""
     rounds: Annotated[int, Knob("measurement", least=1)] = 5
-    """Turns of each number of workers."""
+    """Number of rounds for each number of workers."""
     loading: Annotated[bool, Knob("measurement", flags=("--loading/--no-loading",))] = True
-    """Time the loading of batches too, as a training has it."""
+    """Include the loading of batches in the time, as in training. Default: include it."""
 
     def __post_init__(self) -> None:
         knob.check(self)
@@ -96,11 +96,11 @@ def scaling(
         ),
     ] = None,
 ) -> None:
-    """How much faster more workers train TASK: samples a second, speedup and efficiency, the
-    numbers of workers in turns.
+    """Measure samples/s, speedup and efficiency of TASK at several numbers of workers.
 
-    Efficiency is the speedup over how many times the base's workers there are. Beside it stands
-    what was predicted, from one rank's work measured alone and the link between two ranks.
+    The numbers of workers alternate. Efficiency is the speedup divided by the growth in workers.
+    The table also shows the predicted efficiency, from the work of one rank measured alone and the
+    link between two ranks.
     """
     mode, counts = turns.mode, turns.counts(config.device)
     place, overrides = task_of(task, choice.overrides)
@@ -133,7 +133,9 @@ def _powers_of_two(device: str) -> list[int]:
     return [2**power for power in range((gpus or max(2, cores())).bit_length())]
 
 
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure collectives, scaling, training, and sampling.", no_args_is_help=True
+)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
 DrawnFile = Annotated[
@@ -142,7 +144,7 @@ DrawnFile = Annotated[
 ]
 
 
-@app.command("sampler")
+@app.command("sampler", cls=GroupedCommand)
 def sampler(
     json_file: JsonFile = None,
     largest_torch: Annotated[
@@ -150,14 +152,16 @@ def sampler(
         typer.Option(
             metavar="N",
             help=(
-                "Samples up to which torch's DistributedSampler is measured, at about 50 bytes of"
-                " memory each."
+                "Largest number of samples to measure with torch's DistributedSampler, which needs"
+                " about 50 bytes of memory per sample."
             ),
         ),
     ] = 10**7,
 ) -> None:
-    """Start-up time, memory and time per index of a shuffled order beside torch's
-    DistributedSampler, each in a fresh process.
+    """Measure a shuffled order and torch's DistributedSampler.
+
+    The table shows start-up time, memory, and time per index. Each measurement runs in a new
+    process.
     """
     from lockstep.tools.bench import sampler_cost as measured
 
@@ -167,43 +171,52 @@ def sampler(
     write_json(json_file, {"rows": [row.as_json() for row in found]})
 
 
-@app.command("collectives")
+@app.command("collectives", cls=GroupedCommand)
 def collectives(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks on this host.")] = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
+    ] = 2,
     sizes: Annotated[
-        str, typer.Option(metavar="FROM..TO", help="Bytes, from line to line four times as many.")
+        str,
+        typer.Option(
+            metavar="FROM..TO", help="Smallest and largest size, in bytes. Each is 4 x the last."
+        ),
     ] = "4K..64M",
     collective: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            help="Such as broadcast, all_gather; default: all_reduce.",
+            help="Collectives to measure, such as broadcast,all_gather. Default: all_reduce.",
         ),
     ] = None,
     algorithms: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            help="Some of native, auto, central, ring, tree, ...; default: all.",
+            help="Algorithms to measure: native, auto, central, ring, tree, ... Default: all.",
         ),
     ] = None,
     runs: Annotated[
         int | None,
         typer.Option(
-            help="Timed runs of each; default: what fits in about a quarter of a second.",
+            metavar="N",
+            help="Number of timed runs. Default: as many as fit in a quarter of a second.",
         ),
     ] = None,
     tune: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Measure everything and write which algorithm "auto" shall choose.',
+            help="Measure everything, and write to FILE the algorithms that auto is to choose.",
         ),
     ] = None,
     json_file: JsonFile = None,
     out: DrawnFile = None,
 ) -> None:
-    """Time every algorithm beside the backend's, in turns, each run checked; nccl-tests' columns."""
+    """Time the algorithms of a collective and the backend's own.
+
+    The algorithms alternate, and every result is checked. The columns are those of nccl-tests.
+    """
     every = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
     if tune is not None:
@@ -253,7 +266,8 @@ def _refuse_with_tune(given: dict[str, object]) -> None:
                 "options-exclude-each-other",
                 one=f"{option} {value}",
                 other="--tune",
-                reason="--tune measures every collective and algorithm, as often as each is worth",
+                reason="--tune measures every collective and algorithm, with its own number of"
+                " runs",
             )
 
 
@@ -267,34 +281,34 @@ def train(
         typer.Option(
             "--workers",
             "-n",
-            help="Ranks on this host; default: the GPUs, else 2.",
+            metavar="N",
+            help="Number of ranks on this host. Default: the number of GPUs, else 2.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each variant; 3 more warm up.")] = 30,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Timed steps of each variant, after 3 for warm-up.")
+    ] = 30,
     variants: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            help="Some of local, ddp:MB, wrapper:native, "
-            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded, stepper:weights (sharded,"
-            " and one copy of the weights); each holds a model and an optimizer of its own. "
-            "Default: all but the wrappers, ddp at 5, 25 and 100 MB.",
+            help="Variants to measure: local, ddp:MB, wrapper:native, wrapper:shared,"
+            " stepper:native, stepper:shared, stepper:sharded, stepper:weights (sharded, with one copy"
+            " of the weights). Each has its own model and optimizer. Default: all but the wrappers,"
+            " with ddp at 5, 25 and 100 MB.",
         ),
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option(
-            "--memory", help="Measure peak memory too, of each variant in ranks of its own."
-        ),
+        typer.Option("--memory", help="Also measure peak memory, with new ranks for each variant."),
     ] = False,
     json_file: JsonFile = None,
     out: DrawnFile = None,
 ) -> None:
-    """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, in turns on
-    the same ranks.
+    """Time one training step of TASK with Lockstep and with torch's DDP.
 
-    All take the same micro-batches; loading is not timed. Exits with 1 where weights were not the
-    same in the end.
+    The variants alternate on the same ranks, with the same micro-batches. The time excludes loading.
+    The exit code is 1 if the final weights are not the same.
     """
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")

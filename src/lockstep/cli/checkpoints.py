@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
+from lockstep.cli.completion import runs
+from lockstep.cli.options import GroupedCommand
 from lockstep.config.knob import chosen
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 
@@ -22,14 +24,15 @@ if TYPE_CHECKING:
 _TORCH = (".pt", ".pth")
 _FOLDERS = ("hf", "dcp")
 
-app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, and export checkpoints.", no_args_is_help=True)
 
 Run = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="A run directory, a folder of checkpoints, or one checkpoint's folder; latest: the"
-        " newest run under runs/.",
+        autocompletion=runs,
+        help="Run directory, folder of checkpoints, or folder of one checkpoint. latest is the newest"
+        " run under runs/.",
     ),
 ]
 Step = Annotated[
@@ -37,15 +40,16 @@ Step = Annotated[
     typer.Option(
         "--step",
         metavar="N",
-        help="The checkpoint of that step; default: the newest.",
+        help="Export the checkpoint of step N. Default: the newest.",
     ),
 ]
 
 
-@app.command("ls")
+@app.command("ls", cls=GroupedCommand)
 def ls(run: Run, json_file: JsonFile = None) -> None:
-    """Each checkpoint: its step, size, age, metrics, and which is the best. Nothing is checked;
-    `verify` does.
+    """List the checkpoints with step, size, age, and metrics.
+
+    The best checkpoint is marked. This does not check the files; `lockstep checkpoints verify` does.
     """
     from lockstep.checkpoints.folders import best_name
     from lockstep.tools.timing.output_files import table, write_json
@@ -67,10 +71,11 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     write_json(json_file, rows)
 
 
-@app.command("verify")
+@app.command("verify", cls=GroupedCommand)
 def verify(run: Run) -> None:
-    """Compare every byte of every checkpoint with its manifest. Exit code 1 where one is
-    damaged.
+    """Compare every byte of every checkpoint with its manifest.
+
+    The exit code is 1 if a checkpoint is damaged.
     """
     from lockstep.checkpoints import files
 
@@ -95,16 +100,24 @@ def verify(run: Run) -> None:
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 
 
-@app.command("diff")
+@app.command("diff", cls=GroupedCommand)
 def diff(
     first: Annotated[
         Path,
-        typer.Argument(metavar="A", help="A checkpoint's folder, or a run directory: its newest."),
+        typer.Argument(
+            metavar="A",
+            autocompletion=runs,
+            help="Folder of a checkpoint, or a run directory (its newest checkpoint).",
+        ),
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="B", autocompletion=runs, help="The checkpoint to compare with."),
+    ],
 ) -> None:
-    """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they
-    differ.
+    """Compare the models of two checkpoints, bit for bit.
+
+    It prints each tensor that differs. The exit code is 1 if one does.
     """
     folders = [_checkpoint(path) for path in (first, second)]
     from lockstep.checkpoints import files
@@ -124,7 +137,7 @@ def diff(
     raise typer.Exit(ExitCode.FAILED if differing else ExitCode.OK)
 
 
-@app.command("export")
+@app.command("export", cls=GroupedCommand)
 def export(
     run: Run,
     out: Annotated[
@@ -132,8 +145,8 @@ def export(
         typer.Option(
             "--out",
             metavar="PATH",
-            help="Where it goes: a .safetensors file, a .pt or .pth for torch.load; with --format a"
-            " new folder.",
+            help="File to write: .safetensors, or .pt or .pth for torch.load. With --format, a new"
+            " folder.",
         ),
     ],
     form: Annotated[
@@ -141,20 +154,21 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="Write a folder for other tools. hf: the model, for from_pretrained of"
+            help="Write a folder for another library. hf: the model, for from_pretrained of"
             " transformers. dcp: model and optimizer, for torch.distributed.checkpoint.",
         ),
     ] = None,
     step: Step = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The checkpoint with the best metric.")
+        bool, typer.Option("--best", help="Export the checkpoint with the best metric.")
     ] = False,
     average: Annotated[
-        bool, typer.Option("--average", help="The average of the weights (EMA, SWA).")
+        bool, typer.Option("--average", help="Export the average of the weights (EMA, SWA).")
     ] = False,
 ) -> None:
-    """Copy a whole checkpoint's model to a file of its own, with plain names; or write a folder
-    that transformers or torch.distributed.checkpoint reads.
+    """Write the model of a checkpoint to a file, or to a folder for another library.
+
+    The names of tensors are those of the model's state_dict.
     """
     if form is not None:
         chosen("--format", form, _FOLDERS)

@@ -26,19 +26,18 @@ def doctor(
         typer.Option(
             "--workers",
             "-n",
-            help=(
-                f"Ranks to start over all nodes. Default: {_WORKERS} on one host, else one a node."
-            ),
+            metavar="N",
+            help=f"Number of ranks over all nodes. Default: {_WORKERS} on one host, else 1 per node.",
         ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check what training needs: versions, GPUs, cores, memory, limits, interfaces, right sums, and
-    the speed of every link.
+    """Check this host, or a cluster, for what training needs.
 
-    On one host, on the nodes of a Ray cluster (--ray), on a fixed set of nodes (--nodes), or as the
-    ranks that srun or torchrun has started. Ends with "fit to train" and exit code 0, or with what
-    to fix and exit code 1. Warnings do not count.
+    It checks versions, GPUs, cores, memory, limits, network interfaces, correct sums, and the speed
+    of every link. It runs on one host, on a Ray cluster (--ray), on a set of nodes (--nodes), or
+    under srun or torchrun. It ends with "fit to train" and exit code 0, or with what to fix and exit
+    code 1. A warning does not change the exit code.
     """
     at_least_one(workers=workers)
     from lockstep.launcher.rank import Target, rank_here, work_as

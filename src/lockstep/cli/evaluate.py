@@ -22,6 +22,7 @@ from lockstep.cli.arguments import (
     run_of,
     task_of,
 )
+from lockstep.cli.completion import runs
 from lockstep.cli.options import Only
 from lockstep.config.launching import Cluster, RunChoice
 from lockstep.config.settings import Config, Settings
@@ -32,11 +33,14 @@ COMMAND = many.Command
 Run = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", help="The run directory of `lockstep train`; latest: the newest under runs/."
+        metavar="DIR",
+        autocompletion=runs,
+        help="Run directory of `lockstep train`. latest is the newest under runs/.",
     ),
 ]
 Best = Annotated[
-    bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")
+    bool,
+    typer.Option("--best", help="Use the checkpoint with the best metric. Default: the newest."),
 ]
 
 
@@ -50,10 +54,10 @@ def evaluate(
     best: Best = False,
     json: JsonFile = None,
 ) -> None:
-    """Evaluate a run's newest (or best) checkpoint on the task's eval_data.
+    """Evaluate the newest (or best) checkpoint of a run on the task's eval_data.
 
-    Every sample counts once, and the number of ranks does not change the result. Prints each
-    metric, then one line.
+    Every sample counts once, and the number of ranks does not change the result. It prints each
+    metric, and then a summary in one line.
     """
     applied = AppliedCheckpoint("evaluate", task, existing_run(run), workers, best)
     found = applied.answer(config, choice, cluster)
@@ -162,17 +166,17 @@ def predict(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Ends in .npy or .parquet; default: DIR/predictions.npy.",
+            help="File to write, .npy or .parquet. Default: DIR/predictions.npy.",
         ),
     ] = None,
     workers: Workers = None,
     best: Best = False,
     json: JsonFile = None,
 ) -> None:
-    """Write what a run's newest (or best) checkpoint predicts for the task's eval_data, in its
-    order.
+    """Write the predictions of a run's newest (or best) checkpoint for the task's eval_data.
 
-    The number of ranks does not change the file, and no rank holds more than its own rows.
+    The rows are in the order of eval_data. The number of ranks does not change the file. Each rank
+    holds its own rows only.
     """
     from lockstep.training.inference.apply import check_out
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.completion import codes
 from lockstep.cli.refusals import meant
 from lockstep.errors import UsageError, catalog
 
@@ -26,10 +27,16 @@ An error ends with its code: `error: --epochs 0: ... [not-a-whole-number]`. `loc
 def explain(
     code: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CODE", help="The word in brackets after an error."),
+        typer.Argument(
+            metavar="CODE",
+            autocompletion=codes,
+            help="Code of an error: the word in brackets at its end.",
+        ),
     ] = None,
 ) -> None:
-    """Explain an error by its CODE, or by its whole line in quotes. Without CODE: all of them, as
+    """Explain an error by its code.
+
+    CODE may also be the whole line of the error, in quotes. Without CODE, it prints all entries as
     Markdown.
     """
     entries = catalog()

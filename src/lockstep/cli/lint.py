@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 def lint(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Python files.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Python files to check.")],
     fix: Annotated[
-        bool, typer.Option("--fix", help="Repair what has a safe repair, in the files.")
+        bool, typer.Option("--fix", help="Apply the safe repairs to the files.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Look for mistakes that make replicas drift apart or ranks wait for ever. Exit code 1 if
-    there is one, 2 for an unreadable file.
+    """Find mistakes in Python files that break data-parallel training.
+
+    Such mistakes make replicas drift apart, or make ranks wait forever. The exit code is 1 if it
+    finds one, and 2 if a file cannot be read.
     """
     if find_spec("libcst") is None:
         raise extras.missing("lint", "LibCST", "lint")

@@ -15,6 +15,7 @@ the names that they have on the command line, which comes first.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, is_dataclass
@@ -24,11 +25,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from lockstep.cli.completion import choices, runs
 from lockstep.config.knob import GROUPS, Field, knobs, known, pairs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
 _CONFIG, _CONTEXT, _HELP_ALL = "config_file", "typer_context", "help_all"
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 _SHORT = 20  # options that a help lists as they are; of more it lists the common ones
 
 
@@ -146,10 +149,11 @@ def _option(field: Field, said: Says | None) -> inspect.Parameter:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
     option = typer.Option(
         *flags,
-        metavar=None if kind is bool else said.unit or field.unit or None,
+        metavar=said.unit or field.unit or _METAVARS.get(kind),
         show_default=False,
         help=said.help,
         rich_help_panel=field.knob.group,
+        autocompletion=runs if field.name == "run" else choices(said.unit or field.unit),
     )
     return _parameter(
         field.name, Annotated[kind | None if default is None else kind, option], default
@@ -174,8 +178,10 @@ class GroupedCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is None or (short and not self._is_common(param)):
                 continue
-            sections.setdefault(_title(param, grouped=not short), []).append(record)
-        titles = ["Arguments", *(f"Options: {group}" for group in GROUPS), "Options"]
+            sections.setdefault(_title(param, grouped=not short), []).append(_told(param, *record))
+        titles = ["Arguments", *(f"Options: {group}" for group in GROUPS)]
+        own = "json_file" in self._names() or "json" in self._names()
+        titles.insert(1 if own else len(titles), "Options")
         for title in sorted(sections, key=titles.index):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
@@ -186,6 +192,14 @@ class GroupedCommand(TyperCommand):
     def _is_common(self, param: Any) -> bool:
         named = {"help", _HELP_ALL, *getattr(self.callback, "common", ())}
         return param.param_type_name == "argument" or param.name in named
+
+
+def _told(param: Any, name: str, told: str) -> tuple[str, str]:
+    """A row of the help, with defaults in the words of a knob, and no types that say nothing."""
+    if param.param_type_name == "argument":
+        name, told = name.partition(" <")[0], told.removesuffix("[required]")
+    told = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", told)
+    return name, re.sub(r"\s*\[required\]$", " Required.", told.rstrip())
 
 
 def _title(param: Any, *, grouped: bool) -> str:
@@ -208,7 +222,7 @@ _ConfigFile = Annotated[
         "--config",
         metavar="FILE",
         rich_help_panel="run",
-        help="Read options from a TOML or YAML file.",
+        help="Read options from a TOML or YAML file. The command line overrides them.",
     ),
 ]
 _HelpAll = Annotated[
@@ -241,7 +255,7 @@ def below(given: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> 
         told = "; ".join(
             f"{_name(fields[name])}={given[name]} replaces {values[name]}" for name in beaten
         )
-        print(f"{file}: the command line comes first: {told}", file=sys.stderr)
+        print(f"{file}: the command line overrides this file: {told}", file=sys.stderr)
     return {**values, **given}
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.arguments import task_of
+from lockstep.cli.completion import tasks
 from lockstep.cli.options import GivenNames, Only
 from lockstep.cli.plan_options import METHOD, PlanChoice, check_together
 from lockstep.config.knob import knobs
@@ -46,16 +47,22 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[TASK]",
-            help="digits, text, or a Python file whose task() returns a lockstep.Task.",
+            autocompletion=tasks,
+            help="Bundled task (digits, text), or a Python file whose task() returns a lockstep.Task.",
         ),
     ] = None,
 ) -> None:
-    """Predict the step of TASK, or of a --model of the table, for any number of workers on any
-    network.
+    """Predict the step time of TASK, or of a known --model, at any number of workers.
 
-    A rank of the task is profiled here: its phases, and when each bucket of gradients is complete.
-    The step is then simulated: buckets go over the link one after the other, all wait for the
-    slowest of W ranks, and loaders and storage are shared.
+    It first profiles one rank of the task on this host: the phases of a step, and when each gradient
+    bucket is complete. Then it simulates the step: buckets cross the network one after the other,
+    ranks wait for the slowest one, and ranks share loaders and storage.
+
+    \b
+    Examples:
+      lockstep plan digits --workers 1..64           1 to 64 ranks, on 1 Gbit/s
+      lockstep plan my_task.py -n 8 --network 25GbE  8 ranks, on another network
+      lockstep plan --model resnet50 --device h100   a known model; profiles nothing
     """
     kind = check_together(task, asked, given)
     if kind == "model":
@@ -333,8 +340,8 @@ def _say_computation(
     how = "given" if given else "measured here, in one process"
     print(
         f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches}"
-        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); gradients travel behind"
-        f" {1e3 * work.backward:.1f} ms of it"
+        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); sending gradients can overlap"
+        f" with {1e3 * work.backward:.1f} ms of it"
     )
 
 

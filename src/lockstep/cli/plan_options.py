@@ -64,57 +64,57 @@ class PlanChoice:
     workers: Annotated[
         str | None, Knob("run", unit="N|N,N|N..N", flags=("--workers", "-n"), common=True)
     ] = None
-    """Ranks: 512, or 1,2,4, or powers of two as 1..4096."""
+    """Numbers of ranks: one (512), a list (1,2,4), or powers of two (1..4096)."""
     network: Annotated[str, Knob("cluster", unit="NAME|US,RATE|FILE", common=True)] = "1Gbit"
-    """Network between nodes: 100Mbit, 25GbE, NVLink+IB, free, 500,50Mbit, a file of bench
-    collectives, or here.
+    """Network between nodes: a name (25GbE, NVLink+IB), latency,rate (500,50Mbit), a `bench
+    collectives` file, free, or here.
     """
     nodes_of: Annotated[int, Knob("cluster", unit="N", least=1, common=True)] = 1
-    """Ranks of a node, which share its network."""
+    """Number of ranks on a node, which share its network."""
     ranks_per_host: Annotated[str | None, Knob("cluster", unit="N|all", default="--nodes-of")] = (
         None
     )
-    """Ranks that share the cores of a host like this one."""
+    """Number of ranks that share the cores of a host like this one."""
     weak: Annotated[
         bool, Knob("training", flags=("--weak/--strong",), default="strong", common=True)
     ] = False
-    """Keep each rank's share, or the task's global batch."""
+    """Keep the batch of each rank (weak), or the global batch (strong)."""
     storage: Annotated[float | None, Knob("training", unit="SAMPLES/S", above=0)] = None
-    """Samples a second that the storage gives all ranks together."""
+    """Samples per second that the storage delivers to all ranks together."""
     mtbf: Annotated[float | None, Knob("faults", unit="HOURS", above=0)] = None
-    """Hours between two failures of one rank; predicts goodput."""
+    """Mean hours between two failures of one rank. Adds a prediction of goodput."""
     checkpoint_cost: Annotated[float, Knob("faults", unit="SECONDS", above=0)] = 10.0
-    """Seconds that a checkpoint delays training, with --mtbf."""
+    """Seconds that a checkpoint delays training (with --mtbf)."""
     restart: Annotated[float, Knob("faults", unit="SECONDS", least=0)] = 60.0
-    """Seconds from a failure until training continues, with --mtbf."""
+    """Seconds from a failure until training continues (with --mtbf)."""
     seconds: Annotated[float, Knob("measurement", unit="SECONDS", above=0)] = 30.0
     """Seconds to profile each rank, excluding warm-up."""
     profile: Annotated[Path | None, Knob("measurement", unit="FILE", common=True)] = None
-    """Measure nothing; load a file that --save-profile wrote."""
+    """Load a file of --save-profile, and measure nothing."""
     save_profile: Annotated[Path | None, Knob("measurement", unit="FILE", common=True)] = None
-    """Write what was measured."""
+    """Write the measured profile to FILE, for --profile."""
     noise_scale: Annotated[bool, Knob("measurement")] = False
-    """Measure beyond which global batch more workers stop helping."""
+    """Measure the gradient noise scale: the global batch beyond which more workers stop helping."""
     methods: Annotated[bool, Knob("run", common=True)] = False
-    """Compare the training methods by formulas."""
+    """Compare the training methods, computed from formulas."""
     step_ms: Annotated[float | None, Knob("measurement", unit="MS", above=0)] = None
-    """Milliseconds that a rank computes in a step, with --methods or --gradient-mb."""
+    """Milliseconds of computation per step of a rank (with --methods or --gradient-mb)."""
     gradient_mb: Annotated[float | None, Knob("run", unit="MB", above=0)] = None
-    """Plan a step of so many megabytes of gradients in place of a task; with --step-ms."""
+    """Plan a step with this many megabytes of gradients, in place of a task (with --step-ms)."""
     buckets: Annotated[int, Knob("run", unit="N", least=1)] = 1
-    """Equal buckets of the gradients, with --gradient-mb."""
+    """Number of equal gradient buckets (with --gradient-mb)."""
     measured: Annotated[Path | None, Knob("measurement", unit="FILE")] = None
-    """Show what benchmarks/slow_link.py --json measured, with --methods."""
+    """Also show the measurements of a benchmarks/slow_link.py --json file (with --methods)."""
     model: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
-    """Plan a known model in place of a task: resnet50, vgg16, gpt3-175b, ...; with --device."""
+    """Plan a known model in place of a task: resnet50, vgg16, gpt3-175b, ... (with --device)."""
     device: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
-    """Device, with --model: p100, v100, rtx4090, a100-80g, h100, h200."""
+    """Device for --model: p100, v100, rtx4090, a100-80g, h100, h200."""
     batch: Annotated[int | None, Knob("run", unit="N", least=1, common=True)] = None
-    """Samples of a device in a step, with --model."""
+    """Samples per device and step (with --model)."""
     json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
-    """Also write the figures as JSON."""
+    """Also write the result to FILE as JSON."""
     out: Annotated[Path | None, Knob("run", unit="FILE.svg", flags=("--out", "--plot"))] = None
-    """Draw samples/s over workers into an SVG file."""
+    """Draw samples/s over the number of workers to FILE (.svg)."""
 
     def __post_init__(self) -> None:
         knob.check(self)
@@ -183,7 +183,7 @@ def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) 
                     "options-exclude-each-other",
                     one=option_name(name),
                     other=f"--profile {asked.profile}",
-                    reason="nothing is measured where a profile is given",
+                    reason="a plan from a profile measures nothing",
                 )
     return kind
 

@@ -21,8 +21,9 @@ REFUSED: Any = next(
 )
 """What the parser of the command line raises. Its module depends on typer's version."""
 
-_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]+)""")
+_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]*[^\s,;:().])""")
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+_ADVICE = re.compile(r"(?i)\b(leave|give|use) ([a-z]+)\b")
 _TYPES = {int: "a whole number", float: "a number"}
 
 
@@ -57,13 +58,17 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
             wanted=_takes(context, error),
         )
     text = error.format_message().rstrip(".")
-    return UsageError("wrong-command-line", reason=text[:1].lower() + text[1:], command=path)
+    reason = f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else '.'}"
+    return UsageError("wrong-command-line", reason=reason, command=path)
 
 
 def as_typed(message: str, line: Sequence[str]) -> str:
     """`precision='bf8'`, as the Python API calls it, becomes `--precision bf8` where the command
     line gave it so.
     """
+    from lockstep.config.knob import knobs
+    from lockstep.config.settings import Config
+
     given = _given(line)
     pairs = {found[1]: found[2].strip("'\"") for found in _PAIR.finditer(message)}
     if not any(name in given and _same(value, given[name]) for name, value in pairs.items()):
@@ -78,8 +83,12 @@ def as_typed(message: str, line: Sequence[str]) -> str:
             f" {given[name] if name in given and _same(value, given[name]) else value}"
         )
 
-    known = pairs.keys() | given.keys()
-    message = _PAIR.sub(pair, message)
+    known = pairs.keys() | given.keys() | knobs(Config).keys()
+
+    def advice(found: re.Match[str]) -> str:
+        return f"{found[1]} {_option(found[2])}" if found[2] in known else found[0]
+
+    message = _ADVICE.sub(advice, _PAIR.sub(pair, message))
     return _NAME.sub(lambda found: _option(found[0]) if found[0] in known else found[0], message)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
+from lockstep.cli.completion import runs
 
 
 def report(
@@ -16,9 +17,10 @@ def report(
         Path,
         typer.Argument(
             metavar="RUN",
+            autocompletion=runs,
             help=(
-                "Run directory of `lockstep train`, also while it trains. latest: the newest in"
-                " runs/."
+                "Run directory of `lockstep train`, also of a run that still trains. latest is the"
+                " newest under runs/."
             ),
         ),
     ],
@@ -28,9 +30,9 @@ def report(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what would make RUN faster and where its time went, and write one HTML page.
+    """Show what would make RUN faster and where its time went, and write an HTML page.
 
-    The page needs no other file. RUN/timeline.json opens in Perfetto.
+    The page is one file and needs no server. RUN/timeline.json is a trace for Perfetto.
     """
     from lockstep.tools.recorded import read
     from lockstep.tools.report.page import FILE, as_json, page, told

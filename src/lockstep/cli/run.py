@@ -31,10 +31,14 @@ COMMAND = many.Command
 def run(
     launch: Annotated[
         Launch,
-        Says("on_stall", unit="wait|abort", help="On a stall: warn, or abort. Default: abort."),
+        Says(
+            "on_stall",
+            unit="wait|abort",
+            help="On a stall: warn and wait, or abort. Default: abort.",
+        ),
         Says(
             "max_restarts",
-            help="Restarts after a worker is killed or a node is lost, with --ray. Default: 0.",
+            help="Maximum number of restarts after a worker or node is lost (with --ray). Default: 0.",
         ),
     ],
     cluster: Cluster,
@@ -47,29 +51,33 @@ def run(
         typer.Option(
             "--workers",
             "-n",
-            help="Ranks over all hosts; default: the GPUs, else 1.",
+            metavar="N",
+            help="Number of ranks over all hosts. Default: the number of GPUs, else 1.",
         ),
     ] = None,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")
+        bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as python -m does.")
     ] = False,
     log: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write rank-N.log there; default: a temporary place, kept if a rank fails.",
+            help="Write rank-N.log there. Default: a temporary folder, kept if a rank fails.",
         ),
     ] = None,
 ) -> None:
-    """Run SCRIPT (or -m MODULE) on several ranks: of this host, of a Ray cluster, or of a fixed set
-    of nodes.
+    """Run SCRIPT (or -m MODULE) on several ranks of this host, a Ray cluster, or a set of nodes.
 
-    Where srun or mpirun has started this command several times, each of them is one rank.
+    Each rank runs it as plain Python would. lockstep.init(), or torch's init_process_group(), finds
+    the other ranks. A line that several ranks print is shown once, as [0-3] text. When a rank
+    fails, Lockstep stops the others, prints its traceback last, and exits with its exit code. If
+    srun or mpirun starts this command, each process is one rank.
 
-    Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds
-    the other ranks. Lines that several ranks print are shown once, as [0-3] text. When a rank fails
-    the others are stopped, and its traceback is the last thing printed. The exit code is that
-    rank's own.
+    \b
+    Examples:
+      lockstep run --workers 4 train.py --lr 0.1     run train.py --lr 0.1 on 4 ranks
+      lockstep run -n 2 -m package.train             run a module, as python -m does
+      lockstep run -n 2 --log logs train.py          keep each rank's output in logs/
     """
     if not command:
         raise UsageError("nothing-to-run")
@@ -97,7 +105,7 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
             "option-missing",
             option="--debug",
             needed="--log DIR",
-            reason="logs without a folder of their own are removed when all goes well",
+            reason="without --log DIR, logs are removed when the run succeeds",
         )
     if launch.on_stall == "restart":
         raise UsageError("restart-needs-checkpoints")

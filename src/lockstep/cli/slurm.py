@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.completion import tasks
 from lockstep.config import knob
 from lockstep.config.knob import Knob
 from lockstep.errors import ExitCode, UsageError
@@ -33,21 +34,21 @@ class SlurmOptions:
     """What a user asks SLURM for."""
 
     nodes: Annotated[int, Knob("cluster", unit="N", least=1)] = 1
-    """Hosts."""
+    """Number of hosts."""
     workers_per_node: Annotated[int, Knob("cluster", unit="N", least=1)] = 1
-    """Ranks on each of them: one task a rank."""
+    """Number of ranks on each host. Each rank is one SLURM task."""
     time: Annotated[str, Knob("cluster", unit="LIMIT")] = "1:00:00"
-    """Minutes (90), hours:minutes:seconds (1:30:00) or days-hours (2-12); 1:00 is one minute."""
-    partition: Annotated[str | None, Knob("cluster", default="the cluster's")] = None
+    """Time limit: minutes (90), hours:minutes:seconds (1:30:00), or days-hours (2-12). 1:00 is one minute."""
+    partition: Annotated[str | None, Knob("cluster", unit="NAME", default="the cluster's")] = None
     """Partition of the job."""
-    account: Annotated[str | None, Knob("cluster", default="yours")] = None
+    account: Annotated[str | None, Knob("cluster", unit="NAME", default="yours")] = None
     """Account of the job."""
     gpus_per_node: Annotated[int | None, Knob("cluster", unit="N", least=1)] = None
-    """GPUs on each host, usually as many as --workers-per-node."""
+    """Number of GPUs on each host, usually the same as --workers-per-node."""
     cpus_per_task: Annotated[int | None, Knob("cluster", unit="N", least=1)] = None
-    """Cores of each rank."""
+    """Number of cores for each rank."""
     setup: Annotated[Sequence[str], Knob("cluster", unit="LINE")] = ()
-    """Line of shell before the ranks start, such as module load cuda; may be repeated."""
+    """Shell line to run before the ranks start, such as module load cuda. May be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,19 +153,19 @@ def _body(job: BatchJob) -> list[str]:
         command += ["--run", f'{shlex.quote(f"{job.run}-")}"$SLURM_JOB_ID"']
     return [
         (
-            "# One task a rank. The first that ends leaves the others a minute to end as well; the"
-            " exit code is the highest of theirs."
+            "# One task per rank. When the first one ends, the others get a minute to end. srun"
+            " returns the highest exit code."
         ),
         f"srun {' '.join(numbers)} --kill-on-bad-exit=0 --wait=60 \\",
         f"    {' '.join(command)}",
         "code=$?",
         (
-            f'if [ "$code" -eq {int(ExitCode.PREEMPTED)} ]; then  # asked to stop, and saved: the'
-            " same job goes on from there"
+            f'if [ "$code" -eq {int(ExitCode.PREEMPTED)} ]; then  # preempted, and saved: the'
+            " same job resumes"
         ),
         (
             '    scontrol requeue "$SLURM_JOB_ID" || printf "%s\\n" "lockstep: not requeued; submit'
-            ' the job again to go on" >&2'
+            ' the job again to resume" >&2'
         ),
         "fi",
         'exit "$code"',
@@ -177,33 +178,35 @@ def slurm(
         str,
         typer.Argument(
             metavar="TASK|SCRIPT",
-            help="As for lockstep train; a file without task() is a script, as for lockstep run.",
+            autocompletion=tasks,
+            help="Task of `lockstep train`, or a script of `lockstep run` (a file without task()).",
         ),
     ],
     args: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- ARGS]",
-            help="After --: options of lockstep train, or arguments of the script.",
+            help="Options of `lockstep train`, or arguments of the script, after --.",
         ),
     ] = None,
     log: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where slurm-JOBID.log is written; it is made.")
+        Path, typer.Option(metavar="DIR", help="Folder for slurm-JOBID.log. Created if missing.")
     ] = Path("logs"),
     job_name: Annotated[
         str | None,
-        typer.Option(help="Default: the task's or the script's name."),
+        typer.Option(
+            metavar="NAME", help="Name of the job. Default: the name of the task or script."
+        ),
     ] = None,
     submit: Annotated[
-        bool, typer.Option("--submit/--print", help="Hand it to sbatch, or print it.")
+        bool, typer.Option("--submit/--print", help="Submit the script with sbatch, or print it.")
     ] = False,
 ) -> None:
-    """Write a batch script that runs TASK or SCRIPT with one SLURM task a rank, and submit it or
-    print it.
+    """Write a SLURM batch script for TASK or SCRIPT, and print or submit it.
 
-    Shortly before its time limit, and when it must make room, the job saves, goes back into the
-    queue, and goes on where it was. Its run directory carries the job's id: runs/NAME-JOBID. The
-    ranks use the Python that runs this command.
+    The job starts one SLURM task per rank. Before its time limit, and when SLURM preempts it, the
+    job saves a checkpoint, returns to the queue, and later resumes. Its run directory is
+    runs/NAME-JOBID. The ranks use the same Python as this command.
     """
     name, command, run = _command(target, args or [])
     job = BatchJob(
@@ -257,7 +260,7 @@ def _run_of(args: list[str]) -> Path | None:
         raise UsageError(
             "option-not-for-a-job",
             option="--help",
-            reason="it trains nothing; see `lockstep train --help`",
+            reason="a job must train; run `lockstep train --help` here",
         )
     try:
         context = typer.main.get_command(app).make_context("lockstep train", ["TASK", *args])
@@ -292,6 +295,6 @@ def _sbatch(text: str) -> str:
     except FileNotFoundError:
         raise UsageError("no-sbatch") from None
     if done.returncode:
-        print(f"error: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)
+        print(f"error: sbatch refused the job: {done.stderr.strip()}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)
     return done.stdout.strip().partition(";")[0]

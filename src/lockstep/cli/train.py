@@ -43,13 +43,19 @@ def train(
     cluster: Cluster,
     given: GivenNames,
 ) -> None:
-    """Train TASK data-parallel on several ranks: of this host, of a Ray cluster, or of a fixed set
-    of nodes.
+    """Train TASK data-parallel on several ranks of this host, a Ray cluster, or a set of nodes.
 
-    Where torchrun, srun or mpirun has started this command several times, each of them is one rank.
-    The number of ranks does not change the samples of a step. Progress goes to stderr; the one line
-    on stdout is the last: what was trained, the metric, and a SHA-256 of the weights. Metrics, logs
-    and checkpoints are in the run directory.
+    The number of ranks does not change the samples of a step. Metrics, logs and checkpoints go into
+    the run directory, and progress goes to stderr. Stdout gets one line at the end: the task, its
+    metric, and a SHA-256 of the weights. If torchrun, srun or mpirun starts this command, each
+    process is one rank.
+
+    \b
+    Examples:
+      lockstep train digits --workers 2              train on 2 ranks
+      lockstep train digits -n 4 --exact             same bits at any number of ranks
+      lockstep train my_task.py -n 2 --set lr=0.01   your task, with a parameter set
+      lockstep train my_task.py --run runs/a         start the run in runs/a, or resume it
     """
     from lockstep.training.run_directory import unused
 
@@ -217,7 +223,7 @@ def _finished(settings: Settings, choice: RunChoice) -> bool:
         return False
     if not choice.resume:
         print(
-            f"run directory {run} holds this training, and it is finished; --fresh trains it again",
+            f"this training is already finished in {run}; --fresh trains it again",
             file=sys.stderr,
         )
     print(result.last_line(result.read(run / RESULT)))

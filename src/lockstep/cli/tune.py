@@ -35,22 +35,25 @@ def tune(
     choice: Annotated[RunChoice, Only("overrides")],
     workers: Workers = None,
     seconds: Annotated[
-        float, typer.Option(help="Time for measuring, beside the start of the ranks.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Seconds to measure, in addition to starting the ranks."
+        ),
     ] = 60,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the winner, for `lockstep train --settings FILE`.",
+            help="Write the fastest settings to FILE, for `lockstep train --settings FILE`.",
         ),
     ] = None,
 ) -> None:
-    """Find the fastest reduce, update, threads, loader workers and bucket size for TASK on this
-    machine, and advise on micro_batch.
+    """Find the settings that train TASK fastest on this machine.
 
-    One at a time, each in turns with the best so far on the same ranks; in the end the winner
-    against the default, which it must beat. Nothing is applied: the last line is the command to
-    use.
+    It tries reduce, update, threads, loader workers and bucket size, one at a time. Each candidate
+    alternates with the best settings so far, on the same ranks. At the end the winner must beat the
+    default. It also measures micro_batch, and gives advice. It changes nothing: the last line is the
+    command to use.
     """
     from lockstep.tools.timing.output_files import check_writable
 

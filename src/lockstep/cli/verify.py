@@ -14,7 +14,8 @@ import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import JsonFile, counts_of, existing_run, fitted, task_of
-from lockstep.cli.options import GivenNames, Only, option_name
+from lockstep.cli.completion import tasks
+from lockstep.cli.options import GivenNames, Only, Says, option_name
 from lockstep.config.launching import Cluster, RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import ExitCode, UsageError
@@ -33,10 +34,15 @@ def verify(
         list[str],
         typer.Argument(
             metavar="TASK | RUN_A RUN_B",
-            help="A task, as for `lockstep train`; or two run directories of it.",
+            autocompletion=tasks,
+            help="A task, as for `lockstep train`, or two run directories of the same task.",
         ),
     ],
-    config: Annotated[Config, Only("steps", "exact", "device", "reduce", "update")],
+    config: Annotated[
+        Config,
+        Only("steps", "exact", "device", "reduce", "update"),
+        Says("steps", help=f"Number of optimizer steps to compare. Default: {_STEPS}."),
+    ],
     choice: Annotated[RunChoice, Only("overrides")],
     cluster: Annotated[Cluster, Only("ray")],
     given: GivenNames,
@@ -46,17 +52,22 @@ def verify(
             "--workers",
             "-n",
             metavar="N,N...",
-            help=f"Numbers of ranks; default: {_COUNTS}.",
+            help=f"Numbers of ranks to compare. Default: {_COUNTS}.",
         ),
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Train TASK at several numbers of workers and tell whether they agree, step by step; or
-    compare two finished runs.
+    """Train TASK at several numbers of workers and compare every step, or compare two runs.
 
-    Where trainings differ: the first step, micro-batch and parameter, and the likely cause. Writes
-    no run directory, and does not evaluate. RUN_A RUN_B: metrics and weights, bit for bit. Exits
-    with 1 where something differs.
+    If the trainings differ, it prints the first step, micro-batch and parameter that differ, and the
+    likely cause. It writes no run directory and does not evaluate. For RUN_A RUN_B it compares
+    metrics and weights, bit for bit. The exit code is 1 if something differs.
+
+    \b
+    Examples:
+      lockstep verify digits --workers 1,2           compare training on 1 and 2 ranks
+      lockstep verify my_task.py -n 1,4 --exact      the same, with exact mode
+      lockstep verify runs/a runs/b                  compare two finished runs
     """
     if len(what) == 2:
         _refuse_with_runs(given - {"what", "json"})
@@ -102,7 +113,7 @@ def _settings(
         raise UsageError("task-or-two-runs", given=f"the folder {task}")
     counts = counts_of(
         _COUNTS if workers is None else workers,
-        'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains twice alike)',
+        'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains the same twice)',
         least=2,
     )
     place, overrides = task_of(task, override)
@@ -119,7 +130,7 @@ def _refuse_with_runs(given: Collection[str]) -> None:
             "options-exclude-each-other",
             one=", ".join(sorted(map(option_name, given))),
             other="RUN_A RUN_B",
-            reason="two runs are compared as they are, and nothing is trained",
+            reason="comparing two runs trains nothing",
         )
 
 

@@ -110,6 +110,8 @@ class Field:
         told = self.knob.default or (
             ""
             if self.default is None or self.type is bool or self.is_mapping or self.is_repeated
+            else f"{self.default:g}"
+            if isinstance(self.default, float)
             else str(self.default)
         )
         sentence = field_docstrings(self.owner).get(self.name, "")

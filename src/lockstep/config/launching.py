@@ -26,28 +26,34 @@ class RunChoice:
     workers: Annotated[
         int | str | None,
         Knob(
-            "run", unit="N|N:M", default="the GPUs, else 1", flags=("--workers", "-n"), common=True
+            "run",
+            unit="N|N:M",
+            default="the number of GPUs, else 1",
+            flags=("--workers", "-n"),
+            common=True,
         ),
     ] = None
-    """Ranks over all hosts; N:M starts at most M, and continues with no fewer than N where some
-    are killed.
+    """Number of ranks over all hosts. N:M starts up to M, and continues with N or more after
+    losses.
     """
     run: Annotated[
         Path | None, Knob("run", unit="DIR", default="runs/TASK-DATE-TIME", common=True)
     ] = None
-    """Run directory; an unfinished run in it is resumed."""
-    resume: Annotated[bool, Knob("run", common=True)] = False
+    """Run directory. An unfinished run in it is resumed."""
+    resume: Annotated[bool, Knob("run", default="resume if possible, else start", common=True)] = (
+        False
+    )
     """Fail if the run in --run DIR cannot be resumed."""
     fresh: Annotated[bool, Knob("run")] = False
-    """Train from the start in --run DIR; what is there is moved into before-1."""
+    """Train from the start in --run DIR. Files of the old run move to DIR/before-1."""
     overrides: Annotated[
         Mapping[str, str], Knob("run", unit="KEY=VALUE", flags=("--set",), common=True)
     ] = field(default_factory=dict)
-    """Set a parameter of task(); may be repeated."""
+    """Set a parameter of task(). May be repeated."""
     multirun: Annotated[Mapping[str, str], Knob("run", unit="KEY=V1,V2")] = field(
         default_factory=dict
     )
-    """Train once for each value of a task() parameter; if repeated, for each combination."""
+    """Train once for each value of a task() parameter. If repeated, once for each combination."""
     settings_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--settings",))] = None
     """Load reduce, update, threads, loader workers and bucket size from a `lockstep tune` file."""
 
@@ -66,21 +72,19 @@ class Launch:
     max_restarts: Annotated[
         int | None, Knob("faults", least=0, default="3 with N:M workers, else 0")
     ] = None
-    """Restarts after a worker is killed or a node is lost."""
-    timeout: Annotated[
-        float | None, Knob("faults", unit="SECONDS", above=0, default="30 minutes")
-    ] = None
-    """Longest time that one collective may take."""
+    """Maximum number of restarts after a worker is killed or a node is lost."""
+    timeout: Annotated[float | None, Knob("faults", unit="SECONDS", above=0, default="1800")] = None
+    """Maximum duration of one collective, in seconds."""
     on_stall: Annotated[OnStall, Knob("faults")] = "abort"
-    """On a stall: warn, abort, or restart."""
+    """On a stall: warn and wait, abort, or restart."""
     stall_after: Annotated[float, Knob("faults", unit="SECONDS", above=0)] = 30
-    """Seconds without progress before a stall is declared; more where the run needs it."""
+    """Seconds without progress before a stall is declared. Runs with slow steps get more."""
     on_corruption: Annotated[OnCorruption, Knob("faults")] = "abort"
-    """When --witness finds a wrong result: end, or resume without that node (--ray)."""
+    """When --witness finds a wrong result: end the run, or resume without that node (--ray)."""
     debug: Annotated[bool, Knob("debug")] = False
-    """Write what NCCL and torch do, and a line for every collective, to the ranks' logs."""
+    """Write messages of NCCL and torch, and a line for each collective, to the ranks' logs."""
     cold: Annotated[bool, Knob("debug")] = False
-    """Start a fresh Python for every rank, in place of a fork that has imported torch."""
+    """Start a new Python process for each rank, in place of a fork that has imported torch."""
 
     def __post_init__(self) -> None:
         knob.check(self)
@@ -95,13 +99,13 @@ class Cluster:
         Knob(
             "cluster",
             unit="[HOST:PORT]",
-            default="no cluster; without an address, RAY_ADDRESS or this host's",
+            default="no cluster",
         ),
     ] = None
-    """Run on the nodes of a Ray cluster."""
+    """Run on a Ray cluster. Without HOST:PORT: the cluster of RAY_ADDRESS, or of this host."""
     nodes: Annotated[int | None, Knob("cluster", unit="N")] = None
-    """Nodes of a fixed set; give the same command on each of them."""
+    """Number of nodes in a fixed set. Give the same command on each node."""
     node_rank: Annotated[int | None, Knob("cluster", unit="K")] = None
-    """Number of this node, from 0."""
+    """Index of this node, from 0 to nodes - 1."""
     rdzv_endpoint: Annotated[str | None, Knob("cluster", unit="HOST:PORT")] = None
-    """Address and a free port of node 0, the same on all nodes."""
+    """Address of node 0 and a free port on it, the same on all nodes."""

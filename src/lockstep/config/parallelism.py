@@ -168,41 +168,43 @@ class Parallelism:
     """
 
     reduce: Annotated[Reduce, Knob("gradients", tuned=True)] = "auto"
-    """Algorithm that sums gradients; auto takes shared memory on one CPU host."""
+    """Algorithm that sums gradients. auto uses shared memory if all ranks are on one CPU host."""
     exact: Annotated[bool, Knob("gradients", common=True)] = False
-    """Give the same bits at any number of workers: one order of addition, deterministic
+    """Give the same bits at any number of workers, with a fixed order of addition and deterministic
     algorithms.
     """
     witness: Annotated[int | float | str | None, Knob("faults", unit="SHARE", default="none")] = (
         None
     )
-    """Share of steps that other ranks compute again and compare, such as 1% (--exact only)."""
+    """Share of steps that other ranks compute again and compare, such as 1% (with --exact)."""
     compress: Annotated[
         str | None,
         Knob("gradients", unit="bf16|fp16|int8|powersgd:RANK|topk:SHARE", default="no compression"),
     ] = None
-    """Compress gradients before they travel."""
+    """Compress gradients before they are sent."""
     update: Annotated[str, Knob("gradients", unit="replicated|sharded|server", tuned=True)] = (
         "replicated"
     )
-    """Who applies the update: every rank, each rank its share, or an asynchronous server."""
-    weights: Annotated[Weights, Knob("gradients")] = "auto"
-    """Weights with update sharded: one copy a host, or one a rank; auto: one copy on one CPU host."""
+    """Who applies the update: every rank, each rank for its share, or an asynchronous server."""
+    weights: Annotated[
+        Weights, Knob("gradients", default="auto, which shares them on one CPU host")
+    ] = "auto"
+    """With --update sharded: one copy of the weights per host (shared) or per rank (separate)."""
     staleness: Annotated[
         int | float | str | None, Knob("gradients", unit="STEPS|inf", default="4")
     ] = None
-    """Maximum steps a worker may run ahead of the slowest (server only)."""
+    """Maximum number of steps that a worker may be ahead of the slowest (--update server)."""
     sync_every: Annotated[
-        int | None, Knob("gradients", unit="STEPS", least=1, default="every step")
+        int | None, Knob("gradients", unit="STEPS", least=1, default="no local steps")
     ] = None
-    """Steps each rank takes alone before the replicas synchronize."""
+    """Local steps of each rank between two synchronizations of the replicas."""
     outer: Annotated[str | None, Knob("gradients", unit="average|nesterov", default="average")] = (
         None
     )
-    """Outer optimizer that joins the replicas when they synchronize."""
+    """Outer optimizer that combines the replicas when they synchronize (with --sync-every)."""
     mesh: Annotated[Mesh | None, Knob("model split", unit="AXIS=N,...")] = None
-    """Ranks along data, shard, pipeline and tensor, such as data=2,pipeline=2; their product is
-    --workers.
+    """Ranks on the axes data, shard, pipeline and tensor, such as data=2,pipeline=2. Their product
+    is --workers.
     """
 
     def __post_init__(self) -> None:
@@ -337,7 +339,7 @@ class Parallelism:
     def describe(self) -> str:
         """For the last line of a run: who updates, and what else is not the rule."""
         if self.local is not None:
-            return f"local steps, meeting every {self.sync_every}, {self.local}"
+            return f"local steps, synchronized every {self.sync_every} steps, {self.local}"
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"

@@ -93,8 +93,8 @@ class PipelineSchedule:
         if self.name in _SEVERAL and micro_batches % rounds:
             return (
                 f"{micro_batches} micro-batches on {ranks} ranks make {rounds} rounds, and"
-                f" {micro_batches} is no multiple of {rounds}: {self.name} needs equal rounds, such"
-                f" as {micro_batches // ranks * ranks} micro-batches"
+                f" {micro_batches} is not a multiple of {rounds}: {self.name} needs equal rounds,"
+                f" such as {micro_batches // ranks * ranks} micro-batches"
             )
         return ""
 

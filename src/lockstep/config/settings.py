@@ -44,58 +44,56 @@ class Config(Parallelism):
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own", common=True)] = (
         None
     )
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     steps: Annotated[int | None, Knob("run", least=1, common=True)] = None
-    """Optimizer steps, in place of --epochs."""
+    """Number of optimizer steps, in place of --epochs."""
     device: Annotated[Device, Knob("run", common=True)] = "auto"
-    """Device of every rank; auto takes GPUs where there are any."""
+    """Device of every rank. auto uses the host's GPUs if it has any."""
     precision: Annotated[
         Precision | None, Knob("training", default="the task's own", common=True)
     ] = None
-    """Precision of the forward; it changes the weights."""
+    """Precision of the forward pass. It changes the trained weights."""
     compile: Annotated[bool | None, Knob("training", default="the task's own")] = None
     """Compile the model with torch.compile."""
     threads: Annotated[
         int | None,
-        Knob("training", least=1, default="the cores shared among the ranks", tuned=True),
+        Knob("training", least=1, default="the host's cores divided by its ranks", tuned=True),
     ] = None
-    """Intra-op threads of each rank."""
+    """Number of intra-op threads of each rank."""
     loader_workers: Annotated[int, Knob("training", least=0, tuned=True)] = 0
-    """Processes of each rank that load data; 0 loads in the rank itself."""
-    balance: Annotated[str | None, Knob("gradients", unit="auto|2,1,1", default="all alike")] = None
-    """Share micro-batches among ranks of different speed: as measured, or by one number for each
-    rank.
-    """
+    """Number of processes per rank that load data. 0 loads in the rank itself."""
+    balance: Annotated[str | None, Knob("gradients", unit="auto|2,1,1", default="equal shares")] = (
+        None
+    )
+    """Divide micro-batches among ranks by measured speed (auto), or by one number for each rank."""
     bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0, tuned=True)] = 25
-    """Size of a bucket of gradients, which travel together."""
+    """Size of a gradient bucket, in MiB. The gradients of a bucket are sent together."""
     schedule: Annotated[
         str, Knob("model split", unit="naive|gpipe|1f1b|interleaved[:N]|zero-bubble")
     ] = SCHEDULE
-    """Order in which a pipeline runs micro-batches."""
+    """Order in which a pipeline runs its micro-batches."""
     split: Annotated[Split, Knob("model split")] = SPLIT
-    """What the stages of a pipeline have in equal parts."""
+    """What the stages of a pipeline share equally: computing time, or parameters."""
     log: Annotated[
         Sequence[str],
         Knob("run", unit="|".join(get_args(LoggerName)), default="tensorboard, if it is installed"),
     ] = ()
-    """Loggers that get the metrics, separated by commas; may be repeated."""
+    """Loggers that receive the metrics, separated by commas. May be repeated."""
     checkpoint_every: Annotated[
         int | None,
         Knob(
             "checkpoints",
             unit="STEPS",
             least=1,
-            default="as costs less than 2 % of the time",
+            default="as often as costs less than 2 % of the time",
             common=True,
         ),
     ] = None
-    """Steps between two checkpoints."""
+    """Optimizer steps between two checkpoints."""
     checkpoints: Annotated[str | None, Knob("checkpoints", unit="URL")] = None
-    """Copy every checkpoint there (s3://..., a folder), and resume from there."""
+    """Copy every checkpoint to this URL (s3://..., or a folder), and resume from there."""
     allow_changes: Annotated[bool, Knob("checkpoints")] = False
-    """Resume an --exact run although the task's code or samples have changed since its
-    checkpoint.
-    """
+    """Resume an --exact run even if the task's code or samples have changed since its checkpoint."""
 
     def __post_init__(self) -> None:
         Parallelism.__post_init__(self)

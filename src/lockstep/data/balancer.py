@@ -132,7 +132,7 @@ class Balancer:
             return NewShares(
                 by_rank=back,
                 seconds=seconds,
-                why="as before: the other shares did not make a step shorter",
+                why="unchanged: other shares did not make a step faster",
             )
         if self._since < self._patience:
             return None
@@ -146,7 +146,7 @@ class Balancer:
                 return NewShares(
                     by_rank=self._with_one(rank, seconds),
                     seconds=seconds,
-                    why=f"rank {rank} had none, and is tried again",
+                    why=f"rank {rank} had none, and gets one to be measured again",
                 )
         return None
 

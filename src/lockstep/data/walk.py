@@ -29,8 +29,8 @@ from lockstep.runtime import status
 _PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
 _NATIVE = "Native code crashed: try num_workers=0 under `python -X faulthandler`."
 _LIKELY = {
-    signal.SIGKILL: "Most likely the host ran out of memory: use fewer num_workers, or let a"
-    " sample need less.",
+    signal.SIGKILL: "Most likely the host ran out of memory: use fewer num_workers, or make"
+    " samples smaller.",
     signal.SIGBUS: "Most likely /dev/shm is full: enlarge it, or use fewer num_workers.",
     signal.SIGSEGV: _NATIVE,
     signal.SIGABRT: _NATIVE,

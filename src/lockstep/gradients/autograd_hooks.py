@@ -33,11 +33,11 @@ _SMALL = 2**17  # bytes: to clear the place of a larger one costs more than to c
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 _NO_GRAPH = (
-    "backward(create_graph=True): the graph on the gradient of {!r} does not reach the other ranks,"
-    " and their mean has none: take derivatives of gradients with torch.autograd.grad"
+    "backward(create_graph=True): the mean over the ranks has no graph, so the gradient of {!r}"
+    " cannot be differentiated again. Use torch.autograd.grad for derivatives of gradients"
 )
 _DENSE = (
-    "the gradient of {!r} is sparse, and is summed and given to the optimizer as a dense one."
+    "the gradient of {!r} is sparse, but a Stepper sums it as a dense gradient."
     " lockstep.DistributedDataParallel without a Stepper keeps the gradients of"
     " nn.Embedding(sparse=True) sparse"
 )
@@ -234,7 +234,7 @@ class AutogradHooks:
         if what not in self._said:
             self._said.add(what)
             warnings.warn(
-                what.format(self._names[number]) + ". This is said once.",
+                what.format(self._names[number]) + ". This warning appears once.",
                 LockstepWarning,
                 stacklevel=2,
             )

@@ -249,8 +249,8 @@ class Ranks:
 def _say_left(rank: int, found: Mapping[int, str]) -> None:
     listed = ", ".join(f"{name} (pid {pid})" for pid, name in found.items())
     print(
-        f"rank {rank} has left {listed} running: ended with it. A process that shall outlive the"
-        " run needs a session of its own (start_new_session=True)",
+        f"rank {rank} has left {listed} running: Lockstep ended it. To keep a process after the"
+        " run, start it with start_new_session=True",
         file=sys.stderr,
         flush=True,
     )

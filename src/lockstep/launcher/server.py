@@ -134,7 +134,7 @@ class Server:
                 look()
         if heard[1] and not self._why_cold:
             print(
-                f"lockstep: ranks are started cold, which takes longer: {heard[1]}",
+                f"lockstep: ranks start without preloaded modules, which takes longer: {heard[1]}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -337,7 +337,7 @@ class Server:
     def _gone(self) -> ServerGone:
         code = self._wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        hint = "; often the system's answer when memory runs out" if code == -signal.SIGKILL else ""
+        hint = "; the system does this when memory runs out" if code == -signal.SIGKILL else ""
         return ServerGone("fork-server-gone", pid=self.pid, how=f"{how}{hint}")
 
 

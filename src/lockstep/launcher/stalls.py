@@ -330,13 +330,13 @@ def explain(
             else f"all ranks of all nodes wait {where}{at}, which does not end: look at the network."
         ]
     else:
-        parts = [f"no rank gets on{at}."]
+        parts = [f"no rank makes progress{at}."]
         parts += [f"Rank {rank} is {doing(sights[rank], quiet)}." for rank in guilty]
     if nodes is not None and (waiting or not first.view.waits):
         parts.append(f"Rank {guilty[0]} is on {nodes[guilty[0]]}.")
     works = any(sights[rank].works for rank in guilty)
     if works:
-        parts.append("It uses the processor and may yet come: nothing is ended.")
+        parts.append("It uses the processor and may still finish, so Lockstep only waits.")
     return Stall(guilty[0], " ".join([f"STALL {quiet:.0f} s:", *parts]), first.stack, works)
 
 
@@ -346,7 +346,7 @@ def _differing(
     """Sentences on ranks that wait for each other in different collectives."""
     if not number:
         who = "; ".join(f"{named(ranks)} {text}" for text, ranks in said.items())
-        return [f"the ranks wait for each other, each elsewhere: {who}."]
+        return [f"the ranks wait for each other in different places: {who}."]
     who = "; ".join(f"in {named(ranks)} {text}" for text, ranks in said.items())
     now = {
         rank: place
@@ -458,7 +458,7 @@ class Slowness:
             f"SLOW: {named(others)} {'waits' if len(others) == 1 else 'wait'}"
             f" {100 * sum(others.values()) / len(others):.0f} % of the time for rank {slow}, which"
             f" is alive and spends {100 * spent[phase] / max(1, sum(spent.values())):.0f} % of its"
-            f" own {DOING[phase]}. This is said once."
+            f" own time {DOING[phase]}. This warning appears once."
         )
 
 

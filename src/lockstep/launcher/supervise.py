@@ -353,8 +353,8 @@ def _sets_variables(work: Program) -> bool:
     if name:
         what = f"{script} sets {name}, which acts as torch is imported"
         _say(
-            f"lockstep: ranks are started cold, which takes longer: {what}; set it for the command"
-            " instead"
+            f"lockstep: ranks start without preloaded modules, which takes longer: {what}; set it"
+            " in the command's environment instead"
         )
     return bool(name)
 

@@ -388,8 +388,8 @@ class Pipeline:
             self._warned.add(str(self.schedule))
             bubble = instead.bubble(self.group.size, micro_batches)
             warnings.warn(
-                f"pipeline: {reason}; these go in gpipe's order, the same work, and the ranks idle"
-                f" for {bubble:.0%} of it, {instead.formula}",
+                f"pipeline: {reason}; these run in gpipe's order, with the same result, and the"
+                f" ranks idle for {bubble:.0%} of it, {instead.formula}",
                 LockstepWarning,
                 stacklevel=4,
             )

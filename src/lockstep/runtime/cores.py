@@ -53,8 +53,8 @@ def warn_if_busy() -> None:
     found = busy()
     if found is not None:
         print(
-            f"warning: {found}: other programs take time from what is measured; measure again on a"
-            " quiet host",
+            f"warning: {found}: other programs slow down the measurement. Measure again on an idle"
+            " host",
             file=sys.stderr,
             flush=True,
         )

@@ -147,7 +147,7 @@ class Outcomes:
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(
-                f"step {step} was skipped: {reason}. This is said once.",
+                f"step {step} was skipped: {reason}. This warning appears once.",
                 LockstepWarning,
                 stacklevel=4,
             )

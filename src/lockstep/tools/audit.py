@@ -122,17 +122,14 @@ class Looks:
             if equal is None:
                 return note(
                     _ABOUT,
-                    f"sample {index} holds a {_odd(first)}, which cannot be compared: not"
-                    " looked at",
+                    f"sample {index} holds a {_odd(first)}, which cannot be compared, so it was"
+                    " not checked",
                 )
             if not equal:
-                text = (
-                    f"sample {index} differs when it is fetched twice in epoch 0, so it depends on"
-                    " who fetches it: it draws from a generator "
-                )
                 return wrong(
                     _ABOUT,
-                    text + "of its own; draw from torch, numpy.random or random, which are keyed",
+                    f"sample {index} differs when it is read twice in epoch 0. It draws from its own"
+                    " generator: use torch, numpy.random or random, which Lockstep seeds",
                 )
             later, moved_later = self._watched(1, index)
             if _same(first, later):
@@ -141,23 +138,19 @@ class Looks:
                 for state in states:
                     ends[state].append((epoch, index))
         for (a, one), (b, other) in (places[:2] for places in ends.values() if len(places) > 1):
-            text = (
-                f"sample {one} in epoch {a} and sample {other} in epoch {b} leave the same random"
-                " state: the data set seeds a global "
-            )
             return wrong(
                 _ABOUT,
-                text
-                + "generator itself (manual_seed, random.seed), so that both get the same noise;"
-                " do not",
+                f"sample {one} in epoch {a} and sample {other} in epoch {b} leave the same random"
+                " state, so both get the same noise. The data set seeds a global generator: remove"
+                " manual_seed or random.seed from it",
             )
         if not constant:
             return ok(
                 _ABOUT,
-                f"another in every epoch and the same whoever fetches it, {len(indices)} samples"
-                " looked at",
+                f"different in every epoch, and the same on every rank, {len(indices)} samples"
+                " checked",
             )
-        looked = f"({len(constant)} of {len(indices)} looked at)"
+        looked = f"({len(constant)} of {len(indices)} checked)"
         if len(constant) == len(indices):
             return note(
                 _ABOUT,
@@ -167,7 +160,7 @@ class Looks:
         text = (
             f"samples {listed(constant)} are the same in epochs 0 and 1 {looked}, the others differ"
         )
-        return note(_ABOUT, f"{text}: augmented by chance, or by kind")
+        return note(_ABOUT, f"{text}: augmentation is random, or depends on the kind of sample")
 
     def _watched(self, epoch: int, index: int) -> tuple[Any, list[str]]:
         """A sample, and the states in which it left the global generators that it moved."""
@@ -393,7 +386,7 @@ def _of_batches(lengths: Lengths, tokens: list[int] | None) -> list[Finding]:
     if lengths.padding > 0.2:
         return [
             balance,
-            note("padding", f"{text}: put samples of like length together (lockstep.data.orders)"),
+            note("padding", f"{text}: use an order by length (lockstep.data.orders)"),
         ]
     return [balance, ok("padding", text)]
 
@@ -468,12 +461,10 @@ def _balance(by_rank: list[int], about: str, what: str) -> Finding:
     )
     if least == most or mean == 0:
         return ok(about, text)
-    text += f": the fullest {most / mean - 1:.1%} above the mean, for which the others wait"
+    text += f": the fullest {most / mean - 1:.1%} above the mean; the others wait for it"
     idle = sum(count == 0 for count in by_rank)
     if idle:
-        text += (
-            f"; {counted(idle, 'rank')} without any: take fewer workers, or a smaller micro_batch"
-        )
+        text += f"; {counted(idle, 'rank')} have none: use fewer workers, or a smaller micro_batch"
     return note(about, text) if most > 1.05 * mean else ok(about, text)
 
 

@@ -125,8 +125,8 @@ class TrainingState:
             better, most = self.patience.better(metrics, step), self._stopping.patience
             if not better and self.patience.waited >= most:
                 value = (
-                    f"{self.patience.metric} has not been better than {self.patience.value:.4f}"
-                    f" (step {self.patience.step})"
+                    f"{self.patience.metric} has not improved on {self.patience.value:.4f} (step"
+                    f" {self.patience.step})"
                 )
                 self.stopped_early = f"{value} for {most} evaluations"
         return self.best if improved else None

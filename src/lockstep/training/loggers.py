@@ -123,7 +123,7 @@ class Loggers:
     def _failed(self, name: str, error: Exception) -> None:
         self._open.pop(name, None)
         self.problems.append(
-            f"warning: logger {name} failed and is left out from here on: {_line(error)}"
+            f"warning: logger {name} failed and is not used any more: {_line(error)}"
         )
 
 

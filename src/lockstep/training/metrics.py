@@ -130,7 +130,7 @@ class TelemetryFile:
     def _give_up(self, error: OSError) -> None:
         self._end()
         warnings.warn(
-            f"{self._file} cannot be written ({error.strerror}): training goes on without it",
+            f"{self._file} cannot be written ({error.strerror}): training continues without it",
             LockstepWarning,
             stacklevel=3,
         )

@@ -265,7 +265,7 @@ def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
             return ""
         except DamagedCheckpoint as error:
             why = str(error)
-    return f"error: --resume: no checkpoint in {directory.path} can be gone on from: {why}"
+    return f"error: --resume: no checkpoint in {directory.path} can be resumed: {why}"
 
 
 def _set_aside(path: Path) -> None:

@@ -509,7 +509,7 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
         other = others[name][0]
         warnings.warn(
             f"the task's code reads a value that differs between ranks: {name} is {first[name]} on"
-            f" rank 0 and {everyone[other][name]} on rank {other}. Make sure that the loss and the"
+            f" rank 0 and {everyone[other][name]} on rank {other}. Check that the loss and the"
             " data do not depend on it",
             LockstepWarning,
             stacklevel=2,

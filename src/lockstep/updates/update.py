@@ -24,7 +24,7 @@ from lockstep.updates.norm import Norm
 from lockstep.updates.optimizer_state import OptimizerState
 from lockstep.world.world import World
 
-NOTHING = "every rank's weight is 0: the window holds nothing to learn from"
+NOTHING = "every rank's weight is 0: the window has no samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,7 +320,7 @@ def _listen(host: str, port: int, step: Step) -> socket.socket:
         why = (
             "is in use"
             if error.errno == errno.EADDRINUSE
-            else f"cannot be listened on ({os.strerror(error.errno or 0)})"
+            else f"cannot be opened ({os.strerror(error.errno or 0)})"
         )
         raise UsageError(
             "slurm-port-taken", port=port, host=host, step=step.name, why=why

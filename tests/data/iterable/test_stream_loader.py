@@ -504,7 +504,7 @@ def collecting(epoch: Any, seen: list[int]) -> Iterator[Any]:
 def test_the_others_hear_of_a_rank_that_failed() -> None:
     said = run_ranks(failing_on_one, 2)
     assert [kind for kind, _ in said] == [PeerFailed.__name__, "OSError"]
-    assert "Rank 1" in said[0][1]
+    assert "rank 1" in said[0][1]
     assert "[peer-without-data]" in said[0][1]
 
 

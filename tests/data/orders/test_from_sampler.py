@@ -462,8 +462,7 @@ def test_a_forgotten_set_epoch_is_said_once_and_corrected(wrapped: bool) -> None
         warnings.simplefilter("always")
         epochs = [str(asked.epoch(epoch)) for epoch in range(4)]
     assert [str(each.message) for each in said] == [
-        "DistributedSampler.set_epoch(1) was not called, and without it every epoch has the same"
-        " order: calling it for you, now and in later epochs"
+        "DistributedSampler.set_epoch(1) was not called, so every epoch would have the same order. Lockstep calls it now, and in later epochs"
     ]
     assert len(set(epochs)) == 4
     inner.set_epoch(2)

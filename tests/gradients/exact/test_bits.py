@@ -286,7 +286,7 @@ def test_what_cannot_be_exact_is_refused() -> None:
             "exact-without-slots",
             *["exact-cut-by-ranks"] * 3,
         ]
-        assert "a list does not have" in found[4][1]
+        assert "a list has no slots" in found[4][1]
 
 
 def on_a_stream(world: lockstep.World) -> list[float]:

@@ -82,7 +82,7 @@ def test_torchs_is_measured_up_to_what_was_asked_and_what_fits(
     assert [row.torch for row in found] == [TORCHS, None, None]
     assert [row.note for row in found] == [
         "",
-        "torch's not measured at 10000000: it needs some 0.6 GiB, and 0.1 GiB are free",
+        "torch's not measured at 10000000: it needs about 0.6 GiB, and 0.1 GiB are free",
         "",
     ]
 

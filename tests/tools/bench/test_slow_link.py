@@ -184,7 +184,7 @@ def test_two_hosts_train_and_what_left_them_is_counted(bench: Any, tmp_path: Pat
     assert native["counted"] == pytest.approx(ddp["sent"], rel=0.25)
     assert 1 < native["sent"] / native["counted"] < 1.3  # headers
     assert native["curve"][-1][1] == pytest.approx(ddp["curve"][-1][1], rel=1e-3)
-    assert "is no option of" in broken["problem"]
+    assert "is not an option of" in broken["problem"]
     left = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=True
     ).stdout

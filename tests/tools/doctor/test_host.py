@@ -19,7 +19,7 @@ from lockstep.tools.doctor.host import GIB, MIB
     [
         ((8, None, 2, None), "ok", ""),
         ((8, None, 2, "4"), "ok", ""),
-        ((8, None, 16, None), "warn", "16 ranks share 8 cores, and take turns: start at most 8"),
+        ((8, None, 16, None), "warn", "16 ranks share 8 cores: start at most 8"),
         (
             (8, None, 4, "8"),
             "warn",
@@ -29,7 +29,7 @@ from lockstep.tools.doctor.host import GIB, MIB
             (64, 4.0, 2, None),
             "warn",
             (
-                "torch counts 64 cores, but the cgroup stops the process after the time of 4: set"
+                "torch counts 64 cores, but the cgroup allows only the time of 4: set"
                 " OMP_NUM_THREADS=2"
             ),
         ),
@@ -88,10 +88,8 @@ def test_memory_that_the_control_group_does_not_give(tmp_path: Path) -> None:
 def test_memory_that_is_little_or_has_run_out_before(tmp_path: Path) -> None:
     assert _memory(tmp_path, GIB, 2).fix.startswith("512 MiB for each of 2 ranks is little")
     found = _memory(tmp_path, 32 * GIB, 2, events="low 0\noom 4\noom_kill 3\n")
-    assert (found.level, found.fix[:57]) == (
-        "warn",
-        "memory has run out here 3 times before, and processes wer",
-    )
+    assert found.level == "warn"
+    assert found.fix.startswith("memory ran out here 3 times before")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +115,8 @@ def test_limits() -> None:
     assert few.level == "warn"
     assert (
         few.fix
-        == "256 open files may not do for loader workers and connections: `ulimit -n 65536`; "
-        "100 processes and threads of this user may not do: `ulimit -u 65536`"
+        == "256 open files may not be enough for loader workers and connections: `ulimit -n 65536`; "
+        "100 processes and threads of this user may not be enough: `ulimit -u 65536`"
     )
     assert set(host.current_limits()) == set(many)
 

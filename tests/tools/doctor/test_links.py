@@ -32,7 +32,7 @@ def test_the_slow_link_is_named_and_only_it() -> None:
     found = links.judge(_links(b_c=0.4e9), hosts=True)
     assert found.level == "fix"
     assert found.fix.startswith(
-        "slow link, b to c: 400.0 MB/s, 0.05 ms, where 1.00 GB/s or more was to be expected"
+        "slow link, b to c: 400.0 MB/s, 0.05 ms, where 1.00 GB/s or more is expected"
     )
     assert links.judge(_links(b_c=0.6e9), hosts=True).level == "ok"
     assert links.judge(_links(b_c=0.4e9), hosts=False).level == "warn"

@@ -124,7 +124,7 @@ def test_other_files_are_refused(tmp_path: Path, what: object, code: str) -> Non
 
 
 def test_words_of_a_file_of_another_command(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a file that lockstep bench collectives --json"):
+    with pytest.raises(UsageError, match="was not written by lockstep bench collectives --json"):
         connection(written(tmp_path, 3))
 
 

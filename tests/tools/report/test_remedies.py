@@ -51,7 +51,7 @@ def test_no_core_is_free_for_a_loader() -> None:
     ("changes", "asked"),
     [
         ({"pieces": [1, 1, 1, 1]}, {}),  # nothing that could be dealt out otherwise
-        ({"method": "local steps, meeting every 8, average"}, {"sync_every": 8}),
+        ({"method": "local steps, synchronized every 8 steps, average"}, {"sync_every": 8}),
         ({"pieces": [3, 2, 1, 2]}, {}),  # in use: they would be equal
         ({}, {"balance": "auto", "workers": 4}),
     ],

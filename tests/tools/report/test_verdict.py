@@ -150,7 +150,9 @@ def test_ranks_that_share_cores() -> None:
     assert not of(lines(4, 8, cores=2, device="cuda:0")).notes
 
 
-@pytest.mark.parametrize("method", ["server, staleness 4", "local steps, meeting every 8, average"])
+@pytest.mark.parametrize(
+    "method", ["server, staleness 4", "local steps, synchronized every 8 steps, average"]
+)
 def test_ranks_that_do_not_wait(method: str) -> None:
     found = of(lines(4, 20, planted(3, "data"), method=method))
     assert not found.stragglers

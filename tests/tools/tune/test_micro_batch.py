@@ -182,8 +182,8 @@ def faster(micro: int) -> Size:
 def test_what_is_faster_is_advised_with_what_it_changes() -> None:
     table = advice([Size(micro_batch=4, samples_per_s=25.0, memory=2**20), faster(8)], 4, 24)
     assert "micro_batch=8 is fastest; the largest that ran is 8" in table
-    assert "another micro_batch is another training" in table
-    assert "let task() give micro_batch=8" in table
+    assert "another micro_batch changes the training" in table
+    assert "return micro_batch=8" in table
 
 
 def test_sizes_are_measured_beside_the_own_and_memory_on_fresh_ranks(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def what_there_is(world: World, cores: int, reduce: Any) -> dict[str, tuple[Any,
             1,
             1,
             "auto",
-            {"reduce": ("one rank: there is nothing to sum",), "threads": ("one core a rank",)},
+            {"reduce": ("one rank has nothing to sum",), "threads": ("one core a rank",)},
         ),
         (
             2,

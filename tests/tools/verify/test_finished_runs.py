@@ -86,8 +86,8 @@ def test_a_sign_of_zero_is_a_bit(tmp_path: Path) -> None:
 def test_runs_of_other_lengths(tmp_path: Path) -> None:
     found = differences(run(tmp_path / "a"), run(tmp_path / "b", steps=2))
     assert found == [
-        "step 3 is there in the first run only (3 and 2 in all)",
-        "evaluation after step 2 is there in the second run only (1 and 1 in all)",
+        "step 3 is in the first run only (3 and 2 in all)",
+        "evaluation after step 2 is in the second run only (1 and 1 in all)",
     ]
 
 

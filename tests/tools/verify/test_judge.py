@@ -142,7 +142,7 @@ def test_a_result_that_depends_on_the_threads(tmp_path: Path) -> None:
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 0)
     assert "depends on the number of intra-op threads" in found.why
-    assert f"torch.get_num_threads() {line('threads')}. --exact" in found.why
+    assert f"torch.get_num_threads() {line('threads')}. With --exact" in found.why
     assert look(tmp_path, "threads").difference is None
 
 
@@ -206,10 +206,7 @@ def test_samples_that_depend_on_how_they_are_read(
         ),
         (
             "batch edited",
-            (
-                "a sample is edited in place: read again after the model and the loss have had it,"
-                " it is another"
-            ),
+            "a sample is edited in place: it changes after the model and the loss have used it",
         ),
     ],
 )
@@ -224,7 +221,7 @@ def test_a_sample_edited_in_place_is_seen_in_the_first_epoch(
     assert found.where is not None
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("again", 1, 0)
-    assert "are others when they are read once more after the training" in found.where
+    assert "change when they are read again after the training" in found.where
     assert found.why.startswith(cause)
     assert all(row.same for row in found.rows)
 
@@ -273,7 +270,7 @@ def test_a_cause_beside_amplified_rounding_is_found(tmp_path: Path) -> None:
     assert found.why is not None
     assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 4)
     assert (
-        "the result depends on the rank: as another rank this process gets another one:"
+        "the result depends on the rank: when this process acts as another rank, it gets another one:"
         ' os.environ["RANK"]' in found.why
     )
     assert found.amplified == ()

@@ -217,7 +217,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         elif skipped := self._skipped():
             self._say(
                 f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are"
-                " read once more and skipped"
+                " read again and skipped"
             )
         self._loaded = False
         return Steps(

@@ -107,8 +107,8 @@ class KeyedSampler:
             if forgotten and not self._reminded:
                 self._reminded = True
                 warnings.warn(
-                    f"{type(sampler).__name__}.set_epoch({epoch}) was not called, and without it"
-                    " every epoch has the same order: calling it for you, now and in later epochs",
+                    f"{type(sampler).__name__}.set_epoch({epoch}) was not called, so every epoch"
+                    " would have the same order. Lockstep calls it now, and in later epochs",
                     stacklevel=4,
                 )
 

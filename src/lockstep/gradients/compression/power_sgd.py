@@ -187,8 +187,8 @@ def check_matrices(compression: Compression, model: nn.Module, rank: int) -> Non
         )
     if rank == 0 and not any(pays(columns, each) for each in shapes.values()):
         warnings.warn(
-            f"compress='{compression}' makes no gradient of this model smaller: everything travels"
-            " as it is. Choose a smaller rank",
+            f"compress='{compression}' makes no gradient of this model smaller, so all gradients"
+            " are sent uncompressed. Choose a smaller rank",
             LockstepWarning,
             stacklevel=2,
         )

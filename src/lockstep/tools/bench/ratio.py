@@ -121,7 +121,7 @@ class CommunicationRatio:
         """Some lines of text: sizes, rates, times, the verdict, a row for each accumulation,
         advice.
         """
-        travels = f"of which {_time(self.hidden)} can travel behind the backward"
+        travels = f"of which {_time(self.hidden)} can overlap with the backward"
         return "\n".join(
             (
                 self._sizes(),
@@ -337,8 +337,8 @@ def _advice(
             f" train as well: about {now / times:.2g}"
         ),
         (
-            f"accumulate {doubled * micro_batches} micro-batches of {samples}: {now / doubled:.2g};"
-            " each step sends as much, and there are fewer steps"
+            f"accumulate {doubled * micro_batches} micro-batches of {samples}:"
+            f" {now / doubled:.2g}; each step sends as much, but there are fewer steps"
         ),
     ]
     if method.compression is None and method.local is None and method.server is None:
@@ -348,8 +348,8 @@ def _advice(
             if ratio < now
         ]
         found.append(
-            f"--sync-every {times}: {now / times:.2g}; replicas differ between meetings, so the"
-            " training is another"
+            f"--sync-every {times}: {now / times:.2g}; replicas differ between synchronizations,"
+            " which changes the training"
         )
     return tuple(found)
 
@@ -361,8 +361,8 @@ def _enough(now: float, world_size: int) -> str:
         return "communication is free: there is nothing to do"
     room = SIGNIFICANT / now
     return (
-        "communication is not significant: there is nothing to do (it would be on a link"
-        f" {room:.3g} times slower)"
+        "communication is not significant: there is nothing to do (it becomes significant on a"
+        f" link {room:.3g} times slower)"
     )
 
 

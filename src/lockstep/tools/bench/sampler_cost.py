@@ -78,7 +78,7 @@ def rows(largest_torch: int, sizes: tuple[int, ...] = SIZES) -> Iterator[Sampler
             yield SamplerRow(samples=samples, ours=ours)
         elif needed > free:
             note = (
-                f"torch's not measured at {samples}: it needs some {needed / 2**30:.1f} GiB, and"
+                f"torch's not measured at {samples}: it needs about {needed / 2**30:.1f} GiB, and"
                 f" {free / 2**30:.1f} GiB are free"
             )
             yield SamplerRow(samples=samples, ours=ours, note=note)

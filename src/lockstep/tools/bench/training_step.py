@@ -255,7 +255,7 @@ def _on_rank(
         notes = []
         if task.precision == "fp16":
             notes.append(
-                "weights not compared: with fp16 each way leaves out the steps that overflow its"
+                "weights not compared: with fp16 each variant skips the steps that overflow its"
                 " own loss scale"
             )
             compared = []

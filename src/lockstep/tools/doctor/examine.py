@@ -122,7 +122,7 @@ def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what
         f" {what}{'s' * (members != 1)} by {' and '.join(algorithms)}"
     )
     why = (
-        f"{', '.join(bad)} gave wrong numbers: do not train here; test the memory and the network"
+        f"{', '.join(bad)} gave wrong numbers: do not train here. Test the memory and the network"
         " card, and try another torch"
         if bad
         else ""
@@ -146,7 +146,7 @@ def examine_host(workers: int) -> Examined:
     try:
         bad, algorithms, pairs = launch(_on_rank, workers, timeout=_PATIENCE)[0]
     except (WorkerFailed, LaunchTimeout) as error:
-        found.append(judged("sums", f"{workers} ranks did not get through", fix=str(error)))
+        found.append(judged("sums", f"{workers} ranks did not finish this check", fix=str(error)))
         return Examined(found, [])
     return Examined(
         [*found, judge_sums(bad, algorithms, workers, "rank"), links.judge(pairs, hosts=False)],
@@ -295,8 +295,8 @@ def judge_clocks(offsets: dict[str, float]) -> Finding:
     value = ", ".join(f"{name} {1e3 * each:+.1f} ms" for name, each in list(offsets.items())[1:])
     apart = [f"{name} by {each:+.1f} s" for name, each in offsets.items() if abs(each) > _APART]
     warn = (
-        f"clocks differ from {next(iter(offsets))}'s, {' and '.join(apart)}: have chrony or ntpd"
-        " set them, or logs of different nodes cannot be compared"
+        f"clocks differ from {next(iter(offsets))}'s, {' and '.join(apart)}: run chrony or ntpd on"
+        " all nodes, so that their logs can be compared"
         if apart
         else ""
     )

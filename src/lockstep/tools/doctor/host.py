@@ -72,9 +72,7 @@ def cores(available: int, allowed: float | None, workers: int, threads: str | No
     should = max(1, int(usable) // workers)
     warn = ""
     if workers > usable:
-        warn = (
-            f"{workers} ranks share {usable:g} cores, and take turns: start at most {int(usable)}"
-        )
+        warn = f"{workers} ranks share {usable:g} cores: start at most {int(usable)}"
     elif threads and workers * each > usable:
         warn = (
             f"OMP_NUM_THREADS={threads} and {workers} ranks want {workers * each} cores of"
@@ -82,8 +80,8 @@ def cores(available: int, allowed: float | None, workers: int, threads: str | No
         )
     elif workers * each > usable:
         warn = (
-            f"torch counts {available} cores, but the cgroup stops the process after the time of"
-            f" {usable:g}: set OMP_NUM_THREADS={should}"
+            f"torch counts {available} cores, but the cgroup allows only the time of {usable:g}:"
+            f" set OMP_NUM_THREADS={should}"
         )
     elif threads == "1" and should > 1:
         warn = (
@@ -118,13 +116,13 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
     warn = ""
     if killed:
         warn = (
-            f"memory has run out here {killed} times before, and processes were killed: raise the"
+            f"memory ran out here {killed} times before, and processes were killed: raise the"
             " limit, or start fewer ranks"
         )
     if per_rank < GIB:
         warn = (
-            f"{_size(per_rank)} for each of {workers} ranks is little: the model, its gradients and"
-            " the optimizer's state must fit"
+            f"{_size(per_rank)} for each of {workers} ranks is little: the model, its gradients"
+            " and the optimizer's state must fit into it"
         )
     return judged("memory", value, warn=warn)
 
@@ -174,19 +172,20 @@ def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
     value = ", ".join(f"{name} {text}" for name, text in shown.items())
     if infiniband and soft["locked memory"] < GIB:
         why = (
-            f"InfiniBand pins memory, and {shown['locked memory']} of locked memory are too little:"
-            " `ulimit -l unlimited` (LimitMEMLOCK=infinity)"
+            f"InfiniBand pins memory, but {shown['locked memory']} of locked memory are not"
+            " enough: `ulimit -l unlimited` (LimitMEMLOCK=infinity)"
         )
         return judged("limits", value, fix=why)
     tight = []
     if soft["open files"] < _OPEN_FILES:
         tight.append(
-            f"{soft['open files']} open files may not do for loader workers and connections:"
-            " `ulimit -n 65536`"
+            f"{soft['open files']} open files may not be enough for loader workers and"
+            " connections: `ulimit -n 65536`"
         )
     if soft["processes"] < _PROCESSES:
         tight.append(
-            f"{soft['processes']} processes and threads of this user may not do: `ulimit -u 65536`"
+            f"{soft['processes']} processes and threads of this user may not be enough: `ulimit -u"
+            " 65536`"
         )
     return judged("limits", value, warn="; ".join(tight))
 
@@ -195,8 +194,8 @@ def clock(resolution: float, monotonic: bool) -> Finding:
     """The clock by which waits are measured."""
     coarse = resolution > 1e-3 or not monotonic
     why = (
-        "timeouts and measurements rely on a monotonic clock of a millisecond or better: this one"
-        " is coarser"
+        "timeouts and measurements need a monotonic clock with a resolution of 1 ms: this one is"
+        " coarser"
     )
     return judged("clock", f"monotonic, {1e9 * resolution:g} ns", warn=why if coarse else "")
 
@@ -274,8 +273,8 @@ def used(every: Mapping[str, str], address: str, asked: str | None) -> Finding:
         )
     if asked and mine and asked != mine:
         warn = (
-            f"GLOO_SOCKET_IFNAME={asked}, but {mine} reaches the peers: unset it unless that is"
-            " meant"
+            f"GLOO_SOCKET_IFNAME={asked}, but {mine} reaches the peers: unset it, unless you want"
+            " that"
         )
         return judged("interfaces", f"{listed}; used: {asked}", warn=warn)
     return judged("interfaces", f"{listed}; used: {mine or address}")
@@ -291,8 +290,8 @@ def loopback_port() -> Finding:
             return judged("loopback", f"127.0.0.1:{server.getsockname()[1]} can be reached")
     except OSError as error:
         why = (
-            f"processes of this host cannot connect to 127.0.0.1 ({error.strerror or error}): bring"
-            " lo up (`ip link set lo up`), and look at the firewall"
+            f"processes of this host cannot connect to 127.0.0.1 ({error.strerror or error}):"
+            " bring lo up (`ip link set lo up`), and check the firewall"
         )
         return judged("loopback", "127.0.0.1 cannot be reached", fix=why)
 
@@ -359,7 +358,7 @@ def version(name: str, found: str, wanted: str) -> Finding:
     outside = [part for part in wanted.split(",") if part and not _satisfies(found, part.strip())]
     why = (
         f"{name} {found} is outside {wanted}, with which this version of Lockstep is tested:"
-        " install one that is inside"
+        " install a version in that range"
     )
     supported = f" (supported: {wanted})" if wanted else ""
     return judged(name, found + supported, fix=why if outside else "")
@@ -374,8 +373,8 @@ def system(name: str, machine: str) -> Finding:
     )
     if name == "linux" and machine not in ("x86_64", "AMD64"):
         warn = (
-            f"on {machine} ranks do not use shared memory, whose order of writes is relied on for"
-            " x86 only: sums go through the backend"
+            f"on {machine} ranks do not use shared memory, which Lockstep supports on x86 only:"
+            " the backend sums"
         )
     return judged("system", f"{name} {machine}", warn=warn)
 
@@ -397,8 +396,8 @@ def graphics(gpus: Sequence[str], built_for: str | None, driver: str, nccl: str)
         )
     if driver:
         why = (
-            f"a GPU driver is loaded, but torch (CUDA {built_for}) sees no GPU: look at"
-            " CUDA_VISIBLE_DEVICES, the container's GPU option and the driver's age"
+            f"a GPU driver is loaded, but torch (CUDA {built_for}) sees no GPU: check"
+            " CUDA_VISIBLE_DEVICES, the container's GPU option and the driver's version"
         )
         return judged("GPUs", f"none that torch sees; {named}", fix=why)
     return judged("GPUs", "none")

@@ -141,7 +141,7 @@ def _usual(links: Sequence[MeasuredLink]) -> float:
 def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
     """Names each link that is slow."""
     if not links:
-        return judged("links", "none: one rank has nobody to talk to")
+        return judged("links", "none: one rank has no link")
     usual, slowest = _usual(links), slow(links, hosts=hosts)
     value = f"{len(links)} measured, {_rate(usual)} usually"
     if not slowest:
@@ -151,14 +151,13 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
         for link in slowest
     )
     what = (
-        "every step waits for the slowest link: look at its cable, port, driver and what else"
-        " uses it"
+        "every step waits for the slowest link: check its cable, port, driver and other traffic"
         if hosts
         else "the machine may be busy: try again"
     )
     found = (
         f"slow link{'s' * (len(slowest) != 1)}, {named}, where"
-        f" {_rate(max(usual, SLOWEST) if hosts else usual)} or more was to be expected; {what}"
+        f" {_rate(max(usual, SLOWEST) if hosts else usual)} or more is expected; {what}"
     )
     return judged("links", value, fix=found) if hosts else judged("links", value, warn=found)
 

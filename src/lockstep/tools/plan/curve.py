@@ -247,14 +247,14 @@ def _notes(found: Curve) -> Iterator[str]:
     kind = (
         f"every rank keeps its share of {base} (weak scaling)"
         if found.scaling.weak
-        else "the global batch stays (strong scaling)"
+        else "the global batch stays the same (strong scaling)"
     )
-    yield f"{kind}; efficiency is against {base} rank{'s' * (base > 1)}"
+    yield f"{kind}; efficiency is relative to {base} rank{'s' * (base > 1)}"
     if found.idle_from is not None:
         yield (
             f"a step has {found.slots} micro-batch{'es' * (found.slots > 1)}: among"
-            f" {found.idle_from} ranks some have none, and wait; a smaller micro_batch, a larger"
-            " global_batch or --weak gives them something to do"
+            f" {found.idle_from} ranks some have none and wait. Use a smaller micro_batch, a"
+            " larger global_batch, or --weak"
         )
 
 

@@ -341,7 +341,7 @@ class ModelPlan:
         )
         work = f"{model.flops / model.tokens / 1e9:.3g} GFLOP {each}"
         yield (
-            f"{model.name}: {_count(model.parameters)} parameters, {work} forward; {samples} a"
+            f"{model.name}: {_count(model.parameters)} parameters, {work} forward; {samples} per"
             " device and step"
         )
         peak, precision = (
@@ -365,11 +365,11 @@ class ModelPlan:
             self.model, self.device, batch=self.batch, recompute=bool(self.model.blocks)
         )
         yield table(head, (_least(each, self.device) for each in found), left=(0, 7))
-        note = "activations recomputed but for the inputs of blocks; " if self.model.blocks else ""
-        yield f"({note}Adam in fp32: 16 bytes a parameter; {_gigabytes(RESERVED)} set aside)"
+        note = "activations recomputed, except the inputs of blocks; " if self.model.blocks else ""
+        yield f"({note}Adam in fp32: 16 bytes per parameter; {_gigabytes(RESERVED)} reserved)"
 
     def _steps(self) -> str:
-        nothing = "no layout fits: see above for the least number of devices"
+        nothing = "no layout fits: the table shows the smallest number of devices"
         rows: list[list[object]] = []
         for workers, found in self.rows:
             if not found:

@@ -77,8 +77,8 @@ class NoiseScale:
         )
         if self.samples is None:
             return (
-                f"gradient noise scale: the gradient cannot be told from noise ({rests}): it lies"
-                f" well beyond {self.global_batch}; measure more steps"
+                f"gradient noise scale: the gradient cannot be distinguished from noise ({rests}):"
+                f" it is far above a batch of {self.global_batch}; measure more steps"
             )
         if self.samples <= 0:
             return f"gradient noise scale: no noise was found ({rests}): larger batches do not help"

@@ -109,7 +109,7 @@ class PhaseTimes:
             f" {100 * self.spread:.1f} %"
         )
         threads = f"{self.threads} thread{'s' * (self.threads != 1)} each, {self.steps} steps"
-        return f"{ranks}, {threads}: a micro-batch {each}; a step besides: {besides}"
+        return f"{ranks}, {threads}: per micro-batch {each}; per step {besides}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ class Profile:
                 f"{1e3 * seconds:.2f} ms among {ranks} ranks"
                 for ranks, seconds in sorted(self.messages.items())
             )
-            lines.append(f"  a message takes {told} of one host, and no less on a network")
+            lines.append(f"  a message takes {told} on one host, and at least that on a network")
         if self.device == "cpu":
             lines.append(f"  {self._shared(per_host)}")
         return "\n".join(lines)
@@ -200,12 +200,12 @@ class Profile:
     def _shared(self, per_host: int | None) -> str:
         if per_host is None:
             return (
-                f"all ranks share these {self.cores} cores; more ranks than cores take turns, and"
-                " everything takes as many times as long"
+                f"all ranks share these {self.cores} cores; more ranks than cores slow each other"
+                " down in proportion"
             )
         if per_host == 1:
-            return "every rank has a host like this one for itself"
-        return f"{per_host} ranks share a host with {self.cores} cores"
+            return "every rank has its own host like this one"
+        return f"{per_host} ranks share one host of {self.cores} cores"
 
 
 def _measured(found: Mapping[int, Figure], ranks: int) -> Figure:

@@ -22,10 +22,10 @@ def progress(row: KnobRow) -> str:
 def table(found: Found) -> str:
     """A line for everything that was tried, or was not, then the winner beside the default."""
     rows = [_cells(row) for row in found.rows]
-    winner = "the default; nothing was faster than it by more than noise"
+    winner = "the default; no setting was faster by more than noise"
     if found.final is not None:
         rows.append(["in the end", "all that won", *_figures(found.final)])
-        winner = "the default; what had won one by one was not faster than it in the end"
+        winner = "the default; the combined settings were not faster at the end"
         if found.changes:
             winner = (
                 f"{said(found.changes)}; its step takes {found.final.ratio:.2f} of the default's"
@@ -112,8 +112,8 @@ def advice(sizes: Sequence[Size], own: int, global_batch: int) -> str:
     ]
     if better:
         lines.append(
-            "It is not among the settings: another micro_batch is another training (BatchNorm sees"
-            " other batches, dropout and the order of sums change). To have it, let task() give"
+            "It is not among the settings: another micro_batch changes the training (BatchNorm"
+            " sees other batches; dropout and the order of sums change). To use it, return"
             f" micro_batch={better.micro_batch}, or --set it where task() takes it."
         )
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def knobs(default: Settings, reducer: Reducer, world: World) -> list[Tunable]:
     """
     tried = {
         "reduce": _reduces(reducer, world),
-        "update": "one rank: there is nobody to share it with" if world.size == 1 else ("sharded",),
+        "update": "one rank has no other rank to share with" if world.size == 1 else ("sharded",),
         "threads": _threads(world) or "one core a rank",
         "loader_workers": _LOADER_WORKERS,
         "bucket_mb": _buckets(default, reducer, world),
@@ -66,9 +66,9 @@ def knobs(default: Settings, reducer: Reducer, world: World) -> list[Tunable]:
 def _reduces(reducer: Reducer, world: World) -> Tried:
     """The other one of the two fast ones; central is the naive reference and never fast."""
     if world.size == 1:
-        return "one rank: there is nothing to sum"
+        return "one rank has nothing to sum"
     if world.group.memory is None:
-        return "only the backend can: shared memory takes ranks on the CPU of one host"
+        return "only the backend is possible: shared memory needs ranks on the CPU of one host"
     return ("native" if isinstance(reducer.reduction, SharedMemory) else "shared_memory",)
 
 
@@ -89,15 +89,15 @@ def _buckets(default: Settings, reducer: Reducer, world: World) -> Tried:
     that the size matters little; it is tried all the same, for it costs one comparison.
     """
     if world.size == 1:
-        return "one rank: nothing travels"
+        return "one rank sends nothing"
     seen, others = [_cuts(reducer, default.bucket_mb)], []
     for size in _BUCKETS:
         if (cuts := _cuts(reducer, size)) not in seen:
             seen.append(cuts)
             others.append(size)
     same = (
-        f"other sizes put the {reducer.layout.bytes / 2**20:.1f} MiB of gradients into the same"
-        " buckets"
+        f"all other sizes put the {reducer.layout.bytes / 2**20:.1f} MiB of gradients into the"
+        " same buckets"
     )
     return tuple(others) or same
 

@@ -101,8 +101,7 @@ def _first(
     if alone:
         which = "first" if alone[0] in ours else "second"
         return (
-            f"{what} {alone[0]} is there in the {which} run only ({len(ours)} and {len(theirs)} in"
-            " all)"
+            f"{what} {alone[0]} is in the {which} run only ({len(ours)} and {len(theirs)} in all)"
         )
     return None
 

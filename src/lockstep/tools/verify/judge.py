@@ -52,11 +52,11 @@ def where(found: Difference, *, exact: bool) -> str:
     values = _values(found)
     if found.kind == "again":
         what = (
-            f"its samples {listed(found.indices or ())} are others when they are read once more"
-            " after the training"
+            f"its samples {listed(found.indices or ())} change when they are read again after the"
+            " training"
         )
     elif found.kind == "order":
-        what = f"it holds other samples on {one} than on {other}"
+        what = f"it holds different samples on {one} than on {other}"
     elif found.kind == "samples":
         numbers = f" ({listed(found.indices)})" if found.indices is not None else ""
         what = f"its samples{numbers} are not the same on {one} and on {other}"
@@ -77,8 +77,8 @@ def where(found: Difference, *, exact: bool) -> str:
 def undecided(error: str) -> str:
     """Where neither a cause was found, nor could the same training be run without rounding."""
     return (
-        "not found: no cause showed when it was repeated, and the order of addition could not be"
-        f" ruled out, since the training does not run with exact: {error.strip().splitlines()[-1]}"
+        "not found: repeating it showed no cause. The order of addition cannot be ruled out,"
+        f" because the training does not run with --exact: {error.strip().splitlines()[-1]}"
     )
 
 
@@ -93,10 +93,9 @@ def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
     match evidence.changed:
         case "forward":
             return (
-                "a sample is edited in place: read again after the model and the loss have had it,"
-                " it is another. The batch is the dataset's own memory, and what changes it changes"
-                " the dataset on this rank alone: work on a clone, or return one from __getitem__"
-                " or collate"
+                "a sample is edited in place: it changes after the model and the loss have used"
+                " it. The batch shares memory with the dataset, so an edit changes the dataset on"
+                " this rank only. Edit a clone, or return one from __getitem__ or collate"
             )
         case "again":
             twice = (
@@ -114,7 +113,7 @@ def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
             return _by_rank(found, evidence)
         case "size":
             what = (
-                "the number of workers: among another number it gives another"
+                "the number of workers: with another number it gives another"
                 f" result{_asking(evidence, SIZE)}"
             )
             return (
@@ -123,10 +122,10 @@ def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
             )
         case "threads":
             what = (
-                "the number of intra-op threads, of which a rank has more the fewer ranks there"
-                f" are{_asking(evidence, THREADS)}"
+                "the number of intra-op threads: with fewer ranks each rank has more of"
+                f" them{_asking(evidence, THREADS)}"
             )
-            return f"the result depends on {what}. --exact has every rank compute with one thread"
+            return f"the result depends on {what}. With --exact every rank computes with one thread"
     return _unexplained(found, evidence)
 
 
@@ -156,7 +155,7 @@ def _restless(found: Difference, seen: Seen, twice: str) -> str:
     if found.kind in ("samples", "again"):
         return (
             f"a sample is edited in place: {twice}, and no random number is drawn. __getitem__ (or"
-            " collate) changes what the dataset keeps, as `x -= x.mean()` does: work on a clone"
+            " collate) changes what the dataset keeps, as `x -= x.mean()` does: edit a clone"
         )
     if found.kind == "gradient":
         return (
@@ -164,23 +163,32 @@ def _restless(found: Difference, seen: Seen, twice: str) -> str:
             " error that names it"
         )
     return (
-        f"something is kept from one call to the next: {twice}, and no random number is drawn"
-        " outside the keyed streams. Look for a counter, a cache, or a tensor edited in place;"
-        " failing that, for a nondeterministic operation"
+        f"a value is kept from one call to the next: {twice}, and no random number is drawn"
+        " outside the keyed streams. Look for a counter, a cache, or a tensor edited in place; or"
+        " for a nondeterministic operation"
     )
 
 
 def _by_rank(found: Difference, evidence: Evidence) -> str:
     seeds = evidence.seen.of(SEED)
     if found.kind in ("samples", "again"):
-        what = "the dataset depends on the rank: as another rank this process reads other samples"
-        fix = "The Loader deals the samples out, so that each is read once: leave the rank out"
+        what = (
+            "the dataset depends on the rank: when this process acts as another rank, it reads"
+            " other samples"
+        )
+        fix = "The Loader divides the samples among the ranks: do not use the rank"
     elif seeds:
-        what = "randomness is seeded by the rank: as another rank this process gets another result"
-        fix = "Leave that out: the random streams of every micro-batch are seeded already"
+        what = (
+            "randomness is seeded by the rank: when this process acts as another rank, it gets"
+            " another result"
+        )
+        fix = "Remove that: Lockstep already seeds the random streams of every micro-batch"
     else:
-        what = "the result depends on the rank: as another rank this process gets another one"
-        fix = "Which rank runs a micro-batch must not matter: leave the rank out"
+        what = (
+            "the result depends on the rank: when this process acts as another rank, it gets"
+            " another one"
+        )
+        fix = "The result of a micro-batch must not depend on its rank: do not use the rank"
     asked = _lines(_asked(evidence, RANK) + seeds)
     return f"{what}{f': {asked}' if asked else ''}. {fix}"
 
@@ -188,44 +196,44 @@ def _by_rank(found: Difference, evidence: Evidence) -> str:
 def _by_hash(found: Difference) -> str:
     return (
         "the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes"
-        f" {_what(found)} gives the same everywhere, and without it every process hashes text in"
-        " its own way. Go through sorted(...) in place of the set"
+        f" {_what(found)} gives the same result everywhere. Without it every process hashes text"
+        " differently. Iterate over sorted(...) in place of the set"
     )
 
 
 def _unexplained(found: Difference, evidence: Evidence) -> str:
     again = (
-        f"{_what(found)} again gives the same, also as another rank and among another number of"
-        " workers"
+        f"{_what(found)} again gives the same result, also as another rank and with another number"
+        " of workers"
     )
     process = _asked(evidence, PROCESS)
     if process:
-        return f"something that differs from process to process: {_lines(process)}; {again}"
+        return f"a value that differs between processes: {_lines(process)}; {again}"
     states = (
         f"; the states of {' and '.join(found.reseeded)} differ after the loss"
         if found.reseeded
         else ""
     )
     return (
-        f"not found: {again}{states}. What is left is something that steps before it, or other"
-        " micro-batches of its rank, have left behind"
+        f"not found: {again}{states}. The remaining cause is state that earlier steps, or other"
+        " micro-batches of its rank, have changed"
     )
 
 
 def _without(found: Difference) -> str:
     if found.kind == "order":
         return (
-            "the data order: order= gives another one in every process. It must follow from its own"
-            " seed and the epoch alone"
+            "the data order: order= gives a different order in every process. It must depend on"
+            " its own seed and the epoch only"
         )
     if found.kind == "weights":
         return (
-            "the optimizer, or a buffer: does it draw random numbers, or ask for its rank? With"
-            " --exact the sum has one order, so if neither asks, this is a bug of Lockstep"
+            "the optimizer, or a buffer: check whether it draws random numbers or uses its rank."
+            " With --exact the sum has one order, so if neither does, this is a bug of Lockstep"
         )
     return (
         "the data order: a stream must yield the same samples in every process, whatever its rank;"
-        " Lockstep deals them out"
+        " Lockstep divides them"
     )
 
 
@@ -327,7 +335,7 @@ def verify(
     found = [first_difference(traces[0], trace, exact=settings.exact) for trace in traces]
     edited = next((each for trace in traces if (each := read_again(trace)) is not None), None)
     if edited is not None or any(found):
-        say("a difference: what came before it is run again, to see why")
+        say("found a difference: repeating what came before it, to find the cause")
     amplified: list[Difference] = []
     blamed: Blamed | None = None
     for each in filter(None, found):
@@ -390,7 +398,7 @@ class _Judge:
         if blamed is None:
             return None
         first, place, cause = blamed
-        return first, f"with exact, which leaves no rounding, {place}", cause
+        return first, f"with --exact, which excludes rounding, {place}", cause
 
     @cached_property
     def _exactly(self) -> _Judge:

@@ -258,8 +258,8 @@ class PredictionFile(ABC):
         half = [column.name for column in layout.columns if column.dtype in _HALF]
         if half:
             said = (
-                f"{', '.join(map(repr, half))} is bfloat16, which the file does not have: written"
-                " as float32"
+                f"{', '.join(map(repr, half))} is bfloat16, which the file format does not"
+                " support: written as float32"
             )
             warnings.warn(said, LockstepWarning, stacklevel=2)
         return ""

@@ -129,7 +129,7 @@ def test_more_threads_than_cores() -> None:
         [row(1, 1, threads=4), row(2, 1.5, threads=4), row(4, 2, threads=4)], cores=4, device="cpu"
     )
     assert len(said) == 1
-    assert "2 and 4 workers with 4 threads each are more threads than the 4 cores" in said[0]
+    assert "2 and 4 workers with 4 threads each are more than the 4 cores" in said[0]
     assert said[0].endswith("--threads 1 fits")
 
 

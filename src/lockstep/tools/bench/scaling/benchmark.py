@@ -362,9 +362,7 @@ class _Measurement:
         return rows(mode, taken, predicted, self.works.threads, self.steps)
 
     def _how(self, known: Carried) -> str:
-        loaded = (
-            "loading is timed, as a training has it" if self.loading else "loading is not timed"
-        )
+        loaded = "loading is timed too, as in training" if self.loading else "loading is not timed"
         words = (
             f"{counted(self.rounds, 'turn')} of {counted(self.steps, 'step')} for each row, after"
             f" {WARM_UP} steps to warm up; {loaded}"

@@ -240,8 +240,8 @@ def _alone(rows: Sequence[ScalingRow]) -> Iterator[str]:
     counts = {row.workers for row in rows}
     if len(counts) == 1:
         yield (
-            f"{counted(counts.pop(), 'worker')} only: there is nothing to compare with, and the"
-            " speedup is 1 by definition"
+            f"{counted(counts.pop(), 'worker')} only: there is nothing to compare with, so the"
+            " speedup is 1"
         )
 
 
@@ -259,8 +259,8 @@ def _crowded(rows: Sequence[ScalingRow], cores: int) -> Iterator[str]:
     )
     if threads:
         yield (
-            f"{_listed(threads)} workers with {rows[0].threads} threads each are more threads than"
-            f" the {counted(cores, 'core')} that there are: they wait for each other; --threads"
+            f"{_listed(threads)} workers with {rows[0].threads} threads each are more than the"
+            f" {counted(cores, 'core')} that there are: they wait for each other; --threads"
             f" {max(1, cores // max(threads))} fits"
         )
 
@@ -301,8 +301,8 @@ def _above_one(rows: Sequence[ScalingRow]) -> Iterator[str]:
 
 _FAR = 1.5  # what caches do not explain
 _WHY_FAR = (
-    "so far above it, the base was held up: by other programs on this host, or by threads of one"
-    " rank that wait for each other (--threads 1)"
+    "so the base was slowed down: by other programs on this host, or by threads of one rank that"
+    " wait for each other (--threads 1)"
 )
 _WHY_ABOVE = (
     "smaller shares may fit a cache that the whole does not, or one process uses several threads"

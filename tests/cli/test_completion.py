@@ -1,0 +1,107 @@
+"""The Tab key: asked as the shells ask, without torch, and by bash itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ASKED = """
+import contextlib, io, json, os, sys
+from lockstep.cli import main
+answers = {}
+for line in json.load(sys.stdin):
+    words = line.split(" ")
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    os.environ |= {"_LOCKSTEP_COMPLETE": "complete_bash"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main()
+        except SystemExit as left:
+            assert not left.code, left.code
+    answers[line] = out.getvalue().split()
+answers["heavy"] = sorted({"torch", "numpy", "sklearn"} & set(sys.modules))
+print(json.dumps(answers))
+"""
+ANSWERS = {
+    "lockstep ver": {"verify"},
+    "lockstep train --chec": {"--checkpoint-every", "--checkpoints"},
+    "lockstep train ": {"digits", "text", "mine.py"},
+    "lockstep train digits --device ": {"auto", "cpu", "cuda"},
+    "lockstep train digits --compress ": {"bf16", "fp16", "int8", "powersgd:", "topk:"},
+    "lockstep train digits --schedule inter": {"interleaved"},
+    "lockstep train digits --workers ": set(),  # a number: nothing to name
+    "lockstep evaluate digits --run ": {"latest", "runs/a"},
+    "lockstep report ": {"latest", "runs/a"},
+    "lockstep checkpoints ": {"ls", "verify", "diff", "export"},
+    "lockstep bench train digits --var": {"--variants"},
+    "lockstep explain unknown-cod": {"unknown-code"},
+    "lockstep run ": set(),  # a script: the shell completes files
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a task, a run, and a folder that is no run."""
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "settings.json").write_text("{}")
+    (tmp_path / "runs" / "notes").mkdir()
+    return tmp_path
+
+
+def test_names_and_values_are_completed_without_torch(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        input=json.dumps(list(ANSWERS)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("heavy") == []
+    assert {line: set(answer) for line, answer in found.items()} == ANSWERS
+
+
+BASH = """
+source <(_LOCKSTEP_COMPLETE=source_bash ./lockstep)
+COMP_WORDS=(./lockstep train digits --reduce ha)
+COMP_CWORD=4
+"$(complete -p lockstep | sed "s/.*-F //; s/ .*//")" ./lockstep
+echo "${COMPREPLY[@]}"
+"""
+
+
+def test_bash_completes_with_the_script_that_it_is_given(folder: Path) -> None:
+    command = folder / "lockstep"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep "$@"\n')
+    command.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", BASH], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("halving_doubling\n", "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_help_beside_the_name(shell: str, folder: Path) -> None:
+    asked = {
+        "_LOCKSTEP_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "lockstep ver",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep"],
+        env=os.environ | asked,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "verify" in done.stdout
+    assert "Check that the number of workers" in done.stdout
