@@ -29,7 +29,7 @@ OTHERS = [
     "data --samples 31 --workers 5 --epochs 2 --shuffle --drop-last",
     "ring --workers 3",
     "central --workers 9",
-    "halving-doubling --workers 16",
+    "halving-doubling --workers 7",
     "hierarchical --workers 12 --ranks-per-node 4",
     "exact --micro-batches 32 --workers 5",
     "exact --micro-batches 1 --workers 2",
