@@ -25,9 +25,7 @@ from lockstep.tools.timing.profile import Leaves
 PAGE = Path(__file__).with_name("index.html")
 ALGORITHMS = ("ring", "tree", "halving_doubling", "central")
 RANKS = range(2, 17)
-_DATA = re.compile(
-    r'(<script type="application/json" id="schedules">\n).*?(</script>)', re.DOTALL
-)
+_DATA = re.compile(r'(<script type="application/json" id="schedules">\n).*?(</script>)', re.DOTALL)
 _FLAT = Network.flat(1.0, 1.0)
 
 

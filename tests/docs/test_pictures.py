@@ -29,7 +29,7 @@ OTHERS = [
     "data --samples 31 --workers 5 --epochs 2 --shuffle --drop-last",
     "ring --workers 3",
     "central --workers 9",
-    "halving-doubling --workers 16",
+    "halving-doubling --workers 7",
     "hierarchical --workers 12 --ranks-per-node 4",
     "exact --micro-batches 32 --workers 5",
     "exact --micro-batches 1 --workers 2",
@@ -127,14 +127,15 @@ def colour_of(element: ElementTree.Element, theme: int) -> tuple[float, ...]:
 
 
 def placed(
-    root: ElementTree.Element, down: float = 0
-) -> Iterator[tuple[ElementTree.Element, float]]:
-    """All shapes in their order, and how far their panel is down the sheet."""
+    root: ElementTree.Element, down: float = 0, right: float = 0
+) -> Iterator[tuple[ElementTree.Element, float, float]]:
+    """All shapes in their order, and where the corner of their panel is."""
     for each in root:
         if each.tag.endswith("}g"):
-            yield from placed(each, down + float(each.attrib["transform"].split()[1].rstrip(")")))
+            x, y = map(float, each.attrib["transform"][len("translate(") : -1].split())
+            yield from placed(each, down + y, right + x)
         else:
-            yield each, down
+            yield each, down, right
 
 
 def illegible(svg: str) -> list[str]:
@@ -142,13 +143,13 @@ def illegible(svg: str) -> list[str]:
     root = ElementTree.fromstring(svg)
     width, height = (float(each) for each in root.attrib["viewBox"].split()[2:])
     found = []
-    under: list[tuple[ElementTree.Element, float]] = []
-    for each, down in placed(root):
+    under: list[tuple[ElementTree.Element, float, float]] = []
+    for each, down, right in placed(root):
         if each.tag.endswith("rect"):
-            under.append((each, down))
+            under.append((each, down, right))
         if not each.tag.endswith("}text"):
             continue
-        size, x = float(each.attrib["font-size"]), float(each.attrib["x"])
+        size, x = float(each.attrib["font-size"]), float(each.attrib["x"]) + right
         y, text = float(each.attrib["y"]) + down, each.text or ""
         wide = width_of(text, size, each.get("font-weight", "normal"))
         left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[each.attrib["text-anchor"]]
@@ -156,8 +157,8 @@ def illegible(svg: str) -> list[str]:
             found.append(f"{text!r} leaves the sheet")
         for theme in (0, 1):
             behind = (0.0, 0.0, 0.0)
-            for box, below in under:
-                if covers(box, below, x, y - 0.35 * size):
+            for box, below, beside in under:
+                if covers(box, below, x - beside, y - 0.35 * size):
                     tint, fill = float(box.get("fill-opacity", 1)), colour_of(box, theme)
                     behind = tuple(
                         tint * a + (1 - tint) * b for a, b in zip(fill, behind, strict=True)

@@ -320,12 +320,6 @@ def _rows(text: str) -> list[list[float]]:
     return rows
 
 
-for _name in _ALGORITHMS:
-    app.command(_name)(_algorithm(_name))
-for _name in _COLLECTIVES:
-    app.command(_name)(_collective(_name))
-
-
 @app.command("pipeline")
 def pipeline(
     schedule: Annotated[
@@ -352,3 +346,9 @@ def pipeline(
 
     found = picture.chart(PipelineSchedule.read(schedule), stages, micro_batches, backward)
     _show(picture, [found], lambda: picture.title(found)[0], out)
+
+
+for _name in _ALGORITHMS:
+    app.command(_name)(_algorithm(_name))
+for _name in _COLLECTIVES:
+    app.command(_name)(_collective(_name))

@@ -199,11 +199,12 @@ class Drawing:
         shape = Shape("polygon", {"points": through, "fill": colour, "fill-opacity": f"{tint:g}"})
         self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
 
-    def place(self, other: Drawing, y: float) -> None:
-        """Another drawing under what is there."""
-        self._shapes.append(Shape("g", {"transform": f"translate(0 {y:.1f})"}, ""))
+    def place(self, other: Drawing, x: float, y: float) -> None:
+        """Another drawing, with its corner there."""
+        self._shapes.append(Shape("g", {"transform": f"translate({x:.1f} {y:.1f})"}, ""))
         self._shapes += [*other._shapes, Shape("/g", {})]
-        self._right, self._low = max(self._right, other.width), max(self._low, y + other.height)
+        self._right = max(self._right, 2 * x + other.width)
+        self._low = max(self._low, y + other.height)
 
     def _add(self, shape: Shape, right: float, low: float) -> None:
         self._shapes.append(shape)

@@ -12,6 +12,7 @@ WIDTH = 360
 """Of a plot: a phone's width, so that 10 units of text can be read there."""
 _FONT = 10  # of a plot's words
 _FULL = 680  # px of a plot in a file of its own
+_EDGE = 9.0  # of the sheet around plots
 
 
 class Plot(Drawing):
@@ -153,15 +154,15 @@ class Plot(Drawing):
 
 def figure(title: str, plots: Sequence[Plot], description: str = "") -> Drawing:
     """Plots one under the other, below a title."""
-    sheet = Drawing(title, description, width=WIDTH)
-    y = 8.0
-    for line in wrapped(title, WIDTH - 8, 12, "bold"):
+    sheet = Drawing(title, description)
+    y = 6.0
+    for line in wrapped(title, WIDTH, 12, "bold"):
         y += 15
-        sheet.words(4, y, line, size=12, weight="bold")
+        sheet.words(_EDGE + 2, y, line, size=12, weight="bold")
     for plot in plots:
-        sheet.place(plot, y + 8)
+        sheet.place(plot, _EDGE, y + 8)
         y += 8 + plot.height
-    sheet.zoom = _FULL / WIDTH
+    sheet.zoom = _FULL / sheet.width
     return sheet
 
 

@@ -27,7 +27,7 @@ _WIDTH, _SAMPLES = 512, 64  # of a layer, and of a rank's step
 _COLOURS = {
     "forward": "var(--blue)",
     "backward": "var(--green)",
-    "wait": "var(--grey)",
+    "wait for sums": "var(--grey)",
     "update": "var(--purple)",
 }
 _READY, _SENT = "var(--gold)", "var(--orange)"
@@ -137,7 +137,7 @@ def _note_rest(
     step.buckets = moments
     over = step.spans["backward"][1]
     summed = max(over, max(each.done for each in moments))
-    step.spans |= {"wait": (over, summed), "update": (summed, end)}
+    step.spans |= {"wait for sums": (over, summed), "update": (summed, end)}
 
 
 def title(found: RecordedStep) -> str:

@@ -95,9 +95,8 @@ def drawing(step: ExactStep) -> Drawing:
             middle = MARGIN + (mine.start + mine.stop) / 2 * _LEAF
             sheet.words(middle, top - 22, f"rank {rank}", anchor="middle", weight="bold")
     _draw(sheet, step, step.tree, top)
-    low = sheet.height + 4
     meanings = {"added by one rank": (SERIES[0], TINT), "added between ranks": (CARD, 1.0)}
-    low = sheet.legend(low, meanings, wrap)
+    low = sheet.legend(float(sheet.height + 4), meanings, wrap)
     note = "A box is a sum and the slots in it; a colour is the rank that computes it alone"
     for number, line in enumerate(wrapped(note, wrap, 12)):
         sheet.words(MARGIN, low + 8 + 17 * number, line, size=12, fill=SOFT)

@@ -52,8 +52,8 @@ class MeshRank:
     part: str
 
     def said(self, shares: int) -> list[str]:
-        works_on = f"share {self.share} of {shares}: samples {between(self.samples)}"
-        return [works_on, self.holds, self.part]
+        samples = f"samples {between(self.samples)}" if self.samples else "no samples"
+        return [f"share {self.share} of {shares}: {samples}", self.holds, self.part]
 
 
 def places(

@@ -119,7 +119,7 @@ class Scaling:
         plot = Plot(
             (counts[0], counts[-1]),
             "workers",
-            up=(0.0, 1.05 * max([*ideal, *(getattr(row, what) for row in self.rows)])),
+            up=(0.0, max([*ideal, *(end for row in self.rows for end in _quartiles(row, what))])),
             legend=names if what == "speedup" else None,
             numbers={count: str(count) for count in counts},
             title=f"{what}, base: {counted(base, 'worker')}",
@@ -190,12 +190,18 @@ def _rates(turns: Sequence[tuple[int, float]]) -> list[float]:
     return [samples / seconds for samples, seconds in turns]
 
 
+def _quartiles(row: ScalingRow, what: str) -> list[float]:
+    """Of the speedup or the efficiency."""
+    middle: float = getattr(row, what)
+    return [middle * rate / row.samples_per_s for rate in (row.low, row.high)]
+
+
 def _draw(plot: Plot, rows: Sequence[ScalingRow], what: str) -> None:
     """One mode: what was measured, with its quartiles, and what was predicted."""
     colour = _COLOURS[rows[0].mode]
     for row in rows:
-        ends = [getattr(row, what) * rate / row.samples_per_s for rate in (row.low, row.high)]
-        plot.line([(plot.x(row.workers), plot.y(end)) for end in ends], colour, 1)
+        ends = [(plot.x(row.workers), plot.y(end)) for end in _quartiles(row, what)]
+        plot.line(ends, colour, 1)
     plot.curve([(row.workers, getattr(row, what)) for row in rows], colour, dots=True)
     ideal = [row.speedup / row.efficiency if what == "speedup" else 1.0 for row in rows]
     predicted = [

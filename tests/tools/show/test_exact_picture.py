@@ -1,0 +1,70 @@
+"""The picture of exact mode is of the order in which gradients are really added."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.collectives.addition_order import Block, Term, blocks, tree
+from lockstep.tools.show.exact_picture import ExactStep, drawing, leaves, said, text
+from tests.refused import refused
+
+EIGHT_ON_THREE = """\
+exact mode: 8 micro-batches on 3 ranks
+the gradients are added as (((0+1)+(2+3))+((4+5)+(6+7)))
+the tree depends on the micro-batches only: any number of ranks gives the same bits
+
+rank 0  slots 0 1 2   brings [0 1] [2]
+rank 1  slots 3 4 5   brings [3] [4 5]
+rank 2  slots 6 7     brings [6 7]"""
+
+
+def test_eight_on_three() -> None:
+    assert text(ExactStep.of(8, 3)) == EIGHT_ON_THREE
+
+
+def whole(term: Term, every: tuple[Block, ...]) -> Term:
+    """A tree over the blocks that ranks bring, each block written out as a tree of its slots."""
+    if not isinstance(term, int):
+        return whole(term[0], every), whole(term[1], every)
+    first, size = every[term]
+    if size == 1:
+        return first
+    halves = (Block(first, size // 2), Block(first + size // 2, size // 2))
+    return whole(0, halves[:1]), whole(0, halves[1:])
+
+
+@given(st.integers(1, 33), st.integers(1, 9))
+def test_what_ranks_bring_adds_up_along_the_tree_that_is_drawn(count: int, workers: int) -> None:
+    step = ExactStep.of(count, workers)
+    brought = tuple(block for mine in step.slots for block in blocks(mine))
+    assert whole(tree(brought), brought) == step.tree
+    assert leaves(step.tree) == list(range(count))
+
+
+@given(st.integers(2, 32), st.integers(1, 9))
+def test_a_rank_adds_what_is_all_its_own(count: int, workers: int) -> None:
+    step = ExactStep.of(count, workers)
+    for rank, mine in enumerate(step.slots):
+        for block in blocks(mine):
+            assert step.owner(whole(0, (block,))) == rank
+    assert (step.owner(step.tree) is None) == (workers > 1)
+
+
+def test_the_drawing_has_a_box_a_sum() -> None:
+    root = ElementTree.fromstring(drawing(ExactStep.of(6, 2)).svg())
+    words = [each.text for each in root if each.tag.endswith("text")]
+    assert words.count("rank 0") == words.count("rank 1") == 1
+    assert {"0", "5", "0-1", "2-3", "0-3", "4-5", "0-5"} <= set(words)
+    assert said(ExactStep.of(6, 2).tree) == "(((0+1)+(2+3))+(4+5))"
+    lines = [each for each in root if each.tag.endswith("polyline")]
+    assert len(lines) == 2 * 5  # six slots need five additions
+
+
+def test_what_cannot_be() -> None:
+    with refused("not-a-whole-number", name="micro_batches", value=0):
+        ExactStep.of(0, 1)
+    with refused("drawing-too-large", what="33 micro-batches", most=32):
+        drawing(ExactStep.of(33, 1))

@@ -1,0 +1,68 @@
+"""The picture of a data-parallel step is of the batch plan that a training cuts its steps by."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.tools.show.step_picture import DataParallelStep, drawing, text
+from tests.refused import refused
+
+TWO_RANKS = """\
+one step of 2 ranks: global batch 32 = 2 micro-batches x 16; 2 ranks x 1
+
+rank 0   samples 0-15    micro-batch 0
+rank 1   samples 16-31   micro-batch 1
+
+forward      each rank: the losses of its own samples
+backward     each rank: the gradients of its own samples
+all-reduce   all ranks together: add the gradients, divide by 32 samples
+update       each rank: the same optimizer step, so the weights stay equal"""
+
+
+def test_two_ranks() -> None:
+    assert text(DataParallelStep.of(2, 32, None)) == TWO_RANKS
+
+
+def test_ranks_with_more_with_fewer_and_with_nothing() -> None:
+    lines = text(DataParallelStep.of(4, 9, 4)).splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
+        "samples 0-3   micro-batch 0",
+        "samples 4-7   micro-batch 1",
+        "sample 8      micro-batch 2",
+        "no samples    micro-batch none",
+    ]
+
+
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60))
+def test_every_sample_is_on_one_rank(workers: int, batch: int, micro_batch: int) -> None:
+    step = DataParallelStep.of(workers, batch, min(micro_batch, batch))
+    held = [sample for rank in range(workers) for sample in step.samples(rank)]
+    assert held == list(range(batch))
+
+
+def test_the_drawing_has_a_column_a_rank() -> None:
+    root = ElementTree.fromstring(drawing(DataParallelStep.of(3, 32, 8)).svg())
+    words = [each.text for each in root if each.tag.endswith("text")]
+    for each in ("forward", "backward", "update"):
+        assert words.count(each) == 3
+    assert words.count("all-reduce: sum of all gradients / 32 samples") == 1
+    assert [each for each in words if str(each).startswith("samples")] == [
+        "samples 0-15",
+        "samples 16-23",
+        "samples 24-31",
+    ]
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(0, 8), (2, 0)])
+def test_numbers_below_one(workers: int, batch: int) -> None:
+    with refused("not-a-whole-number", value=0):
+        DataParallelStep.of(workers, batch, None)
+
+
+def test_too_many_ranks() -> None:
+    with refused("drawing-too-large", what="9 ranks", most=8):
+        drawing(DataParallelStep.of(9, 32, None))
