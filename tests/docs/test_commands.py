@@ -21,7 +21,7 @@ from lockstep.cli import main
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_EVERYWHERE = re.compile(r"lockstep (show (?!mesh)|plan --model |plan .*--step-ms )")
+_EVERYWHERE = re.compile(r"lockstep (show |plan --model |plan .*--step-ms )")
 
 
 def commands() -> Iterator[tuple[str, str, str]]:
