@@ -158,7 +158,7 @@ def sampler(
         ),
     ] = 10**7,
 ) -> None:
-    """Measure a shuffled order and torch's DistributedSampler.
+    """Compare Lockstep's shuffled order with torch's DistributedSampler.
 
     The table shows start-up time, memory, and time per index. Each measurement runs in a new
     process.

@@ -32,7 +32,7 @@ def doctor(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check this host, or a cluster, for what training needs.
+    """Check that this host, or a cluster, is fit for training.
 
     It checks versions, GPUs, cores, memory, limits, network interfaces, correct sums, and the speed
     of every link. It runs on one host, on a Ray cluster (--ray), on a set of nodes (--nodes), or

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError, catalog
 _WIDEST = 88  # columns
 _PAGE = """# Errors
 
-Written by `lockstep explain > docs/reference/errors.md`.
+This page is generated: `lockstep explain > docs/reference/errors.md`.
 
 An error ends with its code: `error: --epochs 0: ... [not-a-whole-number]`. `lockstep explain CODE` prints its entry.
 """

@@ -12,18 +12,18 @@ from lockstep.config.settings import Config
 
 _HEAD = """# Options
 
-Options of `lockstep train`, in their groups; other commands take some of them. This page is generated:
+These are the options of `lockstep train`, by group. Other commands take some of them. This page is generated:
 `python -m lockstep.config.reference > docs/reference/options.md`.
 
 `lockstep train --help` lists the options that most people use, `lockstep train --help-all` all of them.
 
 - **In a file.** `--config FILE` reads the same options from a TOML file, or from a YAML file where PyYAML is installed:
-  `sync_every = 8` is `--sync-every 8`, and `set = {lr = 0.05}` is `--set lr=0.05`. The command line comes before the file, and says so once
-  where the two disagree. An unknown name, or a value of another type, is an error.
+  `sync_every = 8` is `--sync-every 8`, and `set = {lr = 0.05}` is `--set lr=0.05`. The command line overrides the file, and prints one
+  line if the two differ. An unknown name, or a value of another type, is an error.
 - **From Python.** `lockstep.train(task, sync_every=8)` takes the same names for the groups training, gradients and model split, and for
   epochs, steps, device, checkpoint_every, checkpoints and allow_changes.
 - **A task's parameters.** [Configuration](../guide/configuration.md) explains the values of `--set` and `--multirun`, with and without Hydra.
-- **In the run directory.** settings.json holds what a run was given.
+- **In the run directory.** settings.json holds the options of a run.
 """
 
 
@@ -38,7 +38,7 @@ def page(*configurations: type[Any]) -> str:
                     [
                         f"## {group.capitalize()}",
                         "",
-                        "| option | value | |",
+                        "| option | value | meaning |",
                         "|---|---|---|",
                         *rows,
                         "",

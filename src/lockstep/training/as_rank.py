@@ -60,7 +60,7 @@ def _compare(world: World, given: dict[str, Any]) -> None:
             world.group, {f"--{name.replace('_', '-')}": value for name, value in given.items()}
         )
     except ReplicaDivergence as error:
-        difference = error.sentence.removesuffix(".")
+        difference = f"{error.parameter} differs: {error.values['difference']}"
         raise UsageError("ranks-started-differently", difference=difference) from None
 
 

@@ -295,7 +295,7 @@ def test_a_node_with_another_version_is_named_with_both(nodes: Cluster, folder: 
     ended = nodes.python(*command, cwd=folder).end()
     assert (ended[0], ended[2].count("\n")) == (2, 1), ended[2]
     assert re.match(
-        r"error: lockstep is \S+ on node \S+ \(127\.0\.0\.1, \w{6}\) and 9\.9 at the driver.*\[version-differs\]$",
+        r"error: lockstep is \S+ on node \S+ \(127\.0\.0\.1, \w{6}\) but 9\.9 at the driver.*\[version-differs\]$",
         ended[2].rstrip(),
     ), ended[2]
     assert not (folder / "run").exists()
