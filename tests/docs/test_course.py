@@ -109,7 +109,7 @@ def test_cells_print_what_the_lesson_says(
     monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
     notebook = jupytext.reads(page.read_text(encoding="utf-8"), fmt="md")
     options: dict[str, Any] = {"resources": {"metadata": {"path": str(tmp_path)}}}
-    NotebookClient(notebook, timeout=300, **options).execute()
+    NotebookClient(notebook, timeout=300, startup_timeout=300, **options).execute()
     cells = notebook.cells
     assert any(cell.cell_type == "code" for cell in cells)
     for cell, below in zip(cells, [*cells[1:], None], strict=True):
