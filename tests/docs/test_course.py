@@ -30,6 +30,8 @@ LAST = ["The same in plain torch.distributed", "Exercise", "Solution", "Further 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# what torch's libraries log, on a slow machine more: "[rank0]:[W1124 12:35:02.7 socket.cpp:67] ..."
+_LOG = re.compile(r"^(\[[\d,-]+\] )?(\[rank\d+\]: ?)?\[[IWE]\d{4} .*\n?", re.MULTILINE)
 _BY_RANKS = re.compile(r"\[(\d+(?:[-,]\d+)*)\] (.*)")
 
 
@@ -107,7 +109,7 @@ def test_cells_print_what_the_lesson_says(
     monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
     notebook = jupytext.reads(page.read_text(encoding="utf-8"), fmt="md")
     options: dict[str, Any] = {"resources": {"metadata": {"path": str(tmp_path)}}}
-    NotebookClient(notebook, timeout=300, **options).execute()
+    NotebookClient(notebook, timeout=300, startup_timeout=300, **options).execute()
     cells = notebook.cells
     assert any(cell.cell_type == "code" for cell in cells)
     for cell, below in zip(cells, [*cells[1:], None], strict=True):
@@ -116,8 +118,8 @@ def test_cells_print_what_the_lesson_says(
         text = below.source if below is not None and below.cell_type == "markdown" else ""
         said = _PRINTED.match(text)
         page_says, printed = said[1] if said else "", printed_by(cell, "stdout")
-        if "..." not in page_says.splitlines():  # which may stand for a library's log
-            printed += printed_by(cell, "stderr")
+        if not cell.source.startswith("%%bash"):  # a command's own warnings depend on the machine
+            printed += _LOG.sub("", printed_by(cell, "stderr"))
         assert fits(page_says, printed), (
             f"{page.name}: under the cell\n{cell.source}\nthe page says\n{page_says}"
             f"\nand the cell printed\n{printed}"
@@ -181,14 +183,13 @@ def test_the_solution_has_the_functions_of_the_exercise(name: str) -> None:
 
 def test_a_student_grades_one_lesson() -> None:
     """As the pages say. Lesson 1 is not lesson 10 too."""
-
-    def said(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", str(COURSE), "-q", "-k", "lesson1", *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout
-
-    code, text = said("--solutions")
-    assert (code, "1 passed" in text) == (0, True), text
-    code, text = said()
-    assert (code, "1 failed" in text) == (1, True), text
-    assert "docs/course/exercises/lesson1.py is not solved yet." in text
+    command = [sys.executable, "-m", "pytest", str(COURSE), "-q", "-k", "lesson1"]
+    running = [
+        subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+        for options in (["--solutions"], [])
+    ]
+    solved, unsolved = (each.communicate()[0] for each in running)
+    assert "1 passed" in solved, solved
+    assert "1 failed" in unsolved, unsolved
+    assert "docs/course/exercises/lesson1.py is not solved yet." in unsolved
+    assert [each.returncode for each in running] == [0, 1]
