@@ -2,8 +2,8 @@
 
     lockstep run --workers 2 examples/gradients_by_hand.py
 
-This is all that data parallelism is. It is slow (one message a parameter, after the backward
-instead of during it), which is what buckets and overlap repair; and it must not skip parameters: a
+Data parallelism is no more than this. It is slow: it sends one message for each parameter, after
+the backward pass and not during it. Buckets and overlap mend that. It must not skip a parameter: a
 rank that has no gradient sends zeros.
 """
 
@@ -19,17 +19,18 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
             # `if grad is not None: all_reduce` would pair different parameters on different ranks
             parameter.grad = torch.zeros_like(parameter)
         lockstep.collectives.all_reduce(parameter.grad)
-        parameter.grad /= world_size  # a sum is not a mean
+        parameter.grad /= world_size  # equal parts: else add up the weights too
 
 
 def main() -> None:
     with lockstep.init() as world:
-        torch.manual_seed(world.rank)  # every rank begins differently ...
-        model = nn.Linear(4, 1)
+        model = nn.Linear(4, 1)  # other weights on each rank ...
         for tensor in model.state_dict().values():
-            lockstep.collectives.broadcast(tensor)  # ... and is made equal to rank 0, once
+            lockstep.collectives.broadcast(tensor)  # ... made equal to those of rank 0, once
 
-        inputs = torch.randn(64, 4)  # this rank's own samples
+        # one data set for all ranks, so it is drawn with one seed; a rank takes its part
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(120, 4, generator=generator).tensor_split(world.size)[world.rank]
         targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(20):
@@ -38,7 +39,7 @@ def main() -> None:
             loss.backward()
             average_gradients(model, world.size)
             optimizer.step()
-            # every rank calls it, rank 0 prints it
+            # every rank calls it, and rank 0 prints it
             mean = world.mean(loss.item(), weight=len(inputs))
             if world.rank == 0 and step % 5 == 4:
                 print(f"step {step + 1}: loss {mean:.4f} over {world.size} ranks")

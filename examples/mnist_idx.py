@@ -3,8 +3,15 @@
     lockstep train examples/mnist_idx.py --workers 2 --set folder=/data/mnist
 
 The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, gzipped
-(.gz) or not. A task says what would change the weights on one worker; how many workers there are is
-the command's affair.
+(.gz) or not. PyTorch keeps a copy of them:
+
+    mkdir -p data/mnist && cd data/mnist
+    for name in train-images-idx3 train-labels-idx1 t10k-images-idx3 t10k-labels-idx1; do
+        curl -O https://ossci-datasets.s3.amazonaws.com/mnist/$name-ubyte.gz
+    done
+
+A task says what would change the weights on one worker. The command says how many workers there
+are.
 """
 
 import gzip
@@ -20,12 +27,19 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
+SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+
 
 def read_idx(path: Path) -> Tensor:
     """One IDX file: two zero bytes, the type (8: unsigned byte), the number of dimensions, the
     sizes, then the bytes themselves.
     """
     packed = path.with_name(path.name + ".gz")
+    if not path.exists() and not packed.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, and so is {packed.name}. Download the four files of MNIST from"
+            f" {SOURCE} into one folder, and name it: --set folder=FOLDER"
+        )
     raw = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
     zero, kind, dimensions = struct.unpack_from(">HBB", raw)
     if (zero, kind) != (0, 8):

@@ -1,11 +1,11 @@
-"""Accumulation with the wrapper: `no_sync()` keeps the gradients at home until the last micro-batch
-of a window.
+"""Accumulation with the wrapper: `no_sync()` sends no gradients before the last micro-batch of a
+window.
 
     lockstep run --workers 2 examples/no_sync.py
 
-Which backward communicates must be the one right before the optimizer step: the last of the window,
-not the first, and the last of the epoch too. Counting with a modulo gets this wrong easily
-(replicas drift apart, silently), so this loop walks windows; a Stepper needs no such care.
+The backward that communicates must be the one right before the optimizer step: the last of each
+window, also of the short window at the end. A modulo over the batches gets this wrong easily, and
+the replicas drift apart silently. So this loop walks windows. A Stepper does it by itself.
 """
 
 from contextlib import nullcontext
@@ -15,13 +15,15 @@ from torch import nn
 
 import lockstep
 
-WINDOW = 4
+MICRO_BATCH, WINDOW = 8, 4
 
 
 def main() -> None:
     with lockstep.init() as world:
-        torch.manual_seed(world.rank)
-        batches = [torch.randn(8, 6) for _ in range(10)]  # 10 = 4 + 4 + 2: the last window is short
+        lockstep.seed(0)  # the same data and the same weights on every rank
+        inputs = torch.randn(10 * MICRO_BATCH * world.size, 6)
+        # this rank's part: 10 micro-batches = 4 + 4 + 2, so the last window is short
+        batches = inputs.chunk(world.size)[world.rank].split(MICRO_BATCH)
         net = nn.Linear(6, 1)
         model = lockstep.DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -29,16 +31,18 @@ def main() -> None:
         for start in range(0, len(batches), WINDOW):
             window = batches[start : start + WINDOW]
             optimizer.zero_grad()
+            total = 0.0
             for place, x in enumerate(window):
                 last = place == len(window) - 1
                 with nullcontext() if last else model.no_sync():
                     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
                     (loss / len(window)).backward()
+                total += loss.item() / len(window)
             optimizer.step()
-            print(
-                f"rank {world.rank}: stepped after {len(window)} micro-batches, loss"
-                f" {loss.item():.4f}"
-            )
+            # every rank calls it, and rank 0 prints it
+            mean = world.mean(total, weight=len(window) * MICRO_BATCH)
+            if world.rank == 0:
+                print(f"stepped after {len(window)} micro-batches a rank, loss {mean:.4f}")
 
         weights = lockstep.collectives.all_gather(net.weight.detach())
         assert all(torch.equal(row, weights[0]) for row in weights), "the replicas differ"

@@ -33,7 +33,7 @@ SCRIPTS = {
     "hf_trainer.py": ["2 ranks, 16 steps: same=True", "loss 4.2017, 2.6321"],
     "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
     "dcp_load.py": ["2 ranks, 5 steps: the same weights, sharded and saved again"],
-    "no_sync.py": ["rank 1: stepped after 2 micro-batches"],
+    "no_sync.py": ["stepped after 2 micro-batches a rank, loss "],
     "replicas.py": [
         "central: 4 replicas and one process differ by less than 1e-12",
         "ring: 4 replicas and one process differ by less than 1e-12",
@@ -107,6 +107,13 @@ def write_idx(path: Path, values: np.ndarray) -> None:
         + struct.pack(f">{values.ndim}I", *values.shape)
         + values.astype(np.uint8).tobytes()
     )
+
+
+def test_where_the_files_of_mnist_come_from(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", str(EXAMPLES / "mnist_idx.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "https://ossci-datasets.s3.amazonaws.com/mnist/" in done.stderr.splitlines()[-1]
 
 
 def test_mnist_from_idx_files(tmp_path: Path) -> None:
