@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from grading import check, close, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from grading import check, close, on_ranks
 
 SIZES = ((4, 4, 1), (2,), ())
 """Samples of the micro-batches of each rank."""
@@ -35,7 +35,7 @@ def grade(lesson: ModuleType) -> None:
 
 def check_rank(case: str, found: list[Tensor | None], whole: nn.Module) -> None:
     wrong = [parameter.grad * SAMPLES for parameter in whole.parameters()]
-    for (name, parameter), one in zip(whole.named_parameters(), found, strict=True):
+    for (name, _), one in zip(whole.named_parameters(), found, strict=True):
         check(one is not None, f"{case} the parameter {name} has no gradient.")
     check(not same(found, wrong), f"{case} the gradient is a sum. Divide it by all samples.")
     check(

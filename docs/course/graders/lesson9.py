@@ -68,9 +68,7 @@ def check_local_steps(lesson: ModuleType, steps: int, every: int) -> None:
     case = f"local_steps with steps={steps}, every={every}"
     for rank, (weights, unchanged, calls) in enumerate(found):
         check(unchanged, f"{case} has changed the weights that it was given.")
-        check(
-            torch.equal(weights, found[0][0]), f"{case}: ranks 0 and {rank} have other weights."
-        )
+        check(torch.equal(weights, found[0][0]), f"{case}: ranks 0 and {rank} have other weights.")
         check(close(weights, replicas[0]), f"{case} gave {weights}, not {replicas[0]}.")
         check(
             calls <= -(-steps // every),
