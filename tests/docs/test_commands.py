@@ -4,22 +4,17 @@ on the machine.
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 
 from lockstep import launch
-from lockstep.cli import main
+from tests.docs.pages import ROOT, said_by
 
-ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _EVERYWHERE = re.compile(r"lockstep (show |plan --model |plan .*--step-ms )")
 
@@ -57,22 +52,9 @@ def test_it_prints_what_the_page_says(
     page: str, command: str, printed: str, tmp_path: Path
 ) -> None:
     lockstep_itself, pipe, behind = command.partition(" | ")
-    (found,) = launch(said_by, 1, (shlex.split(lockstep_itself), str(tmp_path)))
+    ((_, found),) = launch(said_by, 1, (shlex.split(lockstep_itself), str(tmp_path)))
     if pipe:
         found = subprocess.run(
             ["bash", "-c", behind], input=found, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
     assert found.rstrip("\n") == printed.rstrip("\n")
-
-
-def said_by(command: list[str], folder: str) -> str:
-    """What it prints, in a process that has imported torch: the command itself would import it
-    anew.
-    """
-    os.chdir(folder)
-    os.environ["COLUMNS"] = "200"
-    sys.argv = command
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
-        main()
-    return said.getvalue()

@@ -109,6 +109,10 @@ def test_each_kind_of_block(tmp_path: Path) -> None:
         ("```console\n$ echo a; false\n```", ["page.md:2", "exit code 1\na"]),
         ("```console\n$ echo a\n$ echo b\nb\n```", ["page.md:2: $ echo a", "+ a"]),
         ("```console\n$ printf 'a\\nb\\nc\\n'\na\n...\nd\n```", ["page.md:2", "- d"]),
+        (
+            "```console\n$ lockstep checkpoints ls none\n```",
+            ["page.md:2: $ lockstep", "exit code 2"],
+        ),
         ("```console\necho 1\n```", ["page.md:1", "begins with"]),
         ("\n```sh\necho a\nfalse\necho b\n```", ["page.md:2: exit code 1\na\n"]),
         ("```python\n\n1 / 0\n```", ["page.md:1: it failed", "page.md", "line 3", "1 / 0"]),
