@@ -167,7 +167,7 @@ def _find_out(
 def _in_turn(found: Judged, some: bool) -> str:
     """Waiting that no rank is the cause of. `some`: others are named."""
     spreads = [each.spread for each in found.places.values() if each.spread is not None]
-    varies = f" (their times vary by {100 * statistics.fmean(spreads):.0f} %)" if spreads else ""
+    varies = f" (step times vary by {100 * statistics.fmean(spreads):.0f} %)" if spreads else ""
     return f"waiting for {'another' if some else 'a different'} rank in each step{varies}"
 
 
