@@ -23,11 +23,11 @@ from lockstep.data.windows import counted
 from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
 from lockstep.tools.report.remedies import (
     LEAST,
+    MOST,
+    UNKNOWN,
     Advice,
     Straggler,
     advice,
-    MOST,
-    UNKNOWN,
     crowded,
     gained,
     next_straggler,
