@@ -53,7 +53,7 @@ def test_a_run_under_way_and_one_that_was_killed(tmp_path: Path) -> None:
         del each[-1]
     run = make(tmp_path / "run", parts=parts, finished=False)
     report(str(run))
-    assert "ranks 0 and 1 left no end" in (run / "report.html").read_text()
+    assert "cut off: ranks 0 and 1" in (run / "report.html").read_text()
     with (run / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         report(str(run))

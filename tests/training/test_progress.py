@@ -185,7 +185,7 @@ def test_one_worker_does_not_communicate_and_the_share_follows_what_changes(time
     facts.step({**record(1), "samples_by_rank": [64]}, times(1))
     assert share(facts) == []
     for waits in (0.25, 0.75):
-        for step in range(1, 3000):
+        for step in range(1, 9000):
             facts.step(record(step), times(step, waits))
         assert share(facts) == [f"communication {100 * waits:.0f} %"]
 

@@ -273,7 +273,7 @@ def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
     (run / "checkpoints" / "best.json").write_text('{"checkpoint": "step-0000008"}')
     text = written(run)
     cells = Reader(text).cells
-    assert "ranks 0, 1, 2 and 3 left no end" in cells
+    assert "cut off: ranks 0, 1, 2 and 3" in cells
     assert "resumed from step 8 of 40" in cells
     assert "the loss is nan" in cells
     assert cells[cells.index("step-0000008") :][:4] == ["step-0000008", "8", "1.00 MiB", "best"]
