@@ -97,7 +97,7 @@ class Facts:
 
     def _left(self) -> float | None:
         """Seconds, if the rest takes as long as the steps since this start did."""
-        done = self.record["step"]
+        done = int(self.record["step"])
         if self.steps is None or self._first is None:
             return None
         began, first = self._first
