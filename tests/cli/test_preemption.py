@@ -108,7 +108,9 @@ def test_in_a_step(
     assert len(stopped) == 1, err
     step = int(stopped[0].split()[3])
     assert before <= step <= before + 3
-    assert stopped[0].endswith(f"step {step} of 24, saved: resume with the same command and --run run")
+    assert stopped[0].endswith(
+        f"step {step} of 24, saved: resume with the same command and --run run"
+    )
     assert "Traceback" not in err
     assert [path.name for path in sorted((training.folder / "run" / "checkpoints").iterdir())][
         -1

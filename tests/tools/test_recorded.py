@@ -21,11 +21,11 @@ def test_a_finished_run(tmp_path: Path) -> None:
 
 def test_under_way_and_killed_are_told_apart_by_the_lock(tmp_path: Path) -> None:
     make(tmp_path, finished=False)
-    assert read(tmp_path).state == "ended before its end"
+    assert read(tmp_path).state == "interrupted"
     with (tmp_path / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read(tmp_path).state == "under way"
-    assert read(tmp_path).state == "ended before its end"
+    assert read(tmp_path).state == "interrupted"
 
 
 def test_half_lines_and_foreign_records_are_left_out(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_half_lines_and_foreign_records_are_left_out(tmp_path: Path) -> None:
 def test_a_damaged_result_is_none(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "result.json").write_text("{")
-    assert read(tmp_path).state == "ended before its end"
+    assert read(tmp_path).state == "interrupted"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

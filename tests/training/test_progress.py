@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(
         time.now += 0.001
         shown.step(record(step), times(step))
     shown.close()
-    assert 8 <= len(drawn) <= 13
+    assert 4 <= len(drawn) <= 7
 
 
 def test_a_long_run_has_a_line_a_minute(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +150,7 @@ def test_a_long_run_has_a_line_a_minute(time: Clock, capsys: pytest.CaptureFixtu
         shown.step(record(step), times(step))
         if capsys.readouterr().err:
             at.append(time.now)
-    between = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+    between = [later - earlier for earlier, later in pairwise(at)]
     assert (between[0], between[-1]) == (10, 60)
     assert between == sorted(between)
 
@@ -184,7 +185,7 @@ def test_one_worker_does_not_communicate_and_the_share_follows_what_changes(time
     facts.step({**record(1), "samples_by_rank": [64]}, times(1))
     assert share(facts) == []
     for waits in (0.25, 0.75):
-        for step in range(1, 3000):
+        for step in range(1, 9000):
             facts.step(record(step), times(step, waits))
         assert share(facts) == [f"communication {100 * waits:.0f} %"]
 

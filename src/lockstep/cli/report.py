@@ -26,7 +26,9 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the page to FILE. Default: RUN/report.html."),
+        typer.Option(
+            "--out", metavar="FILE", help="Write the page to FILE. Default: RUN/report.html."
+        ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -268,9 +268,7 @@ def summary(failure: Failure) -> str:
     if failure.kind == "exit":
         where = f" ({failure.where})" if failure.where else ""
         if failure.traceback:  # it has left Lockstep's own work
-            return (
-                f"{who} was ended by {text}{doing}{where}: the other ranks cannot continue without it"
-            )
+            return f"{who} was ended by {text}{doing}{where}: the other ranks cannot continue without it"
         return f"{who} exited with code {failure.code}{doing}{where}" + (
             f": {text}" if text else ""
         )

@@ -15,7 +15,7 @@ from lockstep.training.run_directory import METRICS, RESULT
 from lockstep.training.timeline import Anatomy
 from lockstep.training.timeline import read as read_anatomy
 
-State = Literal["finished", "under way", "ended before its end"]
+State = Literal["finished", "under way", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def read(run: Path) -> Recorded:
             if result is not None
             else "under way"
             if in_use(run / "lock")
-            else "ended before its end"
+            else "interrupted"
         ),
         settings=settings,
         steps=[

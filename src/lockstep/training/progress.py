@@ -1,7 +1,7 @@
 """What rank 0 shows of a training on stderr: a bar on a terminal, plain lines anywhere else, with
 the same facts.
 
-The bar is one row, redrawn by `step` itself at most ten times a second: it needs no thread, and
+The bar is one row, redrawn by `step` itself at most five times a second: it needs no thread, and
 what other processes write to the terminal stays readable. Facts that do not fit beside it take
 turns.
 """
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TextIO
 from lockstep.launcher.logs import Tee
 from lockstep.runtime.step_clock import StepTimes
 
-_REDRAW_SECONDS = 0.1
+_REDRAW_SECONDS = 0.2
 _LINE_SECONDS = (10.0, 60.0)
 _LINES_SHARE = 1 / 60
 """Of the time since the start: lines come every 10 s at first, every minute after an hour."""
@@ -97,7 +97,7 @@ class Facts:
 
     def _left(self) -> float | None:
         """Seconds, if the rest takes as long as the steps since this start did."""
-        done = self.record["step"]
+        done = int(self.record["step"])
         if self.steps is None or self._first is None:
             return None
         began, first = self._first

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,10 @@ class Reader(HTMLParser):
             self.cells.append(data)
 
 
-def written(run: Path, sentences: tuple[str, ...] = ("4 ranks: 50 % efficient.",)) -> str:
-    return page(read(run), sentences)
+def written(run: Path) -> str:
+    recorded = read(run)
+    found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
+    return page(recorded, found)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +79,22 @@ def test_all_sections(whole: str) -> None:
     assert [
         each for each in found.headings if each[0].isupper() and not each.startswith("Step ")
     ] == [
-        "Verdict",
+        "What to do",
+        "Why",
+        "Time by rank",
+        "A step of each rank",
+        "Who waited for whom",
         "Training",
         "Loss",
         "Throughput",
-        "Where the time went",
-        "Who waited for whom",
+        "Details",
         "Inside a step",
         "Memory",
         "Memory by rank",
-        "What checks cost",
         "Starts, restarts, checkpoints",
+        "Cost of checks",
         "Settings",
+        "The run",
     ]
     assert "accuracy" in found.headings
     assert len(found.ids) == len(set(found.ids))
@@ -95,7 +103,10 @@ def test_all_sections(whole: str) -> None:
 
 def test_figures_have_their_numbers_beside_them(whole: str) -> None:
     tags = Reader(whole).tags
-    assert tags.count("figure") == tags.count("svg") == tags.count("details") == 8
+    assert tags.count("figure") == tags.count("svg") == 8
+    assert tags.count("details") == 8 + 6  # numbers of figures, and sections
+    assert tags.count("table") == tags.count("caption") == tags.count("thead")
+    assert not re.search(r"<th [^>]*></th>", whole)  # every column and row is named
     row = re.search(r'<th scope="row">rank 3</th>(.*?)</tr>', whole)
     assert row is not None
     assert re.findall("<td>(.*?)</td>", row[1])[:2] == ["55", "23"]  # ms a step in data and forward
@@ -126,7 +137,7 @@ def evil_run(tmp_path: Path) -> Path:
 
 
 def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
-    text = written(evil_run(tmp_path), (EVIL, f"--reduce {EVIL} 5 %"))
+    text = written(evil_run(tmp_path))
     tags = set(Reader(text).tags)
     assert not {"script", "b"} & tags
     assert "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt; &amp; &#34;quoted&#34;" in text
@@ -155,12 +166,13 @@ def test_runs_of_which_something_is_missing(
 ) -> None:
     found = Reader(written(make(tmp_path, **changes)))
     assert "Settings" in found.headings
-    assert ("Step anatomy" in found.headings) is judged
+    assert ("A step of each rank" in found.headings) is judged
+    assert ("What to do" in found.headings) is judged
 
 
 def test_many_ranks_are_not_all_drawn(tmp_path: Path) -> None:
     text = written(make(tmp_path, parts=anatomy(40, 4), records=[]))
-    assert "The 32 that were waited for most are shown, 8 are not." in text
+    assert "Shown are the 32 that others waited for most; 8 are not." in text
     assert len(text) < 1_500_000
 
 
@@ -198,10 +210,46 @@ def test_settings_say_where_they_come_from(tmp_path: Path) -> None:
     assert rows["loader_workers"] == ["2", f"tuned ({file})"]
     assert rows["bucket_mb"] == ["4", "given"]
     assert rows["epochs"] == ["2", "the task"]
-    assert rows["reduce"] == ["native", "derived here from auto"]
-    assert rows["threads"] == ["1", "derived here"]
-    assert rows["exact"] == ["no", "default"]
-    assert rows["precision"] == ["-", "the task"]
+    assert rows["reduce"] == ["native", "chosen here (auto)"]
+    assert rows["threads"] == ["1", "chosen here"]
+    assert not {"exact", "precision"} & rows.keys()
+    defaults, unset = settings_table(read(run)).text[-1].removesuffix(".").split(" Not set: ")
+    assert "exact=no" in defaults
+    assert "precision" in unset.split(", ")
+
+
+def test_the_run_is_described_once(tmp_path: Path) -> None:
+    rows = metrics()
+    rows[0] = {
+        **rows[0],
+        "at": "2026-11-24T12:45:34+00:00",
+        "seed": 7,
+        "machine": {"torch": "2.13", "processor": "a CPU", "GPU": ""},
+        "versions": {"lockstep": "0.2", "python": "3.11"},
+    }
+    for number, row in enumerate(rows):
+        if row["kind"] == "step":
+            rows[number] = {**row, "lr": 0.1 / row["step"], "grad_norm": 2.0}
+    run = make(tmp_path, records=rows, exact=True, overrides={"width": "8 9"}, log=["csv", "wandb"])
+    text = written(run)
+    cells = Reader(text).cells
+    told = {name: cells[cells.index(name) + 1] for name in ("processor", "versions", "seed")}
+    assert told == {
+        "processor": "a CPU",
+        "versions": "lockstep 0.2, python 3.11, torch 2.13",
+        "seed": "7",
+    }
+    assert cells[cells.index("learning rate") + 1] == "0.0025 to 0.1, 0.0025 at the end"
+    assert cells[cells.index("gradient norm") + 1] == "2"
+    assert "started 2026-11-24 12:45:34 UTC" in text
+    command = re.search("<code>(lockstep train .*?)</code>", text)
+    assert command is not None
+    assert shlex.split(unescape(command[1])) == [
+        *("lockstep", "train", "digits", "--exact", "--epochs", "2"),
+        *("--log", "csv", "--log", "wandb", "--workers", "4", "--set", "width=8 9"),
+    ]
+    assert "Learning rate" in Reader(text).headings
+    assert "Gradient norm" not in Reader(text).headings  # a flat line is no figure
 
 
 def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
@@ -225,7 +273,7 @@ def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
     (run / "checkpoints" / "best.json").write_text('{"checkpoint": "step-0000008"}')
     text = written(run)
     cells = Reader(text).cells
-    assert "without a word of ranks 0, 1, 2 and 3" in cells
+    assert "cut off: ranks 0, 1, 2 and 3" in cells
     assert "resumed from step 8 of 40" in cells
     assert "the loss is nan" in cells
     assert cells[cells.index("step-0000008") :][:4] == ["step-0000008", "8", "1.00 MiB", "best"]
@@ -247,8 +295,8 @@ def test_a_run_on_gpus_is_judged_too(tmp_path: Path) -> None:
     found = verdict(recorded.anatomy)
     assert found is not None
     assert found.stragglers
-    cells = Reader(page(recorded, found.sentences())).cells
-    assert cells.count("not known") == 4
+    cells = Reader(page(recorded, found)).cells
+    assert cells.count("unknown") == 4
 
 
 def test_a_checkpoint_that_goes_away_meanwhile_is_left_out(

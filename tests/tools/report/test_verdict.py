@@ -77,7 +77,7 @@ def test_ranks_that_are_slow_in_turn_are_not_blamed() -> None:
     found = of(lines(4, 43, in_turn))
     assert not found.stragglers
     assert (
-        "43 % waiting for a different rank in each step (their times vary by 43 %)"
+        "43 % waiting for a different rank in each step (step times vary by 43 %)"
         in found.reasons()[0]
     )
 

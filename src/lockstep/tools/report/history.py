@@ -201,7 +201,7 @@ def _ended(generation: Generation, under_way: bool) -> str:
     killed = [rank for rank, lane in generation.lanes.items() if not lane.ended]
     if not killed:
         return f"normally{missing}"
-    return f"{'under way' if under_way else f'{ranks(killed)} left no end'}{missing}"
+    return f"{'under way' if under_way else f'cut off: {ranks(killed)}'}{missing}"
 
 
 def _events(recorded: Recorded) -> Numbers:

@@ -57,7 +57,7 @@ def render(**what: Any) -> str:
     def said(sentence: str) -> Markup:
         """Options and per cents do not break over lines."""
         text = str(escape(sentence)).replace(" %", "&nbsp;%")
-        return Markup(re.sub(r"--[a-z-]+( [\w.:]+(?= \())?", r"<code>\g<0></code>", text))
+        return Markup(re.sub(r"--[a-z-]+( [\w.]+(?=:))?", r"<code>\g<0></code>", text))
 
     here = files("lockstep.tools.report")
     environment = Environment(

@@ -51,7 +51,9 @@ def page(recorded: Recorded, found: Verdict | None) -> str:
         history.checks(recorded, places),
         settings_table(recorded),
         Section(
-            "run", "The run", tables=[Numbers("On what it ran", ["fact", "value"], _run(recorded))]
+            "run",
+            "The run",
+            tables=[Numbers("Machine, versions and numbers", ["fact", "value"], _run(recorded))],
         ),
     ]
     return render(
@@ -191,19 +193,23 @@ def settings_table(recorded: Recorded) -> Section:
     begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
     tuned = _tuned(recorded.settings)
     used = _used(recorded, begin)
-    rows, defaults = [], []
+    rows: list[list[str]] = []
+    defaults: list[str] = []
+    unset: list[str] = []
     for each in fields(Settings):
         if each.name not in _INSIDE:
             value = _shown(used.get(each.name, getattr(recorded.settings, each.name)))
             origin = _origin(each.name, recorded.settings, used, tuned)
-            if origin == "default" or value == "-":
-                defaults.append(each.name if value == "-" else f"{each.name} {value}")
+            if value == "-":
+                unset.append(each.name)
+            elif origin == "default":
+                defaults.append(f"{each.name}={value}")
             else:
                 rows.append([each.name, value, origin])
     line = recorded.start.get("line")
     text = [str(line)] if line else []
-    text.append(f"Defaults: {', '.join(defaults)}.")
-    table = Numbers("Settings that are no defaults", ["setting", "value", "from"], rows)
+    text.append(f"Defaults: {', '.join(defaults)}. Not set: {', '.join(unset)}.")
+    table = Numbers("Settings that differ from the defaults", ["setting", "value", "from"], rows)
     return Section("settings", "Settings", text, tables=[table])
 
 
@@ -255,7 +261,7 @@ def _tuned(settings: Settings) -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -23,11 +23,11 @@ from lockstep.data.windows import counted
 from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
 from lockstep.tools.report.remedies import (
     LEAST,
+    MOST,
+    UNKNOWN,
     Advice,
     Straggler,
     advice,
-    MOST,
-    UNKNOWN,
     crowded,
     gained,
     next_straggler,
@@ -167,7 +167,7 @@ def _find_out(
 def _in_turn(found: Judged, some: bool) -> str:
     """Waiting that no rank is the cause of. `some`: others are named."""
     spreads = [each.spread for each in found.places.values() if each.spread is not None]
-    varies = f" (their times vary by {100 * statistics.fmean(spreads):.0f} %)" if spreads else ""
+    varies = f" (step times vary by {100 * statistics.fmean(spreads):.0f} %)" if spreads else ""
     return f"waiting for {'another' if some else 'a different'} rank in each step{varies}"
 
 
