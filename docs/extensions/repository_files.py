@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s#:]+)(#[^()\s]*)?\)")
 _FENCED = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+_DOWNLOADS = (".svg", ".png", ".ipynb")  # links to these are left to MyST
 _ITSELF = ("explore/index.html",)  # offered as it is, not shown as source
 
 
@@ -50,7 +51,7 @@ class Files:
             target = self._resolved(folder, to)
             if target is None:
                 return match[0]
-            if label.startswith("!"):
+            if label.startswith("!") or target.suffix in _DOWNLOADS:
                 return f"{label}({os.path.relpath(target, page.parent)})"
             if self._is_page(target):
                 return f"{label}({os.path.relpath(target, page.parent)}{anchor})"
@@ -67,15 +68,19 @@ class Files:
         for each in _FENCED.split(text)[::2]:
             for label, to, _ in _LINK.findall(each):
                 target = self._resolved(folder, to)
-                if target is None or self._is_page(target) or label.startswith("!"):
+                if target is None or not self._is_source(target) or label.startswith("!"):
                     continue
                 if str(target.relative_to(self._root)) not in (f"docs/{each}" for each in _ITSELF):
                     yield target
 
     def _resolved(self, folder: Path, to: str) -> Path | None:
-        """A file or folder of the repository that is there; for others Sphinx warns."""
+        """A file or folder of the repository that is there; Sphinx looks after other links."""
         target = Path(os.path.normpath(folder / to))
         return target if target.exists() and target.is_relative_to(self._root) else None
+
+    def _is_source(self, target: Path) -> bool:
+        """Whether a page shows it."""
+        return not self._is_page(target) and target.suffix not in _DOWNLOADS
 
     def _is_page(self, target: Path) -> bool:
         return target.suffix in (".md", ".rst") and target.is_relative_to(self._docs)
