@@ -107,7 +107,10 @@ NOT_FOR_USERS = {
 }
 """Methods that other parts of Lockstep or a host call."""
 
-MADE_FOR_USERS = ["World", "Group", "Work", "SharedMemoryProcessGroup", "ExitCode"]
+MADE_FOR_USERS = [
+    *("World", "Group", "Work", "SharedMemoryProcessGroup", "ExitCode"),
+    *("Scaling", "CommunicationRatio"),
+]
 """Classes whose objects users get: their pages show no constructor. So do those of exceptions."""
 
 

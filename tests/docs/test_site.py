@@ -245,7 +245,7 @@ def test_every_command_and_option_has_an_entry(site: Site) -> None:
         assert name in page.text
         for each in command.params:
             if each.param_type_name == "argument":
-                assert each.human_readable_name in page.text
+                assert (each.metavar or each.name.upper()) in unescape(page.text)
             elif each.name not in ("help", "help_all"):
                 for flag in (*each.opts, *each.secondary_opts):
                     anchor = f"cmdoption-{name.replace(' ', '-')}-{flag.lstrip('-')}"
