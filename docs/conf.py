@@ -32,7 +32,15 @@ extensions = [
     "repository_files",
     "course",
 ]
-exclude_patterns = ["_build", "extensions", "static", "explore", "course/exercises", "course/solutions"]
+source_suffix = {".md": "markdown", ".markdown": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = [
+    "_build",
+    "extensions",
+    "static",
+    "explore",
+    "course/exercises",
+    "course/solutions",
+]
 myst_heading_anchors = 4  # the anchors that GitHub gives
 smartquotes = False  # --run stays --run
 default_role = "py:obj"  # `name` in a docstring: code, and a link where it is a public name

@@ -1,4 +1,4 @@
-"""Pages that a build writes: reStructuredText, beside the committed Markdown, ignored by git."""
+"""Pages that a build writes, beside the committed ones, ignored by git."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def write(folder: Path, pages: Mapping[str, str]) -> None:
     """Make `folder` hold these pages and no other, by their names within it. A page that has
     not changed is left alone, so that the next build does not read it again.
     """
-    for old in folder.rglob("*.rst"):
+    for old in [*folder.rglob("*.rst"), *folder.rglob("*.markdown")]:
         if str(old.relative_to(folder)) not in pages:
             old.unlink()
     for name, text in pages.items():

@@ -107,7 +107,10 @@ NOT_FOR_USERS = {
 }
 """Methods that other parts of Lockstep or a host call."""
 
-MADE_FOR_USERS = ["World", "Group", "Work", "SharedMemoryProcessGroup", "ExitCode"]
+MADE_FOR_USERS = [
+    *("World", "Group", "Work", "SharedMemoryProcessGroup", "ExitCode"),
+    *("Scaling", "CommunicationRatio"),
+]
 """Classes whose objects users get: their pages show no constructor. So do those of exceptions."""
 
 
@@ -209,10 +212,14 @@ def signature(
 
 
 def code(_: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Have a parameter's name between backticks be code. A name with a dot or a capital stays a
-    link.
-    """
-    lines[:] = [re.sub(r"(?<!`)`([^`A-Z.]+)`(?!`)", r"``\1``", line) for line in lines]
+    """Have what stands between backticks be code. A name with a dot or a capital is a link, too."""
+
+    def shown(match: re.Match[str]) -> str:
+        plain = match[1] if re.search(r"^[\w.]*[A-Z.][\w.]*(\(\))?$", match[1]) else f"`{match[1]}`"
+        return f"`{plain}`"
+
+    text = "\n".join(lines)
+    lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)", shown, text).split("\n")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from generated import title, write
 from sphinx.application import Sphinx
 
-_LINK = re.compile(r"(?<!!)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s#:]+)(#[^()\s]*)?\)")
+_LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s#:]+)(#[^()\s]*)?\)")
 _FENCED = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+_DOWNLOADS = (".svg", ".png", ".ipynb")  # links to these are left to MyST
 _ITSELF = ("explore/index.html",)  # offered as it is, not shown as source
 
 
@@ -38,6 +39,8 @@ class Files:
             if name not in found:
                 found[name] = self._shown(target)
                 wanted |= set(self._inside(target))
+                if target.suffix == ".md":
+                    wanted |= set(self._targets(target.parent, target.read_text(encoding="utf-8")))
         return found
 
     def rewritten(self, text: str, folder: Path, page: Path) -> str:
@@ -48,6 +51,8 @@ class Files:
             target = self._resolved(folder, to)
             if target is None:
                 return match[0]
+            if label.startswith("!") or target.suffix in _DOWNLOADS:
+                return f"{label}({os.path.relpath(target, page.parent)})"
             if self._is_page(target):
                 return f"{label}({os.path.relpath(target, page.parent)}{anchor})"
             if target.is_relative_to(self._docs) and str(target.relative_to(self._docs)) in _ITSELF:
@@ -61,24 +66,29 @@ class Files:
 
     def _targets(self, folder: Path, text: str) -> Iterator[Path]:
         for each in _FENCED.split(text)[::2]:
-            for _, to, _ in _LINK.findall(each):
+            for label, to, _ in _LINK.findall(each):
                 target = self._resolved(folder, to)
-                if target is None or self._is_page(target):
+                if target is None or not self._is_source(target) or label.startswith("!"):
                     continue
                 if str(target.relative_to(self._root)) not in (f"docs/{each}" for each in _ITSELF):
                     yield target
 
     def _resolved(self, folder: Path, to: str) -> Path | None:
-        """A file or folder of the repository that is there; for others Sphinx warns."""
+        """A file or folder of the repository that is there; Sphinx looks after other links."""
         target = Path(os.path.normpath(folder / to))
         return target if target.exists() and target.is_relative_to(self._root) else None
+
+    def _is_source(self, target: Path) -> bool:
+        """Whether a page shows it."""
+        return not self._is_page(target) and target.suffix not in _DOWNLOADS
 
     def _is_page(self, target: Path) -> bool:
         return target.suffix in (".md", ".rst") and target.is_relative_to(self._docs)
 
     def _name(self, target: Path) -> str:
         name = str(target.relative_to(self._root))
-        return f"{name}/index.rst" if target.is_dir() else f"{name}.rst"
+        suffix = "markdown" if target.suffix == ".md" else "rst"  # .md would be a page of docs/
+        return f"{name}/index.rst" if target.is_dir() else f"{name}.{suffix}"
 
     def _inside(self, target: Path) -> list[Path]:
         """What is listed on a folder's page."""
@@ -105,13 +115,14 @@ class Files:
             return head + "\n".join(rows) + "\n"
         source = os.path.relpath(target, here.parent)
         if target.suffix == ".md":
-            return f":orphan:\n\n.. include:: {source}\n   :parser: myst_parser.sphinx_\n"
+            text = self.rewritten(target.read_text(encoding="utf-8"), target.parent, here)
+            return f"---\norphan: true\n---\n\n{text}"
         language = _LANGUAGES.get(target.suffix, "text")
         return f"{head}.. literalinclude:: {source}\n   :language: {language}\n"
 
     def _within(self, page: Path, target: Path) -> str:
         shown = self._docs / "files" / self._name(target)
-        return os.path.relpath(shown, page.parent).removesuffix(".rst")
+        return os.path.relpath(shown, page.parent).removesuffix(".rst").removesuffix(".markdown")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -123,12 +134,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
         if page.exists():
             content[0] = files.rewritten(content[0], page.parent, page)
 
-    def included(_: Sphinx, path: Path, name: str, content: list[str]) -> None:
-        source = Path(os.path.normpath(docs / path))
-        if source.suffix == ".md":
-            content[0] = files.rewritten(content[0], source.parent, docs / f"{name}.rst")
-
     app.connect("builder-inited", lambda _: write(docs / "files", files.pages()))
     app.connect("source-read", read)
-    app.connect("include-read", included)
     return {"parallel_read_safe": True}

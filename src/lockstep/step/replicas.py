@@ -46,7 +46,7 @@ class Replicas:
 
         replicas = lockstep.Replicas(model, 4)
         replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        for batch in loader:
+        for batch in DataLoader(dataset, batch_size=32):
             loss = replicas.gradients(batch, loss_sum)  # loss_sum(model, x, y)
             replicas.average_gradients()
             replicas.update()
