@@ -1,6 +1,6 @@
 """The site: `sphinx-build -W docs docs/_build` builds it, and any warning ends the build.
 
-The reference of Python names and of commands is written from the code at each build. The four
+The reference of Python names and of commands is written from the code at each build. The
 extensions in docs/extensions say how.
 """
 
@@ -30,6 +30,7 @@ extensions = [
     "python_reference",
     "command_reference",
     "repository_files",
+    "contents",
     "course",
 ]
 source_suffix = {".md": "markdown", ".markdown": "markdown", ".rst": "restructuredtext"}

@@ -18,7 +18,6 @@ from tests.docs.pages import ROOT, blocks, run_page
 _OF_THE_MACHINE = r"""(?x)
     (?<=sha256[ ])\w+(\.\.\.)? | (?<=accuracy[ ])[\d.]+            # processors round differently
     | (?<=pid[ ])\d+ | (?<=at[ ]step[ ])\d+,                       # a kill comes at any step
-    | (?<=replicated,[ ])(shared[ ]memory|native)                  # the faster one just now
 """
 
 _BEFORE = """

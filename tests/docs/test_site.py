@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -136,14 +137,21 @@ def test_every_page_is_in_the_navigation(site: Site) -> None:
     assert {page for page in pages if page.startswith("guide/")}
 
 
-def test_the_guide_stands_in_its_reading_order(site: Site) -> None:
+@pytest.mark.parametrize("section", ["course", "how-to", "guide"])
+def test_a_sections_pages_follow_one_another_as_its_readme_lists_them(
+    site: Site, section: str
+) -> None:
+    text = (DOCS / section / "README.md").read_text(encoding="utf-8")
     order = [
         link.removesuffix(".md")
-        for link in _LINK.findall((DOCS / "guide/README.md").read_text(encoding="utf-8"))
-        if re.fullmatch(r"[a-z-]+\.md", link)
+        for link in dict.fromkeys(_LINK.findall(text))
+        if re.fullmatch(r"[a-z0-9-]+\.md", link)
     ]
-    inside = re.findall(r"^guide/([a-z-]+)$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE)
-    assert inside == list(dict.fromkeys(order))
+    pages = {page.stem for page in (DOCS / section).glob("*.md")} - {"README"}
+    assert set(order) == pages
+    for page, following in pairwise(["README", *order]):
+        (link,) = re.findall(r'<link rel="next"[^>]*>', site.pages[f"{section}/{page}.html"].text)
+        assert f'href="{following}.html"' in link
 
 
 def test_pages_that_are_read_in_order_lead_to_their_neighbours(site: Site) -> None:
