@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
 app = typer.Typer(
-    help="Show what really runs, as text or as a picture (--out FILE.svg).", no_args_is_help=True
+    help="Draw algorithms, sample orders, meshes, and pipelines, as text or as a picture.",
+    no_args_is_help=True,
 )
 DrawnFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="Draw it into an SVG file.")
+    Path | None,
+    typer.Option(metavar="FILE.svg", help="Draw a picture into FILE.svg, in place of text."),
 ]
 
 
@@ -44,15 +46,15 @@ def _writable(out: Path | None) -> None:
 
 @app.command("step")
 def step(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 2,
-    batch: Annotated[int, typer.Option(help="Samples of an optimizer step, of all ranks.")] = 32,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 2,
+    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per rank."),
     ] = None,
     out: DrawnFile = None,
 ) -> None:
-    """A data-parallel step: which samples each rank holds, forward, backward, all-reduce, update."""
+    """Show a data-parallel step, with the samples of each rank."""
     from lockstep.tools.show import step_picture as picture
 
     found = picture.DataParallelStep.of(workers, batch, micro_batch)
@@ -61,15 +63,16 @@ def step(
 
 @app.command("buckets")
 def buckets(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks on this host.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks on this host.")] = 2,
     layers: Annotated[int, typer.Option(help="Layers of the small model, 1 MB each.")] = 6,
     reduce: Annotated[
-        str, typer.Option(help="How gradients are summed: native, ring, tree, shared_memory ...")
+        str, typer.Option(help="How to sum gradients: native, ring, tree, shared_memory, ...")
     ] = "native",
     out: DrawnFile = None,
 ) -> None:
-    """Run a step of a small model, and show when each bucket of gradients was ready, sent and
-    summed.
+    """Run a step of a small model, and show when each bucket was complete, sent and summed.
+
+    A bucket is a group of gradients that are sent together.
     """
     at_least_one(workers=workers, layers=layers)
     _writable(out)
@@ -87,10 +90,10 @@ def exact(
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
     ] = 8,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 3,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 3,
     out: DrawnFile = None,
 ) -> None:
-    """The tree along which exact mode adds gradients, and which rank adds what."""
+    """Show the tree along which exact mode adds gradients."""
     at_least_one(micro_batches=micro_batches, workers=workers)
     from lockstep.tools.show import exact_picture as picture  # imports torch
 
@@ -112,7 +115,10 @@ def loss(
     ] = True,
     out: DrawnFile = None,
 ) -> None:
-    """Train TASK with several numbers of workers on CPUs, and show the loss of each step."""
+    """Train TASK on several numbers of workers, and compare the loss of each step.
+
+    The ranks use CPUs.
+    """
     at_least_one(steps=steps)
     counts = counts_of(workers, "numbers of ranks such as 1,2,4")
     _writable(out)
@@ -133,21 +139,24 @@ class Split(StrEnum):
 @app.command("data")
 def data(
     samples: Annotated[int, typer.Option(help="Samples in the dataset.")] = 10,
-    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    workers: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     split: Annotated[
-        Split, typer.Option(help="Who gets which: every W-th sample, or one block each.")
+        Split,
+        typer.Option(help="Samples of a rank: interleaved (every W-th), or blocks (one block)."),
     ] = Split.interleaved,
     drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Drop the tail instead of repeating samples.")
+        bool,
+        typer.Option(
+            "--drop-last",
+            help="Drop the last samples if the counts do not divide. Default: repeat some.",
+        ),
     ] = False,
     epochs: Annotated[int, typer.Option(help="Epochs to show.")] = 1,
-    shuffle: Annotated[bool, typer.Option(help="Shuffle, anew in each epoch.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle in each epoch.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
     out: DrawnFile = None,
 ) -> None:
-    """Show each rank's positions, and whether counts are equal, ranks overlap, and every sample
-    is there.
-    """
+    """Show which samples each rank gets, and which are repeated or missing."""
     at_least_one(samples=samples, workers=workers, epochs=epochs)
     from lockstep.tools.show import data_picture as picture  # imports torch
 
@@ -169,19 +178,21 @@ def mesh(
         str,
         typer.Option("--mesh", metavar="AXES", help="Ranks along data, shard, pipeline, tensor."),
     ] = "data=2,pipeline=2",
-    nodes: Annotated[int, typer.Option(help="Nodes; consecutive ranks share one.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="Number of nodes. Consecutive ranks share a node.")
+    ] = 1,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="Name the layers of its model."),
+        typer.Option(metavar="TASK", help="Task whose layers to name."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of an optimizer step, of all ranks.")] = 32,
+    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per replica."),
     ] = None,
     out: DrawnFile = None,
 ) -> None:
-    """Which node and rank holds which layers, and works on which share of the samples."""
+    """Show which layers and which samples each rank of a mesh holds."""
     from lockstep.config.mesh import Mesh
     from lockstep.tools.show import mesh_picture as picture
 
@@ -206,25 +217,23 @@ def _stages(task: str, stages: int) -> list[list[str]]:
 
 
 _ALGORITHMS = {
-    "ring": (
-        "Everything goes round a ring twice: added up on the first round, spread on the second."
-    ),
-    "tree": "Up a binomial tree, and down again.",
-    "recursive-doubling": "Pairs exchange everything, at distance 1, 2, 4 ...",
-    "halving-doubling": "Pairs exchange halves, quarters ..., and back.",
-    "direct": "Every rank adds up one piece and sends it to all.",
-    "central": "Through rank 0, one rank after the other: the naive way.",
-    "hierarchical": "Trees inside the nodes, a ring between them.",
+    "ring": "Show an all-reduce along a ring: one round trip adds, a second one copies.",
+    "tree": "Show an all-reduce up and down a binomial tree.",
+    "recursive-doubling": "Show an all-reduce of whole tensors, at distance 1, 2, 4 and so on.",
+    "halving-doubling": "Show an all-reduce of halves, then quarters, and back.",
+    "direct": "Show an all-reduce in which each rank adds up one piece and sends it to all.",
+    "central": "Show an all-reduce through rank 0: the simplest and slowest.",
+    "hierarchical": "Show an all-reduce by trees inside nodes and a ring between them.",
 }
 _COLLECTIVES = {
-    "all-reduce": "The sum of all, everywhere.",
-    "reduce": "The sum of all, on one rank.",
-    "reduce-scatter": "The sum of all, a part on each rank.",
-    "broadcast": "One rank's tensor, everywhere.",
-    "all-gather": "Everybody's tensor, everywhere.",
-    "gather": "Everybody's tensor, on one rank.",
-    "scatter": "One rank's list, a piece on each.",
-    "all-to-all": "From each rank to each.",
+    "all-reduce": "Show all-reduce: all ranks get the sum.",
+    "reduce": "Show reduce: one rank gets the sum.",
+    "reduce-scatter": "Show reduce-scatter: each rank gets a part of the sum.",
+    "broadcast": "Show broadcast: all ranks get the tensor of one rank.",
+    "all-gather": "Show all-gather: all ranks get all tensors.",
+    "gather": "Show gather: one rank gets all tensors.",
+    "scatter": "Show scatter: each rank gets one piece of a list.",
+    "all-to-all": "Show all-to-all: each rank sends one piece to each rank.",
 }
 
 
@@ -233,10 +242,10 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 def _algorithm(name: str) -> Callable[..., None]:
     def show(
-        workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
+        workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 4,
         out: DrawnFile = None,
         ranks_per_node: Annotated[
-            int | None, typer.Option(help="For hierarchical; default 2.")
+            int | None, typer.Option(help="Ranks of a node, for hierarchical only. Default: 2.")
         ] = None,
     ) -> None:
         at_least_one(workers=workers, ranks_per_node=ranks_per_node)
@@ -255,8 +264,8 @@ def _algorithm(name: str) -> Callable[..., None]:
         _show(picture, [found], lambda: picture.title(found, prove(found))[0], out)
 
     show.__doc__ = (
-        f"{_ALGORITHMS[name]} Who sends what to whom in each step of an all-reduce, and what"
-        " everybody holds then."
+        f"{_ALGORITHMS[name]}\n\nEach round lists who sends what to whom, and what each rank then"
+        " holds."
     )
     return show
 
@@ -264,16 +273,21 @@ def _algorithm(name: str) -> Callable[..., None]:
 def _collective(name: str) -> Callable[..., None]:
     def show(
         values: Annotated[
-            str, typer.Option(metavar='"1,2;3,4"', help="A row a rank, split by semicolons.")
+            str,
+            typer.Option(
+                metavar='"1,2;3,4"', help="One row of numbers per rank. A semicolon ends a row."
+            ),
         ] = "1,2,3;4,5,6;7,8,9",
         op: Annotated[
             str | None,
-            typer.Option(help="sum, mean, max, min or prod, where something is added up."),
+            typer.Option(help="Reduction: sum, mean, max, min or prod. Default: sum."),
         ] = None,
-        algorithm: Annotated[str | None, typer.Option(help="Such as ring, tree, central.")] = None,
+        algorithm: Annotated[
+            str | None, typer.Option(help="Algorithm, such as ring, tree or central.")
+        ] = None,
         root: Annotated[
             int | None,
-            typer.Option(help="The one rank, where there is one; default 0."),
+            typer.Option(help="Rank that sends to all or receives from all. Default: 0."),
         ] = None,
     ) -> None:
         from lockstep.collectives.schedule import REDUCING
@@ -290,7 +304,9 @@ def _collective(name: str) -> Callable[..., None]:
             before_and_after(kind, _rows(values), op=op or "sum", algorithm=chosen, root=root or 0)
         )
 
-    show.__doc__ = f"{_COLLECTIVES[name]} What every rank holds before and after."
+    show.__doc__ = (
+        f"{_COLLECTIVES[name]}\n\nThe table has the tensor of each rank before and after."
+    )
     return show
 
 
@@ -325,20 +341,22 @@ def pipeline(
     schedule: Annotated[
         str,
         typer.Option(
-            help="naive, gpipe, 1f1b, interleaved[:V] or zero-bubble[:V], V stages a rank."
+            help="Order of the work: naive, gpipe, 1f1b, interleaved[:V] or zero-bubble[:V]. V is"
+            " the number of stages per rank."
         ),
     ] = "1f1b",
     stages: Annotated[
         int, typer.Option("--stages", "-n", help="Ranks that hold consecutive layers.")
     ] = 4,
     micro_batches: Annotated[
-        int, typer.Option("--micro-batches", "-m", help="Of one optimizer step.")
+        int, typer.Option("--micro-batches", "-m", help="Micro-batches of one optimizer step.")
     ] = 8,
-    backward: Annotated[float, typer.Option(help="How many forwards a backward takes.")] = 2.0,
+    backward: Annotated[float, typer.Option(help="Time of a backward, in forwards.")] = 2.0,
     out: DrawnFile = None,
 ) -> None:
-    """Who works on which micro-batch when, in the order in which a pipeline really runs it, and
-    how much of the time ranks wait.
+    """Show which rank of a pipeline works on which micro-batch, and how long ranks wait.
+
+    The order is that of a real run.
     """
     at_least_one(stages=stages, micro_batches=micro_batches)
     from lockstep.config.pipeline_schedules import PipelineSchedule
