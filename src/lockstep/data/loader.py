@@ -255,8 +255,8 @@ class Loader(WindowLoader[Epoch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken: the next `epochs(n)` begins there.
 
-        An order of Lockstep's takes no time. A sampler of another library repeats the epoch's
-        indices; no sample is fetched.
+        With an order of Lockstep this takes no time. A sampler of another library must compute the
+        indices of the epoch again; no sample is loaded.
 
         Args:
             state: from `state_dict`, at any number of ranks.
