@@ -186,8 +186,8 @@ class CollectiveMismatch(LockstepError):
 
 
 class ScheduleError(LockstepError):
-    """A schedule of a collective does not do what it claims: says the round, the ranks and the
-    cell.
+    """A schedule of a collective computes a wrong result. The message names the round, the ranks
+    and the cell.
     """
 
 

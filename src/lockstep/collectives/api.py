@@ -135,7 +135,7 @@ def all_reduce(
     Raises:
         UsageError: a value that cannot work, such as an algorithm that this collective does not
             have.
-        CollectiveMismatch: on all ranks of one host, where they call different collectives, or give
+        CollectiveMismatch: on all ranks of one host, if they call different collectives, or give
             different shapes or dtypes. Nothing is sent then.
         PeerFailed: another rank has died.
     """
@@ -155,7 +155,7 @@ def broadcast(
 
     Args:
         tensor: of any dtype and any shape, the same on all ranks.
-        root: the rank that sends, as a place in the group.
+        root: the rank that sends, as its number in the group.
         algorithm, group, async_op: as for `all_reduce`.
 
     Returns:
@@ -181,7 +181,7 @@ def reduce(
 
     Args:
         tensor: of any shape, the same on all ranks.
-        root: the rank that receives, as a place in the group.
+        root: the rank that receives, as its number in the group.
         op: as for `all_reduce`.
         algorithm, group, async_op: as for `all_reduce`.
 
@@ -268,7 +268,7 @@ def scatter(
 
     Args:
         tensors: on `root` a list with one tensor for each rank, elsewhere None. Shapes may differ.
-        root: the rank that sends, as a place in the group.
+        root: the rank that sends, as its number in the group.
         algorithm, group, async_op: as for `all_reduce`.
 
     Returns:
@@ -293,7 +293,7 @@ def gather(
 
     Args:
         tensor: of shape [n, ...]; n may differ between the ranks.
-        root: the rank that receives, as a place in the group.
+        root: the rank that receives, as its number in the group.
         algorithm, group, async_op: as for `all_reduce`.
 
     Returns:

@@ -373,7 +373,7 @@ class Group:
     def broadcast(
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Work:
-        """Replace `tensor` on every rank by that of rank `root` (a place in this group): through
+        """Replace `tensor` on every rank by that of rank `root` (its number in this group): through
         shared memory where the ranks have it.
         """
         if self.memory is not None:
@@ -437,8 +437,8 @@ class Group:
         to_each: Sequence[int],
         place: str | None = None,
     ) -> Work:
-        """Start to send rank r `to_each[r]` elements of `leaving`, one after the other, and to take
-        `from_each[r]` from it into `arriving`.
+        """Start an all-to-all: send `to_each[r]` elements of `leaving` to rank r, in the order of
+        ranks, and receive `from_each[r]` elements from it into `arriving`.
 
         Both are flat and contiguous.
         """

@@ -61,8 +61,8 @@ def _first(batch: Any) -> tuple[Any, ...]:
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A piece of training, defined once. `lockstep train my_task.py` calls the file's `task()`,
-    which returns one of these.
+    """Everything that defines a training: model, data, loss, optimizer and batch. `lockstep train
+    my_task.py` calls the file's `task()`, which returns a Task.
 
     Only the lengths of the data are looked at here; the model is built later. Raises TaskError,
     naming the field, for a value that cannot work.

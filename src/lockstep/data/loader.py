@@ -34,8 +34,8 @@ from lockstep.runtime import status
 class Loader(WindowLoader[Epoch]):
     """Loads `dataset` as windows: this rank's micro-batches of one optimizer step.
 
-    The sizes belong to the training; the number of ranks only decides who loads what.
-    `depends_on_world_size` tells where it decides more, and `describe()` gives the line to print.
+    The sizes do not depend on the number of ranks, which only decides which rank loads which
+    micro-batch. `depends_on_world_size` names exceptions, and `describe()` gives the line to print.
     Nothing is padded: a short last step keeps its true size.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index).
@@ -61,11 +61,11 @@ class Loader(WindowLoader[Epoch]):
         micro_batch: samples of a forward. Without it every rank has one micro-batch a step, as with
             plain DDP; what BatchNorm and dropout see then depends on the number of ranks.
         micro_batches: micro-batches of a step, for an `order` that makes them itself.
-        seed: keys the order and the randomness of samples.
-        shuffle: give every epoch an order of its own; the default without `order`.
+        seed: decides the order, and the random numbers of each sample.
+        shuffle: use another order in every epoch. The default without `order`.
         num_workers: processes that load for this rank, as DataLoader's. They live as long as the
             Loader. A rank without samples starts none.
-        pin_memory: as DataLoader's. Default: where the device is a GPU.
+        pin_memory: as DataLoader's. Default: only if the device is a GPU.
         collate_fn: list of samples -> batch, as DataLoader's.
         drop_last: leave out the short last step, on all ranks.
         device: where batches arrive. Default: this rank's device. For a GPU they are fetched and
@@ -255,8 +255,8 @@ class Loader(WindowLoader[Epoch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken: the next `epochs(n)` begins there.
 
-        An order of Lockstep's takes no time. A sampler of another library repeats the epoch's
-        indices; no sample is fetched.
+        With an order of Lockstep this takes no time. A sampler of another library must compute the
+        indices of the epoch again; no sample is loaded.
 
         Args:
             state: from `state_dict`, at any number of ranks.

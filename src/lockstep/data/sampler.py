@@ -50,8 +50,8 @@ class DistributedSampler(Sampler[int]):
         dataset: map-style; only its length is used.
         num_replicas: the number of ranks. Default: torch's process group's, 1 without one.
         rank: this one's number. Default: torch's process group's, 0 without one.
-        shuffle: give each epoch an order of its own.
-        seed: keys the orders, with the epoch; equal on all ranks.
+        shuffle: use another order in every epoch.
+        seed: decides the orders, together with the epoch. Equal on all ranks.
         drop_last: leave out up to num_replicas - 1 samples an epoch. DataLoader's own `drop_last`
             leaves out the short last batch.
         split: "interleaved": rank r has every num_replicas-th sample; "blocks": one block for each

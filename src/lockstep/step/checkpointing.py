@@ -68,7 +68,7 @@ class Checkpoints:
     data. All ranks write it in the background. It has no pickled object, and it is there whole or
     not at all.
 
-    Replicas are compared before every save (`Stepper.check_replicas`). Where they differ, nothing
+    Replicas are compared before every save (`Stepper.check_replicas`). If they differ, nothing
     is saved, and what was saved after the last good comparison is set aside: `resume` does not see
     it.
 
@@ -93,7 +93,7 @@ class Checkpoints:
         keep: how many are kept, beside the best.
         remote: a URL that fsspec knows, such as s3://bucket/run, or a folder. Each checkpoint is
             copied there; `resume` looks there too. A failed upload is a warning, and is made up for
-            with the next one. `close` raises where the last one fails.
+            with the next one. `close` raises if the last one failed.
         guard: called on every rank before anything is written; it raises LockstepError where
             `directory` must not be written to any more.
     """

@@ -64,9 +64,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         optimizer.step()
 
     Args:
-        module: what is trained.
-        device_ids, output_device: the module's one GPU, refused for a module on a CPU. Leave them
-            out: the module says where it is.
+        module: the module to train.
+        device_ids, output_device: the module's GPU; an error for a module on a CPU. Leave them
+            out: the wrapper uses the device of the module.
         dim: 0, as torch's default; another value is refused.
         broadcast_buffers: torch's older name of `forward_sync_buffers`.
         init_sync: False leaves out the comparison of the ranks and the broadcast from rank 0.
@@ -233,9 +233,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def divisor(self) -> float:
-        """What the sum over all ranks is divided by: the world size, as in torch's, until it is
-        set. Set it before a backward, on all ranks alike: to the samples or tokens of all ranks,
-        where the losses are sums over them.
+        """The number by which the sum over all ranks is divided. Default: the world size, as in
+        torch. If the losses are sums over samples or tokens, set it to their number on all ranks.
+        Set it before a backward, to the same value on every rank.
         """
         return 1 / self._tied("divisor").reducer.hooks.scale
 
@@ -431,7 +431,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's `Join` counts."""
+        """The device on which torch's `Join` counts the ranks."""
         return self.device
 
     @property

@@ -54,7 +54,8 @@ class Replicas:
     Args:
         module: what is copied; the first replica is the module itself.
         replicas: the number of copies. Default: one for each of `devices`.
-        devices: where they are, repeated if there are fewer. Default: every GPU, else the CPU.
+        devices: of the replicas. The list is repeated if it has fewer devices. Default: every GPU,
+            else the CPU.
             There they share the cores: no faster than one, and the same arithmetic.
         algorithm: how gradients are added: "ring" (every replica sends and receives 2(N-1)/N of the
             gradient), "central" (all to replica 0 and back), "tree", "recursive_doubling",
@@ -115,7 +116,7 @@ class Replicas:
             batch: a tensor, or a tuple, list or dict of tensors of shape [n, ...].
 
         Returns:
-            The parts. The first ones have one sample more where n does not divide.
+            The parts. If n does not divide evenly, the first parts have one sample more.
         """
         _length(batch)
         return [_chunk(batch, rank, len(self), device) for rank, device in enumerate(self.devices)]
@@ -170,7 +171,7 @@ class Replicas:
         once by the sum of the weights.
 
         Raises:
-            UsageError: before `gradients()`, or the second time after it.
+            UsageError: called before `gradients()`, or twice after it.
         """
         if self._weights is None:
             raise UsageError(
@@ -188,8 +189,8 @@ class Replicas:
         """Replace every replica's gradients by the sum of all. Use it for a loss of the gathered
         outputs, which is a mean already.
 
-        A parameter without a gradient on any replica keeps none. Where only some have one, the
-        others count as zeros.
+        A parameter without a gradient on any replica keeps none. If only some replicas have
+        one, the others count as zeros.
         """
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             if all(parameter.grad is None for parameter in parameters):
@@ -208,7 +209,7 @@ class Replicas:
             replica.zero_grad()
 
     def optimize(self, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        """Give every replica an optimizer of its own: equal gradients and equal optimizers make
+        """Give every replica its own optimizer: equal gradients and equal optimizers make
         equal steps.
 
         Args:

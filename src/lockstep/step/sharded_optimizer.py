@@ -221,7 +221,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._consolidated
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a whole optimizer's state. Every rank calls it, with the same one.
+        """Load a whole optimizer's state. Every rank calls it with the same state.
 
         Args:
             state_dict: from `state_dict`, or from `optimizer_class`.

@@ -26,8 +26,8 @@ from lockstep.world.world import World
 class StepResult:
     """One optimizer step, as `Stepper.step` returns it: the same on all ranks.
 
-    Where ranks step alone, `loss`, `weight` and the seconds are this rank's own, and `stop` is
-    known only where the replicas synchronize. At a server, a synchronization returns those of the
+    With local steps or a server, `loss`, `weight` and the seconds are those of this rank, and `stop`
+    is known only when the replicas synchronize. A server's synchronization returns the values of the
     window that was applied last. On a GPU, `norm`, `applied` and `reason` wait for the gradient:
     read them when you need them.
     """

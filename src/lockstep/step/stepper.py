@@ -86,8 +86,8 @@ class Stepper:
         clip: the largest norm of the gradient. It is applied once, after the sum is divided.
         scaler: a `torch.amp.GradScaler`, for fp16.
         scheduler: stepped after every applied update.
-        seed: keys the randomness of each forward (dropout) by (seed, step, slot), so that the rank
-            does not matter.
+        seed: of each forward's random numbers (dropout). They depend on (seed, step, slot), and
+            not on the rank.
         bucket_mb: MiB of gradients that are sent together; default 25. For a bare module.
         unused: how to treat a parameter that gets no gradient on any rank. "error": raise
             UnusedParameters; "zeros": its gradient is zeros; "skip": its `.grad` stays None.
@@ -211,8 +211,8 @@ class Stepper:
         )
 
     def part_if_due(self) -> None:
-        """Begin to step alone, where `outer` has that begin after some steps. `micro_batches` calls
-        it. Every rank calls it alike.
+        """Begin local steps if they are due: `outer` can begin them after some steps.
+        `micro_batches` calls this. All ranks call it at the same point.
         """
         if self._is_alone() and self._assembly.told is self.everyone:
             self.reducer.reset()
@@ -308,13 +308,13 @@ class Stepper:
     def at_once(
         self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
     ) -> None:
-        """Walk a window whose micro-batches a pipeline runs in an order of its own.
+        """Run a window whose micro-batches a pipeline computes in its own order.
 
         Args:
             window: as for `micro_batches`.
             run: `run(batches, begin, count)` runs every forward and backward. It calls
-                `begin(place, stage)` before a stage's forward of a micro-batch. Where the loss is
-                known it calls `count(place, loss, weight)`, and differentiates what that returns.
+                `begin(place, stage)` before a stage's forward of a micro-batch. On the rank that
+                has the loss, it calls `count(place, loss, weight)`, and backward on what that returns.
         """
         opened = self._open(window)
         batches = list(window)
@@ -461,7 +461,7 @@ class Stepper:
         self.update.load_state_dict(state)
 
     def keepers(self) -> list[Keeps]:
-        """What has a state of its own, beside the optimizer."""
+        """The objects other than the optimizer whose state a checkpoint keeps."""
         return [self.reducer.reduction, self.update]
 
     def request_stop(self) -> None:
@@ -476,8 +476,8 @@ class Stepper:
         """End the window: finish the sum, divide it by the weight, clip, step the optimizer and
         then the scheduler. Every rank calls it.
 
-        Nothing is updated where all weights are 0, where the loss is not finite, or where the
-        gradient is not finite (with `clip` or a scaler). `StepResult.reason` then says so.
+        Nothing is updated if all weights are 0, if the loss is not finite, or if the gradient is
+        not finite (with `clip` or a scaler). `StepResult.reason` then gives the reason.
 
         Returns:
             A StepResult, the same on all ranks.
@@ -530,12 +530,13 @@ class Stepper:
         )
 
     def draws(self, loader: Any) -> None:
-        """With update="server": let `loader` deal out slots in place of fixed shares. With another
-        update it does nothing.
+        """With update="server": `loader` hands out slots to the ranks that ask, instead of fixed
+        shares. With another update this does nothing.
 
-        Every rank calls it once, before the first epoch. Each rank then walks as many windows as it
-        gets. It walks an empty one wherever all synchronize: at the end of an epoch, where
-        `meet_before` says, and where a rank is asked to stop. `StepResult.together` is true there.
+        Every rank calls it once, before the first epoch. Each rank then gets as many windows as it
+        can compute. It gets an empty window whenever all ranks synchronize: at the end of an epoch,
+        at a step given to `meet_before`, and after a request to stop. `StepResult.together` is
+        then true.
 
         Args:
             loader: a Loader over a map-style data set.
@@ -547,8 +548,8 @@ class Stepper:
             loader.draws = self.update.dealer
 
     def meet_before(self, step: int) -> None:
-        """With update="server": have all ranks synchronize after `step` steps, for a checkpoint.
-        Every rank calls it alike.
+        """With update="server": make all ranks synchronize after `step` steps, for a checkpoint.
+        All ranks call it with the same value.
 
         Args:
             step: the number of steps, counted from the start of the training.
@@ -557,15 +558,15 @@ class Stepper:
 
     @property
     def between_meetings(self) -> bool:
-        """Whether this rank's model is no state of the training that can be saved: at a server,
-        except where all ranks synchronize.
+        """Whether this rank's model cannot be saved now: true with a server, except when all ranks
+        have just synchronized.
         """
         return self.update.between_meetings
 
     @property
     def applied(self) -> int:
-        """Steps of this process whose update was applied, not skipped. At a server rank 0 counts
-        those of all ranks; the others count none.
+        """Steps of this process whose update was applied, not skipped. With a server, rank 0
+        counts the steps of all ranks, and the other ranks count 0.
         """
         return self._outcomes.applied
 
@@ -577,9 +578,10 @@ class Stepper:
         return self.update.together
 
     def meet(self) -> bool:
-        """Synchronize replicas that step alone, for an evaluation or the end. Every rank calls it.
+        """With local steps: synchronize the replicas, for an evaluation or at the end. Every rank
+        calls it.
 
-        Where they have not stepped since the last time, it only waits for the end of the last step.
+        If no rank has stepped since the last call, it only waits for the end of the last step.
 
         Returns:
             Whether a rank has asked to stop.
@@ -627,8 +629,8 @@ class Stepper:
         """Compare the replicas now: every bit of weights, buffers and optimizer state. Every rank
         calls it, between steps.
 
-        It does nothing without checks="full", and where each rank has a model of its own
-        (`together`). State that is divided among the ranks is not compared.
+        It does nothing without checks="full", or while replicas may differ (`together` is
+        False). State that is divided among the ranks is not compared.
 
         Args:
             when: what the error begins with. Default: after which step.

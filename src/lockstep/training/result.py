@@ -34,7 +34,7 @@ class Result:
     model: nn.Module
     """The model after the last step, on this rank's device."""
     average: nn.Module | None = None
-    """The model with averaged weights, where the task has an average; `metrics` belong to it."""
+    """The model with averaged weights, if the task has an average. `metrics` are then its metrics."""
     metrics: dict[str, float]
     """Values of the last evaluation by name; empty without eval_data."""
     best: dict[str, Any] | None

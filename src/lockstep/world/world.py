@@ -174,7 +174,7 @@ class World:
         """The weighted mean of all ranks' values: sum(value * weight) / sum(weight), in float64.
         Every rank calls it.
 
-        There is no unweighted mean: a mean of means is wrong where ranks hold different numbers of
+        There is no unweighted mean: a mean of means is wrong if ranks hold different numbers of
         samples.
 
         Args:
@@ -254,11 +254,11 @@ class World:
     def go_on_among(self, ranks: Sequence[int]) -> Group:
         """Continue without the ranks that have died: from now on the world is `ranks`.
 
-        All of them call it at the same point. `rank`, `size`, `group` and `control` are then those
-        of the living ranks. Make again what was made with the old ones.
+        All of them call it at the same point. Afterwards `rank`, `size`, `group` and `control`
+        describe the living ranks. Create again whatever used the old values.
 
         Args:
-            ranks: the living, by their numbers in the whole world.
+            ranks: the ranks that are alive, by their numbers in the original world.
         """
         ranks = [self.group.ranks.index(rank) for rank in ranks]
         group = self.subgroup(ranks)

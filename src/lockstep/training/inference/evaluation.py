@@ -250,7 +250,7 @@ def evaluate(
         loader_workers: processes of each rank that load data.
         inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the batch's
             first part.
-        seed: keys what the data set draws, and the model.
+        seed: of the random numbers that the data set and the model draw.
         world: default: the open one.
 
     Returns:

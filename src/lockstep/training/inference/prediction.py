@@ -70,7 +70,7 @@ def predict(
         loader_workers: processes of each rank that load data.
         inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the first
             part of a data set's batch; one batch is all arguments, a dict the keywords.
-        seed: keys what the data set draws, and the model.
+        seed: of the random numbers that the data set and the model draw.
         world: default: the open one.
 
     Returns:
