@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.tools.drawing import Drawing
 from lockstep.tools.svg import WIDTH, Plot, _marks
 
 
@@ -89,3 +90,12 @@ def test_marks_are_few_and_inside(low: float, span: float) -> None:
     assert 1 <= len(found) <= 7
     slack = 1e-6 * (high - low) + 1e-6 * max(abs(low), abs(high))
     assert all(low - slack <= each <= high + slack for each in found)
+
+
+def test_words_that_look_like_a_colour_are_words() -> None:
+    sheet = Drawing("f-mnist on 2 cores")
+    sheet.words(0, 20, "f-mnist and s-blue ")
+    svg = sheet.svg()
+    tree.fromstring(svg)
+    assert ".f-ink{" in svg
+    assert ".s-blue{" not in svg

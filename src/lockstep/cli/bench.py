@@ -171,11 +171,14 @@ def sampler(
     write_json(json_file, {"rows": [row.as_json() for row in found]})
 
 
+HostRanks = Annotated[
+    int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
+]
+
+
 @app.command("collectives", cls=GroupedCommand)
 def collectives(
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
-    ] = 2,
+    workers: HostRanks = 2,
     sizes: Annotated[
         str,
         typer.Option(

@@ -225,7 +225,8 @@ class Drawing:
         size = f'width="{round(self.zoom * self.width)}" height="{round(self.zoom * self.height)}"'
         paper = Shape("rect", {"width": self.width, "height": self.height, "rx": 6, "fill": "var(--paper)"})  # fmt: skip
         shapes = [paper.markup(True), *self._markup(True)]
-        used = sorted(set(re.findall(r"\b[fs]-\w+(?=[ \"])", "".join(shapes))))
+        classes = " ".join(re.findall(r' class="([^"]*)"', "".join(shapes)))  # text has no quotes
+        used = sorted(set(re.findall(r"\b[fs]-\w+", classes)))
         dark = "".join(
             f".{each}{{{'fill' if each[0] == 'f' else 'stroke'}:{PALETTE[each[2:]][1]}}}"
             for each in used

@@ -230,7 +230,8 @@ def test_the_run_is_described_once(tmp_path: Path) -> None:
     for number, row in enumerate(rows):
         if row["kind"] == "step":
             rows[number] = {**row, "lr": 0.1 / row["step"], "grad_norm": 2.0}
-    run = make(tmp_path, records=rows, exact=True, overrides={"width": "8 9"}, log=["csv", "wandb"])
+    asked = {"exact": True, "compile": False, "log": ["csv", "wandb"]}
+    run = make(tmp_path, records=rows, overrides={"width": "8 9"}, **asked)
     text = written(run)
     cells = Reader(text).cells
     told = {name: cells[cells.index(name) + 1] for name in ("processor", "versions", "seed")}
@@ -245,7 +246,7 @@ def test_the_run_is_described_once(tmp_path: Path) -> None:
     command = re.search("<code>(lockstep train .*?)</code>", text)
     assert command is not None
     assert shlex.split(unescape(command[1])) == [
-        *("lockstep", "train", "digits", "--exact", "--epochs", "2"),
+        *("lockstep", "train", "digits", "--exact", "--epochs", "2", "--no-compile"),
         *("--log", "csv", "--log", "wandb", "--workers", "4", "--set", "width=8 9"),
     ]
     assert "Learning rate" in Reader(text).headings

@@ -64,7 +64,7 @@ class GivenRow:
 
     @property
     def efficiency(self) -> float:
-        """The computation\'s share of the step."""
+        """The computation's share of the step."""
         return self.predicted.computation / self.predicted.step
 
     def as_json(self) -> dict[str, Any]:

@@ -86,8 +86,10 @@ def _command(settings: Settings) -> str:
         if value == each.default or name in _INSIDE:
             continue
         values = value if each.is_repeated else [value]
-        words += [word for one in values for word in (each.flags[0], str(one)) if one is not True]
-        words += [each.flags[0]] if value is True else []
+        if isinstance(value, bool):
+            words.append(each.flags[0] if value else each.flags[0].replace("--", "--no-", 1))
+        else:
+            words += [word for one in values for word in (each.flags[0], str(one))]
     for key, value in settings.overrides.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(words)
