@@ -206,9 +206,7 @@ def test_a_file_that_cannot_be_read_is_refused(
     with refused(code, file=Path(file), **values):
         taken(asked, "--config", file)
     missing = tmp_path / "missing.toml"
-    with refused(
-        "cannot-read", name="--config", file=missing, reason="No such file or directory"
-    ):
+    with refused("cannot-read", name="--config", file=missing, reason="No such file or directory"):
         taken(asked, "--config", f"{tmp_path}/missing.toml")
 
 

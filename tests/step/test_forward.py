@@ -69,7 +69,9 @@ def test_a_batch_whose_samples_are_not_collated() -> None:
     inputs, targets = BATCH
     samples = list(zip(inputs, targets, strict=True))
     identity = forward(collate=lambda samples: samples)
-    with refused("wrong-return-type", TaskError, function="Task: collate", type="list of 4 samples"):
+    with refused(
+        "wrong-return-type", TaskError, function="Task: collate", type="list of 4 samples"
+    ):
         identity(samples)
     nested = [list(BATCH), list(BATCH)]  # one part may be several tensors
     assert identity.inputs(nested) == (nested[0],)
