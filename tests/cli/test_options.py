@@ -205,7 +205,8 @@ def test_a_file_that_cannot_be_read_is_refused(
     file = written(tmp_path, name, text)
     with refused(code, file=Path(file), **values):
         taken(asked, "--config", file)
-    with refused("cannot-read", name="--config", file=tmp_path / "missing.toml"):
+    missing = tmp_path / "missing.toml"
+    with refused("cannot-read", name="--config", file=missing, reason="No such file or directory"):
         taken(asked, "--config", f"{tmp_path}/missing.toml")
 
 

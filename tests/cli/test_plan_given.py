@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import entry_of
 from tests.cli.command import command
 from tests.refused import refused
 
@@ -43,6 +44,11 @@ def test_two_buckets_hide_what_the_backward_covers(tmp_path: Path) -> None:
 def test_central_waits_for_the_end_of_the_backward(tmp_path: Path) -> None:
     (row,) = planned(tmp_path, "--workers", "2", "--buckets", "2", "--reduce", "central")
     assert row["step_ms"] == pytest.approx(30 + 2 * (2 + 2 * 40))
+
+
+def test_every_plan_is_named_where_an_option_is_another_plans() -> None:
+    cause = entry_of("option-of-another-plan")["cause"]
+    assert all(option in cause for option in ("--methods", "--model", "--gradient-mb"))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
     file = tmp_path / "ring.svg"
     assert (
         shown("ring", "--out", str(file))
-        == f"{file}: ring all-reduce, 4 ranks: 6 steps, 24 messages in all\n"
+        == f"{file}: ring all-reduce, 4 ranks: 6 rounds, 24 messages in all\n"
     )
     assert file.read_text() == schedule_picture.drawing(schedule("all_reduce", "ring", 4)).svg()
 

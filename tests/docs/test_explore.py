@@ -19,7 +19,7 @@ from lockstep.collectives.network import Network
 from lockstep.config.parallelism import Parallelism
 from lockstep.tools.plan.given_step import GivenStep, rows
 from lockstep.tools.plan.networks import TCP
-from lockstep.tools.show.schedule_picture import steps
+from lockstep.tools.show.schedule_picture import rounds
 from tests.browser import Page, browser, require
 from tests.cli.command import command
 
@@ -82,7 +82,7 @@ def test_its_rounds_are_the_schedules(tab: Page) -> None:
         found = json.loads(tab.value(f"JSON.stringify({counts}.map(count => {held}))"))
         assert found == [
             [[sorted(step.held[rank][cell]) for cell in step.held[rank]] for rank in range(world)]
-            for step in steps(schedule("all_reduce", algorithm, world))
+            for step in rounds(schedule("all_reduce", algorithm, world))
         ]
 
 

@@ -65,6 +65,24 @@ def test_inputs_that_are_no_arguments() -> None:
         forward(inputs=lambda batch: batch[0])(BATCH)
 
 
+def test_a_batch_whose_samples_are_not_collated() -> None:
+    inputs, targets = BATCH
+    samples = list(zip(inputs, targets, strict=True))
+    identity = forward(collate=lambda samples: samples)
+    with refused(
+        "wrong-return-type", TaskError, function="Task: collate", type="list of 4 samples"
+    ):
+        identity(samples)
+    nested = [list(BATCH), list(BATCH)]  # one part may be several tensors
+    assert identity.inputs(nested) == (nested[0],)
+
+
+def test_a_batch_without_a_first_part() -> None:
+    kind = "dict of 'x': Tensor"
+    with refused("batch-needs-inputs", TaskError, kind=kind):
+        forward()({"x": BATCH[0]})
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_covers_the_model_and_the_output_is_float32(precision: Precision) -> None:
     seen = []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.training.loggers import LoggedRun, Loggers
+from lockstep.training.loggers import LOGGERS, LoggedRun, Loggers
 from tests.refused import refused
 from tests.training import logged, toy
 
@@ -149,6 +149,18 @@ def new(path: Path, step: int = 0) -> LoggedRun:
     return LoggedRun(
         path=path, records=path / "metrics.jsonl", task="toy", step=step, parameters={"seed": 0}
     )
+
+
+def test_without_a_key_the_way_without_a_server_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keyless(run: LoggedRun) -> Any:
+        raise ValueError("No API key configured.")
+
+    monkeypatch.setitem(LOGGERS, "wandb", keyless)
+    with refused("logger-not-opened", name="wandb") as refusal:
+        Loggers(("wandb",), new(tmp_path))
+    assert "WANDB_MODE=offline" in refusal.value.values["reason"]
 
 
 def test_a_store_that_does_not_answer_is_told_at_the_start_and_only_then(

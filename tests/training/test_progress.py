@@ -170,7 +170,7 @@ def test_what_is_left_is_told_from_the_steps_of_this_start(time: Clock) -> None:
 def test_checkpoints_restarts_and_what_is_done_between_steps(time: Clock) -> None:
     facts = Facts(300, None, starts=2, newest=lambda: (80, time.now - 65))
     facts.step(record(101), times(101))
-    assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "2 restarts"]
+    assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "started 3 times"]
     facts.doing = "evaluating"
     assert facts.all()[0] == "evaluating"
     facts.step(record(102), times(102))

@@ -88,6 +88,15 @@ def test_a_name_that_is_none(name: str, known: str) -> None:
         locate(name)
 
 
+def test_a_name_that_is_a_file_without_its_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    known = "digits, text (did you mean 'my_own.py'?)"
+    with refused("unknown-task", TaskError, task="my_own", known=known):
+        locate("my_own")
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

@@ -41,6 +41,13 @@ def test_what_is_written_is_what_is_gone_on_with() -> None:
         assert (each.evaluated, each.unevaluated) == (12, None)
 
 
+def test_a_patience_of_one_is_one_evaluation() -> None:
+    found = state(patience=1)
+    for step, loss in ((4, 1.0), (8, 1.5)):
+        found.note({"loss": loss}, step)
+    assert found.stopped_early == "loss has not improved on 1.0000 (step 4) for 1 evaluation"
+
+
 def test_what_is_watched_since_begins_anew_and_what_is_not_is_left() -> None:
     before = state(patience=3)
     before.note({"accuracy": 0.9, "loss": 1.0}, 4)

@@ -299,7 +299,8 @@ def _read(file: Path) -> dict[str, Any]:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(_LARGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("cannot-read", name="--config", file=file, reason=error) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError("cannot-read", name="--config", file=file, reason=reason) from None
     if len(text) > _LARGEST:
         raise UsageError("config-file-too-large", file=file, most=_LARGEST)
     found = _toml(text, file) if kind == ".toml" else _yaml(text, file)

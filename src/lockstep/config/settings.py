@@ -52,7 +52,9 @@ class Config(Parallelism):
     precision: Annotated[
         Precision | None, Knob("training", default="the task's own", common=True)
     ] = None
-    """Precision of the forward pass. It changes the trained weights."""
+    """Precision of the forward pass. It changes the trained weights. tf32 has an effect only on
+    hardware that supports it.
+    """
     compile: Annotated[bool | None, Knob("training", default="the task's own")] = None
     """Compile the model with torch.compile."""
     threads: Annotated[

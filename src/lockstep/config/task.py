@@ -54,7 +54,7 @@ class EarlyStopping:
         knob.whole("EarlyStopping.patience", self.patience, error=TaskError)
 
 
-def _first(batch: Any) -> tuple[Any, ...]:
+def first_part(batch: Any) -> tuple[Any, ...]:
     return (batch[0],)
 
 
@@ -98,7 +98,7 @@ class Task:
     """Samples of a forward: what BatchNorm sees."""
     name: str | None = None
     """Shown and used for the run directory; default: the bundled name or the file's."""
-    inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = _first
+    inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = first_part
     """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. By default
     the batch's first part is the one.
     """

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.task import Precision, Task
+from lockstep.config.task import Precision, Task, first_part
 from lockstep.data.rows import Piece, Rows
+from lockstep.data.windows import counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness, status
 from lockstep.step.data_parallel import DistributedDataParallel
@@ -55,7 +56,22 @@ class Forward:
         return positional
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._task.inputs is first_part:
+            self._check_parts(batch)
         return arguments(self._task.inputs(batch), "Task: inputs", TaskError)
+
+    def _check_parts(self, batch: Any) -> None:
+        if isinstance(batch, Mapping):
+            raise TaskError("batch-needs-inputs", kind=_shape(batch))
+        samples = isinstance(batch, (tuple, list)) and all(map(_is_sample, batch))
+        if self._task.collate is not None and samples:
+            raise TaskError(
+                "wrong-return-type",
+                function="Task: collate",
+                type=f"{type(batch).__name__} of {counted(len(batch), 'sample')}",
+                expected="one batch: (inputs, targets) with the samples stacked, such as"
+                " torch.utils.data.default_collate(samples)",
+            )
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around the model, or a part of it."""
@@ -135,6 +151,16 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _is_sample(part: Any) -> bool:
+    """Whether this is no part of a batch, but one sample: a number beside something with
+    dimensions.
+    """
+    if not isinstance(part, (tuple, list)):
+        return False
+    dimensions = [getattr(each, "ndim", 0) for each in part if not isinstance(each, str)]
+    return 0 in dimensions and max(dimensions) > 0
 
 
 def _shape(found: Any) -> str:

@@ -43,7 +43,9 @@ class StepResult:
     samples_by_rank: tuple[int, ...]
     """The samples that each rank walked; zeros for plain lists of batches."""
     bytes_sent: int
-    """Bytes that this rank has sent since the world was opened."""
+    """Bytes that this rank has sent since the world was opened, not in this step alone: subtract
+    the value of the step before.
+    """
     outcome: Applied
     """What `norm`, `applied` and `reason` are read from."""
     together: bool = True

@@ -24,7 +24,7 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts
 from lockstep.config.task import EarlyStopping, Mode, Precision, Task
 from lockstep.data.loader import is_iterable
-from lockstep.data.windows import Window
+from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, grad_scaler
@@ -128,7 +128,7 @@ class TrainingState:
                     f"{self.patience.metric} has not improved on {self.patience.value:.4f} (step"
                     f" {self.patience.step})"
                 )
-                self.stopped_early = f"{value} for {most} evaluations"
+                self.stopped_early = f"{value} for {counted(most, 'evaluation')}"
         return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:

@@ -59,6 +59,9 @@ class LoggedRun:
                 yield from (each for each in map(json.loads, lines) if each["kind"] in KINDS)
 
 
+_WITHOUT_SERVER = {"wandb": ". Set WANDB_MODE=offline to log without a key and a server."}
+
+
 class Logger(Protocol):
     """Opened by its constructor, which is given the LoggedRun."""
 
@@ -89,7 +92,8 @@ class Loggers:
             except Exception as error:
                 if names and not run.step:
                     self.close("FAILED")
-                    raise UsageError("logger-not-opened", name=name, reason=_line(error)) from error
+                    reason = _line(error).rstrip(".") + _WITHOUT_SERVER.get(name, "")
+                    raise UsageError("logger-not-opened", name=name, reason=reason) from error
                 self._failed(name, error)
                 continue
             for record in run.past():

@@ -92,7 +92,7 @@ class Facts:
             step, when = newest
             found.append(f"step {step} saved {clock(max(0.0, time.time() - when))} ago")
         if self._starts:
-            found.append(f"{self._starts} restart{'s' * (self._starts > 1)}")
+            found.append(f"started {self._starts + 1} times")
         return found
 
     def _left(self) -> float | None:

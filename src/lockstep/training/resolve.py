@@ -52,7 +52,9 @@ def locate(name: str) -> str:
             kind = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
             raise TaskError("task-file-missing", task=name, problem=kind)
         return os.path.abspath(path)
-    raise TaskError("unknown-task", task=name, known=", ".join(BUNDLED) + closest(name, BUNDLED))
+    beside = f"{name}.py"
+    close = f" (did you mean {beside!r}?)" if Path(beside).is_file() else closest(name, BUNDLED)
+    raise TaskError("unknown-task", task=name, known=", ".join(BUNDLED) + close)
 
 
 def file_of(place: str) -> Path:

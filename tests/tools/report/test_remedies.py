@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.remedies import Advice, deal
+from lockstep.tools.report.judged import judged
+from lockstep.tools.report.remedies import Advice, Straggler, deal
 from lockstep.tools.report.verdict import verdict
 from tests.training.synthetic import BASE, Extra, anatomy, begin, lines, planted
 
@@ -41,9 +42,21 @@ def test_so_many_loaders_that_the_step_still_waits() -> None:
     assert advice.gain == pytest.approx((STEP + 3.0) / (3.004 / 16) - 1)
 
 
+def test_micro_batches_are_whole_or_a_mean() -> None:
+    found = judged(anatomy(lines(2, 20)).generations[0])
+    assert found is not None
+
+    def why(mine: float, others: float) -> str:
+        return Straggler(place=0, share=0.1, cause="work", mine=mine, others=others).why(found)
+
+    assert why(3.0, 2.0) == "3 micro-batches a step, others 2"
+    assert why(1.0417, 0.9583) == "on average 1.04 micro-batches a step, others 0.96"
+
+
 def test_no_core_is_free_for_a_loader() -> None:
     found = advised(lines(2, 20, planted(1, "data", 0.2), cores=2))
     assert found["--loader-workers 3"].gain is None
+    assert "all cores are in use" in found["--loader-workers 3"].remark
     assert str(found["--loader-workers 3"]).endswith("(gain unknown: measure it).")
 
 

@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 RING_OF_4 = """\
-ring all-reduce, 4 ranks: 6 steps, 24 messages in all
+ring all-reduce, 4 ranks: 6 rounds, 24 messages in all
 each rank sends 6/4 of the tensor
 cell a is added as (((0+1)+2)+3), the same bits on all ranks
 
@@ -36,39 +36,39 @@ start
     rank 1  a 1      b 1      c 1      d 1
     rank 2  a 2      b 2      c 2      d 2
     rank 3  a 3      b 3      c 3      d 3
-step 1  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
+round 1  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
     rank 0  a 0      b 0      c 0      d 03
     rank 1  a 01     b 1      c 1      d 1
     rank 2  a 2      b 12     c 2      d 2
     rank 3  a 3      b 3      c 23     d 3
-step 2  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    add
+round 2  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    add
     rank 0  a 0      b 0      c 023    d 03
     rank 1  a 01     b 1      c 1      d 013
     rank 2  a 012    b 12     c 2      d 2
     rank 3  a 3      b 123    c 23     d 3
-step 3  0 -> 1 c   1 -> 2 d   2 -> 3 a   3 -> 0 b    add
+round 3  0 -> 1 c   1 -> 2 d   2 -> 3 a   3 -> 0 b    add
     rank 0  a 0      b 0123*  c 023    d 03
     rank 1  a 01     b 1      c 0123*  d 013
     rank 2  a 012    b 12     c 2      d 0123*
     rank 3  a 0123*  b 123    c 23     d 3
-step 4  0 -> 1 b   1 -> 2 c   2 -> 3 d   3 -> 0 a    replace
+round 4  0 -> 1 b   1 -> 2 c   2 -> 3 d   3 -> 0 a    replace
     rank 0  a 0123*  b 0123*  c 023    d 03
     rank 1  a 01     b 0123*  c 0123*  d 013
     rank 2  a 012    b 12     c 0123*  d 0123*
     rank 3  a 0123*  b 123    c 23     d 0123*
-step 5  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    replace
+round 5  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    replace
     rank 0  a 0123*  b 0123*  c 023    d 0123*
     rank 1  a 0123*  b 0123*  c 0123*  d 013
     rank 2  a 012    b 0123*  c 0123*  d 0123*
     rank 3  a 0123*  b 123    c 0123*  d 0123*
-step 6  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    replace
+round 6  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    replace
     rank 0  a 0123*  b 0123*  c 0123*  d 0123*
     rank 1  a 0123*  b 0123*  c 0123*  d 0123*
     rank 2  a 0123*  b 0123*  c 0123*  d 0123*
     rank 3  a 0123*  b 0123*  c 0123*  d 0123*"""
 
 TREE_OF_3 = """\
-tree all-reduce, 3 ranks: 4 steps, 4 messages in all
+tree all-reduce, 3 ranks: 4 rounds, 4 messages in all
 each rank sends 1 to 2 times the tensor
 cell a is added as ((0+1)+2), the same bits on all ranks
 
@@ -76,31 +76,31 @@ start
     rank 0  a 0
     rank 1  a 1
     rank 2  a 2
-step 1  1 -> 0 a    add
+round 1  1 -> 0 a    add
     rank 0  a 01
     rank 1  a 1
     rank 2  a 2
-step 2  2 -> 0 a    add
+round 2  2 -> 0 a    add
     rank 0  a 012*
     rank 1  a 1
     rank 2  a 2
-step 3  0 -> 2 a    replace
+round 3  0 -> 2 a    replace
     rank 0  a 012*
     rank 1  a 1
     rank 2  a 012*
-step 4  0 -> 1 a    replace
+round 4  0 -> 1 a    replace
     rank 0  a 012*
     rank 1  a 012*
     rank 2  a 012*"""
 
 BROADCAST_TO_2 = """\
-tree broadcast, 2 ranks: 1 step, 1 message in all
+tree broadcast, 2 ranks: 1 round, 1 message in all
 each rank sends 0 to 1 times the tensor
 
 start
     rank 0  a .
     rank 1  a 1
-step 1  1 -> 0 a    replace
+round 1  1 -> 0 a    replace
     rank 0  a 1
     rank 1  a 1"""
 
@@ -127,11 +127,11 @@ def test_text(drawn: Schedule, expected: str) -> None:
 
 
 def test_the_ring_by_the_rule_that_books_give() -> None:
-    """In step s rank r sends cell r - s + 1 to its right: first the sums, each one rank longer,
+    """In round s rank r sends cell r - s + 1 to its right: first the sums, each one rank longer,
     then the complete cells.
     """
     for world in range(2, 9):
-        every = list(picture.steps(schedule("all_reduce", "ring", world)))
+        every = list(picture.rounds(schedule("all_reduce", "ring", world)))
         assert len(every) == 1 + 2 * (world - 1)
         for step in every[1:]:
             assert sorted((t.src, t.dst, t.cells) for t in step.transfers) == [
@@ -150,12 +150,12 @@ def test_the_ring_by_the_rule_that_books_give() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 16])
-def test_one_word_says_what_a_step_does(world: int) -> None:
-    """A step is called "add" or "replace" after its first message: all of them do the same, and
+def test_one_word_says_what_a_round_does(world: int) -> None:
+    """A round is called "add" or "replace" after its first message: all of them do the same, and
     there is one.
     """
     for each in every_schedule(world):
-        for step in list(picture.steps(each))[1:]:
+        for step in list(picture.rounds(each))[1:]:
             assert len({transfer.reduce for transfer in step.transfers}) == 1, each.name
 
 
@@ -163,14 +163,14 @@ def test_one_word_says_what_a_step_does(world: int) -> None:
 def test_everybody_ends_with_what_was_promised(world: int) -> None:
     """The picture's own arithmetic, against the meaning of an all-reduce."""
     for name in algorithms_of("all_reduce"):
-        *_, last = picture.steps(schedule("all_reduce", name, world, ranks_per_node=2))
+        *_, last = picture.rounds(schedule("all_reduce", name, world, ranks_per_node=2))
         assert all(
             ranks == frozenset(range(world)) for held in last.held for ranks in held.values()
         )
 
 
-def test_what_a_step_shows_is_not_changed_by_the_next() -> None:
-    first, *_ = list(picture.steps(schedule("all_reduce", "ring", 3)))
+def test_what_a_round_shows_is_not_changed_by_the_next() -> None:
+    first, *_ = list(picture.rounds(schedule("all_reduce", "ring", 3)))
     assert first.held[1] == {cell: frozenset({1}) for cell in range(3)}
 
 
@@ -178,14 +178,14 @@ def test_beyond_16_ranks_contents_are_left_out_and_said_to_be() -> None:
     shown = picture.text(schedule("all_reduce", "ring", 17)).splitlines()
     assert shown[3] == "contents are written out for up to 16 ranks"
     assert not [line for line in shown if line.startswith("    rank")]
-    assert len([line for line in shown if line.startswith("step")]) == 32
+    assert len([line for line in shown if line.startswith("round")]) == 32
     assert "contents are written out" not in picture.text(schedule("all_reduce", "ring", 16))
 
 
 def test_one_rank_has_nothing_to_say() -> None:
     assert (
         picture.text(schedule("all_reduce", "ring", 1)).splitlines()[0]
-        == "ring all-reduce, 1 rank: 0 steps, 0 messages in all"
+        == "ring all-reduce, 1 rank: 0 rounds, 0 messages in all"
     )
 
 
@@ -260,7 +260,7 @@ def test_boxes_say_what_is_in_them_and_are_green_when_complete() -> None:
     for box in boxes(root):
         inside = elements[elements.index(box) + 1].text or ""
         assert ("f-green" in box.attrib["class"]) == inside.endswith(" 0123"), inside
-    assert words(root).count("a 0123") == 1 + 2 + 3 + 4  # after steps 3, 4, 5 and 6
+    assert words(root).count("a 0123") == 1 + 2 + 3 + 4  # after rounds 3, 4, 5 and 6
 
 
 def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class Straggler:
 
     def why(self, found: Judged) -> str:
         if self.cause == "work":
-            return f"{self.mine:.3g} micro-batches a step, others {self.others:.3g}"
+            if self.mine.is_integer() and self.others.is_integer():
+                return f"{self.mine:.0f} micro-batches a step, others {self.others:.0f}"
+            return f"on average {self.mine:.2f} micro-batches a step, others {self.others:.2f}"
         shared = self.cause == "network" and found.begin.reduction.startswith(SHARED)
         what = "its part of the all-reduce" if shared else _CAUSES[self.cause][1]
         return f"{what}: {milliseconds(self.mine)} ms a step, others {milliseconds(self.others)}"
@@ -281,7 +283,7 @@ def _loader(case: Case) -> Advice | None:
         return None
     if case.begin.device != "cpu" or max(case.ranks_on.values()) < case.begin.cores:
         return Advice(option, gain)
-    remark = "no core is free for it, so it helps only a loader that waits for storage"
+    remark = "it helps only a loader that waits for storage, because all cores are in use"
     return Advice(option, None, remark) if gain >= _LEAST_OTHER else None
 
 

@@ -1,14 +1,13 @@
-"""A schedule as text and as a drawing: who sends what to whom in each step, and what everybody
+"""A schedule as text and as a drawing: who sends what to whom in each round, and what everybody
 holds then.
 
-    step 1   0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
+    round 1  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
              rank 0   a 0     b 0     c 0     d 03
 
 Cells are letters; behind each stand the ranks that are counted in it. A `*` marks a cell that is
-complete. The rounds of the schedule that really runs are drawn, one a line: `step` is the word of
-the teaching texts for them.
+complete. The rounds of the schedule that really runs are drawn, one a line.
 
-In the drawing a column is a rank and a row a step. Boxes are cells, stronger in colour the more
+In the drawing a column is a rank and a row a round. Boxes are cells, stronger in colour the more
 ranks are counted in them; arrows are messages.
 """
 
@@ -60,16 +59,14 @@ class Snapshot:
 
     @property
     def how(self) -> str:
-        """What receivers do with what arrives: the same in all transfers of a step, because it
-        is a round's.
-        """
+        """What receivers do with what arrives: the same in all transfers of a round."""
         kinds = {transfer.reduce for transfer in self.transfers}
         assert len(kinds) == 1, "a round adds or replaces"
         return "add" if kinds == {True} else "replace"
 
 
-def steps(schedule: Schedule) -> Iterator[Snapshot]:
-    """Step 0 is what everybody holds at the start."""
+def rounds(schedule: Schedule) -> Iterator[Snapshot]:
+    """Round 0 is what everybody holds at the start."""
     held = [
         {
             cell: frozenset({rank})
@@ -105,7 +102,7 @@ def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
 def title(schedule: Schedule, proof: Proof) -> list[str]:
     """What is true of the schedule as a whole, in lines."""
     name = schedule.name.replace("_", "-")
-    count = f"{counted(proof.rounds, 'step')}, {counted(proof.messages, 'message')} in all"
+    count = f"{counted(proof.rounds, 'round')}, {counted(proof.messages, 'message')} in all"
     lines = [
         f"{name} {schedule.kind.replace('_', '-')}, {counted(schedule.world, 'rank')}: {count}"
     ]
@@ -128,17 +125,17 @@ def text(schedule: Schedule) -> str:
     shown = schedule.world <= SHOWN
     if not shown:
         lines.append(f"contents are written out for up to {SHOWN} ranks")
-    width = len(f"step {len(schedule)}")
-    for step in steps(schedule):
-        if step.number == 0:
+    width = len(f"round {len(schedule)}")
+    for snapshot in rounds(schedule):
+        if snapshot.number == 0:
             lines += ["", "start"] if shown else [""]
         else:
             lines.append(
-                f"{f'step {step.number}':<{width}}  {'   '.join(map(_message, step.transfers))}   "
-                f" {step.how}"
+                f"{f'round {snapshot.number}':<{width}}  {'   '.join(map(_message, snapshot.transfers))}   "
+                f" {snapshot.how}"
             )
         if shown:
-            lines += _contents(schedule, step)
+            lines += _contents(schedule, snapshot)
     return "\n".join(lines)
 
 
@@ -150,12 +147,12 @@ def _message(transfer: Transfer) -> str:
     )
 
 
-def _contents(schedule: Schedule, step: Snapshot) -> list[str]:
+def _contents(schedule: Schedule, snapshot: Snapshot) -> list[str]:
     rows = []
     cells = range(schedule.cells)
     if schedule.kind == "all_to_all":  # cells of others' business are left out
         cells = range(schedule.cells) if schedule.world <= 4 else range(0)
-    for rank, held in enumerate(step.held):
+    for rank, held in enumerate(snapshot.held):
         parts = [_cell(schedule, cell, held.get(cell)) for cell in cells]
         rows.append(f"    rank {rank:<2} {'  '.join(parts)}".rstrip())
     return rows if cells else []
@@ -173,7 +170,7 @@ def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
 
 
 def drawing(schedule: Schedule) -> Drawing:
-    """A column is a rank, a row a step. Raises UsageError for more ranks than fit on a page."""
+    """A column is a rank, a row a round. Raises UsageError for more ranks than fit on a page."""
     if schedule.world > SHOWN or schedule.cells > SHOWN:
         raise UsageError(
             "drawing-too-large",
@@ -188,11 +185,11 @@ class _ScheduleDrawing(Drawing):
         lines = title(schedule, prove(schedule))
         super().__init__(lines[0], f"{'. '.join(lines[1:])}. {_LEGEND}.")
         self._schedule = schedule
-        every = list(steps(schedule))
+        every = list(rounds(schedule))
         contents = {
             _content(schedule, cell, ranks)
-            for step in every
-            for held in step.held
+            for snapshot in every
+            for held in snapshot.held
             for cell, ranks in held.items()
         }
         self._wide = 12 + max(width_of(each, 12) for each in contents)
@@ -201,8 +198,8 @@ class _ScheduleDrawing(Drawing):
         for rank in range(schedule.world):
             middle = self._left(rank) + self._wide / 2
             self.words(middle, self._first - 8, f"rank {rank}", anchor="middle", weight="bold")
-        for step in every:
-            self._row(step)
+        for snapshot in every:
+            self._row(snapshot)
         low = max(self._top(len(every)) - _GAP, self._top(len(every) - 1) + 34) + 12
         if schedule.kind in REDUCING:
             low = self.legend(low, _MEANINGS, wrap)
@@ -212,23 +209,26 @@ class _ScheduleDrawing(Drawing):
     def _left(self, rank: int) -> float:
         return _LEFT + rank * (self._wide + _BETWEEN)
 
-    def _top(self, step: int) -> float:
-        return self._first + step * (_BOX * self._schedule.cells + _GAP)
+    def _top(self, number: int) -> float:
+        return self._first + number * (_BOX * self._schedule.cells + _GAP)
 
-    def _row(self, step: Snapshot) -> None:
+    def _row(self, snapshot: Snapshot) -> None:
         """What everybody holds, and the messages that have led to it."""
-        top, above = self._top(step.number), self._top(step.number) - _GAP
+        top, above = self._top(snapshot.number), self._top(snapshot.number) - _GAP
         self.words(
-            MARGIN, top + 13, f"step {step.number}" if step.number else "start", weight="bold"
+            MARGIN,
+            top + 13,
+            f"round {snapshot.number}" if snapshot.number else "start",
+            weight="bold",
         )
-        if step.number:
-            self.words(MARGIN, top + 29, step.how, size=12, fill=SOFT)
-        arrived = {(each.dst, cell) for each in step.transfers for cell in each.cells}
-        for rank, held in enumerate(step.held):
+        if snapshot.number:
+            self.words(MARGIN, top + 29, snapshot.how, size=12, fill=SOFT)
+        arrived = {(each.dst, cell) for each in snapshot.transfers for cell in each.cells}
+        for rank, held in enumerate(snapshot.held):
             for cell in range(self._schedule.cells):
                 self._cell(rank, cell, top, held.get(cell), (rank, cell) in arrived)
-        sends = Counter(each.src for each in step.transfers)
-        for each in step.transfers:
+        sends = Counter(each.src for each in snapshot.transfers)
+        for each in snapshot.transfers:
             x, to_x = (self._left(rank) + self._wide / 2 for rank in (each.src, each.dst))
             curve = (x, above + 3), (x, above + 22), (to_x, top - 24), (to_x, top - 3)
             self.arrow(curve, "message")
