@@ -112,14 +112,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         report(str(tmp_path))
 
 
-def test_it_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, ["report", str(run)])
-    assert done.exit_code == 0
-    assert (run / "report.html").read_text().count("<svg") == 8
-
-
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     """A page is written in a second or two, also on a machine that trains nothing."""
     run = make(tmp_path / "run", parts=anatomy(2, 4))

@@ -243,7 +243,8 @@ def test_settings_from_a_file_are_applied_and_said_and_the_command_line_beats_th
         f" and {{}} here; workers=8 there and 2 here; torch=1.0 there and {torch.__version__}"
         " here): what is applied may not be the fastest here; run `lockstep tune` again"
     )
-    assert lines[2].endswith("in buckets of 3 MiB, sharded update, 2 threads a rank")
+    assert lines[2] == "run directory: run"
+    assert lines[3].endswith("in buckets of 3 MiB, sharded update, 2 threads a rank")
     assert ", sharded, " in done.stdout
     start = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert start["settings_file"] == "tuned.json"

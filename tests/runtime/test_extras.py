@@ -14,16 +14,16 @@ def test_in_a_checkout_it_is_installed_again_from_there(
 ) -> None:
     (tmp_path / "src" / "lockstep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    assert _wanted("plot", tmp_path, None) == f"-e '{tmp_path}[plot]'"
+    assert _wanted("lint", tmp_path, None) == f"-e '{tmp_path}[lint]'"
     monkeypatch.chdir(tmp_path)
-    assert _wanted("plot", tmp_path, None) == "-e '.[plot]'"
+    assert _wanted("lint", tmp_path, None) == "-e '.[lint]'"
 
 
 def test_elsewhere_from_where_it_came(tmp_path: Path) -> None:
-    assert _wanted("plot", tmp_path, None) == "'lockstep-train[plot]'"
+    assert _wanted("lint", tmp_path, None) == "'lockstep-train[lint]'"
     assert (
-        _wanted("plot", tmp_path, "https://host/it.whl")
-        == "'lockstep-train[plot] @ https://host/it.whl'"
+        _wanted("lint", tmp_path, "https://host/it.whl")
+        == "'lockstep-train[lint] @ https://host/it.whl'"
     )
 
 

@@ -69,7 +69,7 @@ def test_what_training_can_do_without_ends_with_one_warning(full_disk: Path) -> 
     file.write(b"line")
     with pytest.warns(
         LockstepWarning,
-        match=r"rank-0\.jsonl cannot be written \(No space left on device\): training goes on",
+        match=r"rank-0\.jsonl cannot be written \(No space left on device\): training continues",
     ) as caught:
         file.flush()
     file.write(b"x" * 2**17)

@@ -133,9 +133,7 @@ def _powers_of_two(device: str) -> list[int]:
     return [2**power for power in range((gpus or max(2, cores())).bit_length())]
 
 
-app = typer.Typer(
-    help="Measure collectives, scaling, training, and sampling.", no_args_is_help=True
-)
+app = typer.Typer(no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
 DrawnFile = Annotated[

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TORCH = (".pt", ".pth")
 _FOLDERS = ("hf", "dcp")
 
-app = typer.Typer(help="List, verify, compare, and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Run = Annotated[
     Path,

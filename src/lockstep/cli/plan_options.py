@@ -159,7 +159,7 @@ def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) 
         raise UsageError(
             "option-missing",
             option="lockstep plan",
-            needed="a TASK, or --model and --device",
+            needed="a TASK, --model and --device, or --gradient-mb",
             reason="it predicts the steps of digits, text, a Python file, or a model of the table",
         )
     for name in sorted(given):

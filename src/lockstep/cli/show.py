@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.arguments import at_least_one, counts_of, task_of
+from lockstep.cli.options import GroupedCommand
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
-app = typer.Typer(
-    help="Draw algorithms, sample orders, meshes, and pipelines, as text or as a picture.",
-    no_args_is_help=True,
-)
+app = typer.Typer(no_args_is_help=True)
 DrawnFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE.svg", help="Draw a picture into FILE.svg, in place of text."),
@@ -44,7 +42,7 @@ def _writable(out: Path | None) -> None:
     check_picture(out)
 
 
-@app.command("step")
+@app.command("step", cls=GroupedCommand)
 def step(
     workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 2,
     batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
@@ -61,9 +59,11 @@ def step(
     _show(picture, [found], lambda: picture.title(found), out)
 
 
-@app.command("buckets")
+@app.command("buckets", cls=GroupedCommand)
 def buckets(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks on this host.")] = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of ranks on this host.")
+    ] = 2,
     layers: Annotated[int, typer.Option(help="Layers of the small model, 1 MB each.")] = 6,
     reduce: Annotated[
         str, typer.Option(help="How to sum gradients: native, ring, tree, shared_memory, ...")
@@ -85,7 +85,7 @@ def buckets(
     _show(picture, [found], lambda: picture.title(found), out)
 
 
-@app.command("exact")
+@app.command("exact", cls=GroupedCommand)
 def exact(
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
@@ -101,7 +101,7 @@ def exact(
     _show(picture, [found], lambda: picture.title(found)[0], out)
 
 
-@app.command("loss")
+@app.command("loss", cls=GroupedCommand)
 def loss(
     task: Annotated[
         str, typer.Option(metavar="TASK", help="digits, text, or a Python file with task().")
@@ -136,7 +136,7 @@ class Split(StrEnum):
     blocks = "blocks"
 
 
-@app.command("data")
+@app.command("data", cls=GroupedCommand)
 def data(
     samples: Annotated[int, typer.Option(help="Samples in the dataset.")] = 10,
     workers: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
@@ -172,7 +172,7 @@ def data(
     _show(picture, [found], lambda: picture.title(found), out)
 
 
-@app.command("mesh")
+@app.command("mesh", cls=GroupedCommand)
 def mesh(
     mesh: Annotated[
         str,
@@ -336,7 +336,7 @@ def _rows(text: str) -> list[list[float]]:
     return rows
 
 
-@app.command("pipeline")
+@app.command("pipeline", cls=GroupedCommand)
 def pipeline(
     schedule: Annotated[
         str,
@@ -367,6 +367,6 @@ def pipeline(
 
 
 for _name in _ALGORITHMS:
-    app.command(_name)(_algorithm(_name))
+    app.command(_name, cls=GroupedCommand)(_algorithm(_name))
 for _name in _COLLECTIVES:
-    app.command(_name)(_collective(_name))
+    app.command(_name, cls=GroupedCommand)(_collective(_name))

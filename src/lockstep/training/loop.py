@@ -86,7 +86,9 @@ class Training(AssembledTraining):
                 facts=Facts(
                     self.length.steps,
                     self.length.epochs,
-                    starts=0 if self.directory is None else starts(self.directory.path),
+                    starts=starts(self.directory.path)
+                    if self.directory and self.world.rank == 0
+                    else 0,
                     newest=lambda: self.saves.newest,
                 ),
             )
