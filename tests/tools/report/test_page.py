@@ -253,6 +253,11 @@ def test_the_run_is_described_once(tmp_path: Path) -> None:
     assert "Gradient norm" not in Reader(text).headings  # a flat line is no figure
 
 
+def test_a_task_made_in_python_has_no_command(tmp_path: Path) -> None:
+    assert "lockstep train" in written(make(tmp_path / "file", task="/home/me/my_task.py"))
+    assert "lockstep train" not in written(make(tmp_path / "python", task="my task"))
+
+
 def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
     parts = anatomy(4, 10)
     for each in parts.values():

@@ -18,7 +18,7 @@ from lockstep.tools.report import history, inside_step
 from lockstep.tools.report.html import Numbers, Section, render
 from lockstep.tools.report.judged import Judged, RankTimes, judged
 from lockstep.tools.report.verdict import Verdict
-from lockstep.training.resolve import short_name
+from lockstep.training.resolve import BUNDLED, short_name
 from lockstep.training.timeline import PHASES, Begin
 from lockstep.training.tuned import Tuned
 
@@ -79,7 +79,11 @@ def _judged(recorded: Recorded) -> Judged | None:
 
 
 def _command(settings: Settings) -> str:
-    """One that trains the same: the options that are not the defaults."""
+    """One that trains the same: the options that are not the defaults. Empty for a task that the
+    command line does not know, because it was made in Python.
+    """
+    if settings.task not in BUNDLED and not settings.task.endswith(".py"):
+        return ""
     words = ["lockstep", "train", settings.task]
     for name, each in knobs(Settings).items():
         value = getattr(settings, name)
