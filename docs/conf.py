@@ -41,6 +41,7 @@ exclude_patterns = [
     "explore",
     "course/exercises",
     "course/solutions",
+    "**/.pytest_cache",
 ]
 myst_heading_anchors = 4  # the anchors that GitHub gives
 smartquotes = False  # --run stays --run
