@@ -80,6 +80,19 @@ class Shape:
         return f"<{self.tag}{attributes}>{escape(self.text)}</{self.tag}>"
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Shapes that are moved together."""
+
+    x: float
+    y: float
+    shapes: Sequence[Shape | Placed]
+
+    def markup(self, alone: bool) -> str:
+        inside = (shape.markup(alone) for shape in self.shapes)
+        return "\n".join([f'<g transform="translate({self.x:.1f} {self.y:.1f})">', *inside, "</g>"])
+
+
 class Drawing:
     """A sheet that is as large as what lies on it, and at least as large as it is told. What is
     drawn first lies below.
@@ -92,7 +105,7 @@ class Drawing:
     ) -> None:
         self.title, self.description = title, description
         self._right, self._low = width, height
-        self._shapes: list[Shape] = []
+        self._shapes: list[Shape | Placed] = []
         self.zoom = 1.0
         """px of a unit in a file of its own."""
 
@@ -162,6 +175,15 @@ class Drawing:
             x += wide
         return y + 22
 
+    def note(self, y: float, text: str, wrap: float, fill: str = SOFT) -> float:
+        """Small words at the left, broken where they pass `wrap`; `y` is the first line's base.
+        Returns that of the last.
+        """
+        lines = wrapped(text, wrap, 12)
+        for number, line in enumerate(lines):
+            self.words(MARGIN, y + 17 * number, line, size=12, fill=fill)
+        return y + 17 * (len(lines) - 1)
+
     def arrow(self, curve: Curve, kind: str, colour: str = ARROW, *, both: bool = False) -> None:
         """Along a cubic curve from its first point to its last, or `both` ways. `kind`: its
         class.
@@ -201,8 +223,7 @@ class Drawing:
 
     def place(self, other: Drawing, x: float, y: float) -> None:
         """Another drawing, with its corner there."""
-        self._shapes.append(Shape("g", {"transform": f"translate({x:.1f} {y:.1f})"}, ""))
-        self._shapes += [*other._shapes, Shape("/g", {})]
+        self._shapes.append(Placed(x, y, other._shapes))
         self._right = max(self._right, 2 * x + other.width)
         self._low = max(self._low, y + other.height)
 
@@ -211,14 +232,7 @@ class Drawing:
         self._right, self._low = max(self._right, right + MARGIN), max(self._low, low + MARGIN)
 
     def _markup(self, alone: bool) -> list[str]:
-        return [
-            f'<g transform="{shape.attributes["transform"]}">'
-            if shape.tag == "g"
-            else "</g>"
-            if shape.tag == "/g"
-            else shape.markup(alone)
-            for shape in self._shapes
-        ]
+        return [shape.markup(alone) for shape in self._shapes]
 
     def svg(self) -> str:
         """As a file of its own."""

@@ -10,7 +10,7 @@ from lockstep.collectives.addition_order import Block, Term, blocks, tree
 from lockstep.config.knob import whole
 from lockstep.data.windows import Plan, counted
 from lockstep.errors import UsageError
-from lockstep.tools.drawing import CARD, FAINT, INK, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
+from lockstep.tools.drawing import CARD, FAINT, INK, MARGIN, SERIES, SOFT, TINT, Drawing
 
 SHOWN = 32
 """The most micro-batches of a drawing."""
@@ -98,8 +98,7 @@ def drawing(step: ExactStep) -> Drawing:
     meanings = {"added by one rank": (SERIES[0], TINT), "added between ranks": (CARD, 1.0)}
     low = sheet.legend(float(sheet.height + 4), meanings, wrap)
     note = "A box is a sum and the slots in it; a colour is the rank that computes it alone"
-    for number, line in enumerate(wrapped(note, wrap, 12)):
-        sheet.words(MARGIN, low + 8 + 17 * number, line, size=12, fill=SOFT)
+    sheet.note(low + 8, note, wrap)
     sheet.zoom = max(1.0, min(1.4, 640 / sheet.width))
     return sheet
 

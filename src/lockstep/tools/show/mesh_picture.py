@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from lockstep.config.mesh import AXES, Axis, Mesh
 from lockstep.errors import UsageError
-from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing, wrapped
+from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing
 from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
 from lockstep.tools.timing.output_files import table
 
@@ -178,10 +178,7 @@ class _MeshDrawing(Drawing):
         low = self._top(nodes) + 6
         for name, who, use in _lines(mesh, nodes):
             colour = _COLOURS[name.strip()]  # type: ignore[index]  # an axis
-            for line in wrapped(f"{name.strip()} {who}: {use}", wrap, 12):
-                low += 17
-                self.words(MARGIN, low, line, size=12, fill=colour)
-            low += 5
+            low = self.note(low + 17, f"{name.strip()} {who}: {use}", wrap, colour) + 5
         self.zoom = max(1.0, min(1.4, 680 / self.width))
 
     def _corner(self, rank: int) -> tuple[float, float]:

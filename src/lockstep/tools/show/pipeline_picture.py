@@ -19,7 +19,7 @@ from lockstep.config import knob
 from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.drawing import CARD, MARGIN, SOFT, TINT, Drawing, width_of, wrapped
+from lockstep.tools.drawing import CARD, MARGIN, TINT, Drawing, width_of
 
 IDLE = "·"
 _MEANINGS = {
@@ -239,8 +239,7 @@ def drawing(found: Chart) -> Drawing:
     several = "; the stronger the colour, the later of the rank's stages" * (
         found.schedule.per_rank > 1
     )
-    for number, line in enumerate(wrapped(f"Numbers are micro-batches{several}", wrap, 12)):
-        sheet.words(MARGIN, y + 8 + 17 * number, line, size=12, fill=SOFT)
+    sheet.note(y + 8, f"Numbers are micro-batches{several}", wrap)
     sheet.zoom = max(1.0, min(1.4, 700 / sheet.width))
     return sheet
 

@@ -30,7 +30,6 @@ from lockstep.tools.drawing import (
     TINT,
     Drawing,
     width_of,
-    wrapped,
 )
 
 SHOWN = 16
@@ -203,8 +202,7 @@ class _ScheduleDrawing(Drawing):
         low = max(self._top(len(every)) - _GAP, self._top(len(every) - 1) + 34) + 12
         if schedule.kind in REDUCING:
             low = self.legend(low, _MEANINGS, wrap)
-        for number, line in enumerate(wrapped(_LEGEND, wrap, 12)):
-            self.words(MARGIN, low + 10 + 17 * number, line, size=12, fill=SOFT)
+        self.note(low + 10, _LEGEND, wrap)
 
     def _left(self, rank: int) -> float:
         return _LEFT + rank * (self._wide + _BETWEEN)

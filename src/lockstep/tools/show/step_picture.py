@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lockstep.config.knob import whole
 from lockstep.data.windows import Cut, Plan, counted
 from lockstep.errors import UsageError
-from lockstep.tools.drawing import CARD, INK, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
+from lockstep.tools.drawing import CARD, INK, MARGIN, SERIES, SOFT, TINT, Drawing
 from lockstep.tools.timing.output_files import table
 
 BATCH = 32
@@ -120,8 +120,7 @@ def drawing(step: DataParallelStep) -> Drawing:
     _down(sheet, step, y)
     y = _row(sheet, step, y + _DOWN, [("update", "same gradient, same weights")] * step.workers)
     note = "A rank with more micro-batches does forward and backward once for each, and adds up"
-    for number, line in enumerate(wrapped(note, wrap, 12)):
-        sheet.words(MARGIN, y + 24 + 17 * number, line, size=12, fill=SOFT)
+    sheet.note(y + 24, note, wrap)
     sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
     return sheet
 
