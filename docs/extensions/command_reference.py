@@ -10,6 +10,7 @@ from sphinx.application import Sphinx
 from typer.main import get_command
 
 from lockstep.cli.app import COMMANDS, app
+from lockstep.cli.options import help_row, help_section
 from lockstep.config.knob import GROUPS
 
 
@@ -43,8 +44,9 @@ def described(name: str, command: Any) -> str:
     parts = [f".. code-block:: text\n\n   {name} {usage}\n", _paragraphs(command.help or "")]
     groups: dict[str, list[str]] = {}
     for each in shown_parameters(command):
-        groups.setdefault(_group(each), []).append(_parameter(each, context))
-    order = ["Arguments", *(_heading(group) for group in GROUPS), "Options"]
+        heading = help_section(each, grouped=True)
+        groups.setdefault(heading, []).append(_parameter(each, context))
+    order = ["Arguments", *(f"Options: {group}" for group in GROUPS), "Options"]
     parts.append(f".. program:: {name}\n")
     for group in sorted(groups, key=order.index):
         parts += [f".. rubric:: {group}\n", *groups[group]]
@@ -52,23 +54,22 @@ def described(name: str, command: Any) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return "\n\n".join(escaped(" ".join(each.split())) for each in text.split("\n\n")) + "\n"
+    return "\n\n".join(map(_paragraph, text.split("\n\n"))) + "\n"
 
 
-def _group(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        return "Arguments"
-    group = getattr(parameter, "rich_help_panel", None)
-    return _heading(group) if group in GROUPS else "Options"
-
-
-def _heading(group: str) -> str:
-    return f"Options: {group}"
+def _paragraph(text: str) -> str:
+    """Lines as they are, under their heading, where the help says so (click's \\b)."""
+    if not text.startswith("\b"):
+        return escaped(" ".join(text.split()))
+    heading, *lines = text.removeprefix("\b").strip().splitlines()
+    return "\n".join(
+        [escaped(heading), "", ".. code-block:: text", "", *(f"   {line}" for line in lines)]
+    )
 
 
 def _parameter(parameter: Any, context: Any) -> str:
     """An entry with an anchor of its own."""
-    left, told = parameter.get_help_record(context)
+    left, told = help_row(parameter, *parameter.get_help_record(context))
     if parameter.param_type_name == "argument":
         return f"``{left}``\n   {escaped(told)}\n"
     return f".. option:: {left.replace(' / ', ', ')}\n\n   {escaped(told)}\n"

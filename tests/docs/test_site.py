@@ -251,6 +251,9 @@ def test_every_command_and_option_has_an_entry(site: Site) -> None:
     for name, command in every.items():
         page = site.pages[f"reference/commands/{name.split()[1]}.html"]
         assert name in page.text
+        _, _, examples = (command.help or "").partition("\b")
+        for line in examples.splitlines()[2:]:
+            assert f"{line.strip()}\n" in unescape(page.text)
         for each in command.params:
             if each.param_type_name == "argument":
                 assert (each.metavar or each.name.upper()) in unescape(page.text)

@@ -178,7 +178,9 @@ class GroupedCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is None or (short and not self._is_common(param)):
                 continue
-            sections.setdefault(_title(param, grouped=not short), []).append(_told(param, *record))
+            sections.setdefault(help_section(param, grouped=not short), []).append(
+                help_row(param, *record)
+            )
         titles = ["Arguments", *(f"Options: {group}" for group in GROUPS)]
         own = "json_file" in self._names() or "json" in self._names()
         titles.insert(1 if own else len(titles), "Options")
@@ -194,7 +196,7 @@ class GroupedCommand(TyperCommand):
         return param.param_type_name == "argument" or param.name in named
 
 
-def _told(param: Any, name: str, told: str) -> tuple[str, str]:
+def help_row(param: Any, name: str, told: str) -> tuple[str, str]:
     """A row of the help, with defaults in the words of a knob, and no types that say nothing."""
     if param.param_type_name == "argument":
         name, told = name.partition(" <")[0], told.removesuffix("[required]")
@@ -202,7 +204,8 @@ def _told(param: Any, name: str, told: str) -> tuple[str, str]:
     return name, re.sub(r"\s*\[required\]$", " Required.", told.rstrip())
 
 
-def _title(param: Any, *, grouped: bool) -> str:
+def help_section(param: Any, *, grouped: bool) -> str:
+    """The heading of the help under which it stands."""
     if param.param_type_name == "argument":
         return "Arguments"
     group = getattr(param, "rich_help_panel", None)
