@@ -49,7 +49,7 @@ class ExitCode(IntEnum):
         USAGE: 2, a value cannot work.
         PREEMPTED: 75, asked to stop, and saved: the same command resumes. A scheduler may put the
             job into its queue again.
-        HANG: 76, a rank was waited for longer than is allowed.
+        HANG: 76, no rank made progress: the others waited for one rank longer than allowed.
         NO_CHECKPOINT: 77, --resume was given, and there is no whole checkpoint.
     """
 
