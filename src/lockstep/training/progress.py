@@ -64,9 +64,8 @@ class Facts:
         fades = math.exp(-seconds / _MEMORY_SECONDS)
         self._samples = self._samples * fades + samples
         self._seconds = self._seconds * fades + seconds
-        for each in times:
-            self._exposed = self._exposed * fades + each.exposed
-            self._timed = self._timed * fades + each.seconds
+        self._exposed = self._exposed * fades + sum(each.exposed for each in times)
+        self._timed = self._timed * fades + sum(each.seconds for each in times)
 
     def where(self) -> str:
         """`epoch 2/12, step 30/276`."""
