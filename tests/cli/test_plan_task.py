@@ -123,7 +123,7 @@ def test_a_value_that_cannot_work_is_one_sentence(words: list[str], message: str
 @pytest.mark.parametrize(
     ("words", "code", "values"),
     [
-        ([], "option-missing", {"needed": "a TASK, or --model and --device"}),
+        ([], "option-missing", {"needed": "a TASK, --model and --device, or --gradient-mb"}),
         (["digits", "--workers", "0"], "wrong-type", {"value": "0"}),
         (["digits", "--workers", "4..1"], "wrong-type", {"value": "4..1"}),
         (["digits", "--workers", "many"], "wrong-type", {"value": "many"}),

@@ -244,9 +244,19 @@ def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path:
 
 
 def read_only(path: Path) -> None:
-    """As a disk with errors becomes; what is open stays open."""
-    for options in (["--bind", str(path)], ["-o", "remount,ro,bind"]):
-        subprocess.run(["mount", *options, str(path)], check=True, capture_output=True)
+    """As a disk with errors becomes, at once; what is open stays open. It is made read-only aside
+    and shown in its place: where it lies, a save that writes just then would keep it busy.
+    """
+    aside = path.with_name("aside")
+    aside.mkdir()
+    for command in (
+        ["mount", "--bind", path, aside],
+        ["mount", "-o", "remount,ro,bind", aside],
+        ["mount", "--bind", aside, path],
+        ["umount", aside],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    aside.rmdir()
 
 
 @pytest.fixture
