@@ -30,8 +30,8 @@ def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process (SIGKILL) as soon as the process `parent` has ended.
 
     Args:
-        parent: the pid of this process's parent, as the parent itself knows it. To read it here would
-            be too late: after the parent's death the system shows init instead.
+        parent: the pid of this process's parent, as the parent itself knows it. To read it here
+            would be too late: after the parent's death the system shows init instead.
 
     On Linux the kernel sends the signal when the parent's *thread* that started this process ends:
     start ranks from a thread that stays. Does not reach processes that this one starts; they call

@@ -127,8 +127,7 @@ class Page:
         entry.number = self._fields.number = number
 
     def call(self, text: bytes, among: bytes, numbered: bool) -> None:
-        """Note that a call of a torch.distributed function begins. `numbered`: all ranks make it.
-        """
+        """Note that a torch.distributed function begins. `numbered`: all ranks call it."""
         fields = self._fields
         if numbered:
             self._plain += 1
