@@ -57,7 +57,7 @@ class FunctionCall:
 
     @classmethod
     def here(cls) -> FunctionCall:
-        """Describe this process's main program."""
+        """Create the call from this process's main program."""
         main = sys.modules["__main__"]
         # the folder in which this program was started
         origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def _dumped(pickler: type[pickle.Pickler], value: object) -> bytes:
 
 @contextmanager
 def _handing_over() -> Iterator[list[int]]:
-    """In the block, allow pickling what multiprocessing pickles only for new processes. Gives the
+    """In the block, allow pickling what multiprocessing pickles only for new processes. Yields the
     descriptors that must be sent with it.
     """
     descriptors: list[int] = []

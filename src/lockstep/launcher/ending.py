@@ -61,7 +61,7 @@ class Held:
 
 
 def announce(tell: Callable[[Held], object]) -> None:
-    """Note that the program is over. If the process still runs after `PATIENCE` seconds, call
+    """Record that the program is over. If the process still runs after `PATIENCE` seconds, call
     `tell` once with what it waits for.
     """
 

@@ -261,7 +261,7 @@ def _say_left(rank: int, found: Mapping[int, str]) -> None:
 
 @contextmanager
 def store(server: Server, address: str | None = None, port: int = 0) -> Iterator[tuple[str, int]]:
-    """Run a store for ranks in a separate process until the block's end. Gives its address and
+    """Run a store for ranks in a separate process until the block's end. Yields its address and
     port. `address`: listen there, for ranks of other hosts too.
     """
     pid, stream = server.ask(_StoreProcess(address, port))
@@ -278,7 +278,7 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
 
 @contextmanager
 def alone(server: Server, count: int) -> Iterator[LocalRanks]:
-    """Give a job of `count` ranks on this host alone, with their store until the block's end."""
+    """Yield a job of `count` ranks on this host alone, with their store until the block's end."""
     with store(server) as (address, port):
         yield LocalRanks(count=count, size=count, address=address, port=port)
 

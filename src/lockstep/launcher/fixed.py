@@ -1,9 +1,9 @@
 """A fixed set of nodes, each of which starts this command: which node is this one, and how many
 ranks does each node have?
 
-Options (--nodes, --node-rank, --rdzv-endpoint) or the variables of torchrun say so. Kubeflow's
-TrainJob sets these too (PET_*). If only some of them are given, the command fails: a run never
-trains alone because a number was missing.
+Options (--nodes, --node-rank, --rdzv-endpoint) or the variables of torchrun give these numbers.
+Kubeflow's TrainJob sets these too (PET_*). If only some of them are given, the command fails: a run
+never trains alone because a number was missing.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _unsafe() -> str:
     """
     process = psutil.Process()
     if process.num_threads() > 1:
-        with suppress(OSError):  # `_fork` reports that it cannot fork
+        with suppress(OSError):  # if this process cannot fork, `_fork` reports that
             pid = os.fork()
             if pid == 0:
                 os._exit(0)

@@ -52,7 +52,7 @@ def redirect(
     Args:
         pipes: for "joined": the directory in which the launcher has made the ranks' pipes.
         c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries
-            that are set to log much.
+            with verbose logs.
     """
     if pipes is not None:
         connect(pipes, rank)
@@ -137,8 +137,8 @@ class LogPlace:
 
 @contextmanager
 def log_place(asked: Path | None) -> Iterator[LogPlace]:
-    """Give the directory `asked`, which stays. Without one give a new directory of this user's own,
-    which stays if `keep` was set.
+    """Yield the directory `asked`, which stays. Without one yield a new directory of this user's
+    own, which stays if `keep` was set.
 
     Before that, remove what killed launchers left, and the oldest kept directories, so that ten
     stay.

@@ -9,7 +9,7 @@ launcher the other ranks learn of it in the facts of their next step. The launch
 
 first signal    ranks that heed signals are told, all of them, even if only one got the signal; they
                 agree on a step, save, and exit
-                ranks that do not (another kind of script, or a rank that still starts) are ended
+                ranks that do not (another kind of script, or a rank still starting up) are ended
                 ranks whose program is over, and which have reported what they wait for, are not
                 asked and not waited for
 second signal   all ranks are ended at once
@@ -43,7 +43,7 @@ _asked = False
 
 def listen() -> Callable[[], None]:
     """Note signals from now on instead of dying from them. Returns a function that undoes this.
-    Handlers belong to the main thread: another thread changes nothing.
+    Handlers belong to the main thread: in another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -121,7 +121,7 @@ class Stop:
             return True
         pids = {rank: pid for rank, pid in pids.items() if not ending.waits(directory, rank)}
         if not pids or not all(mark(directory, rank, HEEDS).exists() for rank in pids):
-            # a rank that was asked alone, before the others heed, waits for them
+            # if one rank was asked alone, before the others heed signals, it waits for them
             return asked or self._told
         if not self._told:
             self._told = True
@@ -134,7 +134,7 @@ class Stop:
 
     @property
     def times(self) -> int:
-        """How often it was asked to stop, at most two."""
+        """How often it was asked to stop; 2 stands for more, too."""
         return 0 if self.number is None else 1 + self._again
 
     @property

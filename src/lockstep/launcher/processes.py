@@ -177,7 +177,7 @@ def cpu_seconds(pid: int) -> float:
 
 def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
     """Return the living processes of the leaders' process groups: by leader, their names by pid.
-    Groups without any are left out.
+    Empty groups are left out.
     """
     found: dict[int, dict[int, str]] = {}
     for process in psutil.process_iter():

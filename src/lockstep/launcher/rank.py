@@ -182,8 +182,8 @@ class Rank:
     """Whether libraries and collectives log what they do in rank-N.log."""
 
     def __call__(self) -> None:
-        """Run the rank. Returns only if the target is the user's, ended well, and runs in an
-        unforked process.
+        """Run the rank. Returns only in a process that was not forked, after the user's target
+        ended well.
         """
         processes.name_this(f"rank {self.rank}")
         records, place = Path(self.records), None if self.logs is None else Path(self.logs)
@@ -221,7 +221,7 @@ class Rank:
             _end()
 
     def _over(self, records: Path) -> None:
-        """Note that the target has ended well. Python still waits for what it has left running."""
+        """Record that the target has ended well. Python still waits for what it left running."""
         ending.note_groups()
         status.enter("end")
         ending.announce(lambda held: ending.leave(records, self.rank, held))

@@ -146,8 +146,8 @@ class Seat:
 
 
 def refresh() -> None:
-    """After a fork: renew what a fresh process would have of its own. `random` has already reseeded
-    itself.
+    """After a fork: renew what a fresh process would have of its own (authentication key, random
+    states). `random` has already reseeded itself.
     """
     global forked
     forked = True

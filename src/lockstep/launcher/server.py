@@ -149,8 +149,8 @@ class Server:
         cold: bool = False,
         beside: Sequence[str] = (),
     ) -> int:
-        """Start a process with these descriptors as its streams and `seat.inherited`, and return
-        its pid.
+        """Start a process and return its pid. The first three of `descriptors` become its streams,
+        and the others its `inherited` descriptors.
 
         Args:
             cold: start a fresh interpreter, whatever the server has imported.
@@ -180,7 +180,7 @@ class Server:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Keep a question and its answer together. If they are interrupted, for example by Ctrl-C
-        in a notebook, the server is ended: the next question would get this answer.
+        in a notebook, the server is ended: otherwise the next question would get this answer.
         """
         try:
             yield
@@ -359,7 +359,8 @@ class Answer:
 def _started(
     control: socket.socket, imports: Sequence[str], environment: Mapping[str, str], *, cold: bool
 ) -> psutil.Process:
-    # 0: no parent to die with. The kernel would take the end of this thread for the parent's.
+    # 0: the server does not die with this process. Otherwise the kernel would kill it when this
+    # thread ends.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     command = [sys.executable, *seats.flags(), "-P", "-m", "lockstep.launcher.fork_server"]
     options = [

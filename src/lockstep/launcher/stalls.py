@@ -1,11 +1,11 @@
 """Stalls: which rank the others wait for, in which phase, at which line. They are found from
 outside, from the ranks' status pages, before any timeout.
 
-quiet          no page has changed. The allowed quiet time is learnt: five times the longest so far,
-               not less than a floor. It is ten times as long
-               in the first step, which compiles and warms up, and while all ranks are in a
-               checkpoint. It is unlimited while no rank waits for another and all are in the user's
-               own code, before the first step or between steps: Lockstep cannot judge that code
+quiet          no page has changed. The allowed time is learnt: five times the longest quiet time so
+               far, not less than a floor. It is ten times as long in the first step, which compiles
+               and warms up, and while all ranks are in a checkpoint. It is unlimited while no rank
+               waits for another and all are in the user's own code, before the first step or
+               between steps: Lockstep cannot judge that code
 who            a rank that waits for others is not to blame. The rest are, above all those that have
                issued the fewest collectives. The collective that they lack is the one after their
                last
@@ -60,7 +60,7 @@ _ABSENT = (processes.STOPPED, processes.DEAD, _ENDED)
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _WORKS = 0.02  # a rank works if it uses more than this share of a processor, plus this many seconds
 _LINES = 12  # lines of a stack
-# share of time that the others wait, at least; that the slow rank waits, at most
+# minimum share of time that the others wait; maximum share that the slow rank waits
 _SLOW, _QUICK = 0.3, 0.1
 
 
@@ -71,7 +71,7 @@ class Sight:
     pid: int
     view: View
     state: str = ""
-    """The process's state: of `processes.state`, or _ENDED."""
+    """The state of its process: from `processes.state`, or _ENDED."""
     where: str = ""
     """The innermost line of the user's code."""
     stack: str = ""

@@ -6,9 +6,9 @@
 3. At a restart ranks are forked from the successor, if they are as good as fresh processes. If not,
   it is ended.
 
-They are not if the import of a module starts a thread or a process, opens a file, a socket or a
-GPU, or reads a variable such as RANK, because the successor is no rank. Nor are they if the file of
-a module has changed since.
+Forked ranks are not as good if the import of a module starts a thread or a process, opens a file, a
+socket or a GPU, or reads a variable such as RANK, because the successor is no rank. The same is
+true if the file of a module has changed since.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _path(path: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def _watched(names: Collection[str]) -> Iterator[list[str]]:
-    """Give the variables of `names`, or named LOCKSTEP_*, that the block reads; "*" if it reads all
-    of them at once.
+    """Yield a list to which the block's reads of the variables in `names`, or named LOCKSTEP_*, are
+    added; "*" stands for a read of all of them.
     """
     asked: list[str] = []
     plain = type(os.environ)

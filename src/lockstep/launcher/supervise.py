@@ -80,7 +80,7 @@ def supervise(
         logs: an existing directory; each rank's output goes to rank-N.log there. None: a
             temporary directory, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
-        environment: variables for the ranks, over this process's own.
+        environment: variables for the ranks; they override this process's own.
         launch: how long a collective may take, what to do on a stall, and whether ranks start cold
             or log more. Default: the run ends after half a minute without progress, and names the
             rank that the others wait for.
@@ -292,8 +292,8 @@ class _Generation:
 
     @contextmanager
     def _console(self, ranks: range) -> Iterator[str | None]:
-        """Print the ranks' output, joined, if that is asked for and there are several ranks. Give
-        the directory with their pipes.
+        """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
+        the directory with their pipes, or None.
         """
         if self.rank.console != "joined" or ranks == range(1):
             yield None

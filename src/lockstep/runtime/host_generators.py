@@ -1,4 +1,4 @@
-"""The three random generators of the host that ordinary code draws from. To read or restore the
+"""The three random generators of the host that ordinary code draws from. Reading or restoring the
 state of one costs a fraction of a microsecond.
 
     torch       torch's default generator
@@ -87,9 +87,9 @@ class Numpy:
     """numpy's global generator, read at the address that its own `ctypes` interface gives:
     `get_state` takes forty microseconds.
 
-    numpy makes normal numbers in pairs, and caches the second outside that memory. To draw the
-    cached number leaves no trace in the memory, but to make a pair does. So while nothing is
-    cached, a look shows every draw.
+    numpy makes normal numbers in pairs, and caches the second outside that memory. Drawing the
+    cached number leaves no trace in the memory, but making a pair does. So while nothing is cached,
+    a look shows every draw.
     """
 
     def __init__(self) -> None:

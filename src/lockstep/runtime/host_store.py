@@ -2,14 +2,14 @@
 neither read nor write it.
 
 torch's TCPStore has no authentication, and every local user can connect to a loopback port. So the
-store listens behind a packet filter that drops all packets, and ranks connect to a gate. The gate
-asks the kernel which user owns the other end of a connection. It forwards only the data of this
-user's processes; torch's clients need no change.
+store listens behind a packet filter, and ranks connect to a gate. The gate asks the kernel which
+user owns the other end of a connection. It forwards only the data of this user's processes; torch's
+clients need no change.
 
     rank --- 127.0.0.1:PORT, the gate --- 127.0.0.2:PORT, behind the filter: TCPStore
 
-The filter passes only the connections that the gate opens. Linux only: elsewhere the store listens
-on loopback without a gate.
+The filter drops all packets except those of connections that the gate is opening. Linux only:
+elsewhere the store listens on loopback without a gate.
 """
 
 from __future__ import annotations

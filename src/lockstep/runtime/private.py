@@ -39,7 +39,7 @@ def user_directory() -> Path:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """Give a new empty directory for one run of this process, and remove it at the end. First
+    """Yield a new empty directory for one run of this process, and remove it at the end. First
     remove those of killed processes.
     """
     home = user_directory()

@@ -49,7 +49,8 @@ _MASK = 2**64 - 1
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
 WITNESS = 17
-"""Key of the choice which steps are computed again, and by which rank. It is no stream."""
+"""Key for the choice of the steps to compute again, and of the ranks that do it. It is no stream.
+"""
 _UPDATE = 2**62  # stands where other keys have a slot
 
 

@@ -127,7 +127,7 @@ class Page:
         entry.number = self._fields.number = number
 
     def call(self, text: bytes, among: bytes, numbered: bool) -> None:
-        """Note that a torch.distributed function begins. `numbered`: all ranks call it."""
+        """Record that a torch.distributed function begins. `numbered`: all ranks call it."""
         fields = self._fields
         if numbered:
             self._plain += 1
@@ -139,7 +139,7 @@ class Page:
         fields.ticks += 1
 
     def called(self) -> None:
-        """Note that the call has ended."""
+        """Record that the call has ended."""
         fields, now = self._fields, time.monotonic_ns()
         fields.waited += now - self._began_to_wait
         fields.waits, fields.call, fields.since = 0, b"", now
@@ -151,7 +151,7 @@ class Page:
             self._among = ranks
 
     def in_native(self, text: bytes, among: bytes = EVERYBODY) -> None:
-        """Note that the main thread waits in native code for collective `text`; b"": it does not
+        """Record that the main thread waits in native code for collective `text`; b"": it does not
         wait. Another thread calls this.
         """
         if not self._fields.waits:
@@ -159,7 +159,7 @@ class Page:
             self._fields.native = text
 
     def moved(self) -> None:
-        """Note that native code has begun or ended a collective. Another thread calls this."""
+        """Record that native code has begun or ended a collective. Another thread calls this."""
         self._fields.native = b""
         self._fields.ticks += 1
 
@@ -209,7 +209,7 @@ def open_clock(clock: StepClock) -> None:
 
 
 def opened() -> None:
-    """Note that this process has had a process group. Any thread may call this."""
+    """Record that this process has had a process group. Any thread may call this."""
     global _opened
     _opened = True
     if _page is not None:
@@ -238,7 +238,7 @@ def noted() -> bool:
 
 
 def enter(phase: str) -> str:
-    """Note that a phase begins, and return the name of the phase that it ends."""
+    """Record that a phase begins, and return the name of the phase that it ends."""
     before = _enter(INDEX[phase])
     if _hook is not None:
         _hook(_step, phase)
@@ -284,14 +284,14 @@ def step(number: int) -> None:
 
 
 def collective(number: int, text: str) -> None:
-    """Note that this rank is about to do `text`, its collective `number` of all ranks."""
+    """Record that this rank is about to do `text`, its collective `number` of all ranks."""
     page = _page
     if page is not None and page.mine:
         page.collective(number, text)
 
 
 def waits(begun: bool, *, messages: bool = False) -> None:
-    """Note that this rank begins or ends to wait for other ranks. `messages`: it waits for
+    """Record that this rank starts or stops waiting for other ranks. `messages`: it waits for
     messages, not in a collective.
     """
     now = time.monotonic_ns()

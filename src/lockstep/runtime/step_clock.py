@@ -5,8 +5,8 @@ has ended.
             steps; evaluate and checkpoint are pauses
     waits   time within a phase in which this rank could only wait for other ranks or the network
 
-The clock always runs: to begin a phase costs a fraction of a microsecond on the main thread,
-without a lock. On a GPU the host runs ahead of the work, so a phase ends where its work ends in the
+The clock always runs. Beginning a phase costs a fraction of a microsecond on the main thread, and
+takes no lock. On a GPU the host runs ahead of the work, so a phase ends where its work ends in the
 device's stream. The clock records events there, and reads them once a later step finds them
 complete.
 """

@@ -204,7 +204,7 @@ class Job:
     it.
     """
     wanted: Path | None = None
-    """A file that the driver makes when more nodes are ready: ranks end at their next checkpoint.
+    """A file that the driver creates once more nodes are ready: ranks end at the next checkpoint.
     """
     grow: Path | None = None
     """A file that exists if the ranks have ended for that reason."""

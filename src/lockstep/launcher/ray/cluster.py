@@ -37,8 +37,8 @@ class Place:
 
 @contextmanager
 def connected(address: str, folder: Path | None = None) -> Iterator[None]:
-    """Be a driver of the cluster at `address` until the block's end. "auto": RAY_ADDRESS, else this
-    host's cluster.
+    """Connect to the cluster at `address` as a driver, until the block's end. "auto": RAY_ADDRESS,
+    else this host's cluster.
 
     `folder`: Ray brings it to every node, where it is the actors' working directory.
 
@@ -168,7 +168,8 @@ def kill(actor: Any) -> None:
 
 
 def wait(references: Sequence[Any], seconds: float, *, all_of_them: bool = False) -> list[Any]:
-    """Return the references that are ready. Waits at most `seconds` for the first one, or for all.
+    """Return the references that are ready. Waits at most `seconds`, for the first one or for all
+    of them.
     """
     import ray
 

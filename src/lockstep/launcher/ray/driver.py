@@ -88,7 +88,7 @@ class WorkerGroup:
             self._quiet(member, content)
 
     def _lose(self, member: Member, why: str) -> None:
-        """Note that a node has gone, and its ranks with it."""
+        """Record that a node has gone, and its ranks with it."""
         ranks = member.ranks
         self.lost.append(
             Failure(
@@ -108,8 +108,8 @@ class WorkerGroup:
         member.outcome = Outcome(ExitCode.FAILED)
 
     def _quiet(self, member: Member, told: Quiet) -> None:
-        """Note that a member's ranks do not progress. The others are asked. When all have reported,
-        all are told which rank the others wait for.
+        """Record that a member's ranks do not progress. The others are asked. When all have
+        reported, all are told which rank the others wait for.
         """
         if self.told.quiet(member.place.id, told):
             for other in self.running:

@@ -107,7 +107,7 @@ class Members:
         self._gone += [self._members[name] for name in set(known) - {place.id for place in found}]
 
     def wanted(self) -> dict[Place, int]:
-        """Return how many ranks each node is to take, of the nodes that there are."""
+        """Return how many ranks each of the present nodes is to take."""
         each = self._job.each or self._job.most
         counts = shared([min(place.slots, each) for place in self._places], self._job.most)
         return {place: count for place, count in zip(self._places, counts, strict=True) if count}
@@ -236,7 +236,7 @@ class Members:
         return ""
 
     def request(self, ranks: int) -> None:
-        """Ask the cluster's autoscaler for room for `ranks` ranks; 0: for no more."""
+        """Ask the cluster's autoscaler for room for `ranks` ranks. 0 withdraws the request."""
         cluster.request(ranks, gpus=self._gpus)
 
     def bar(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
