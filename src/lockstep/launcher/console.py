@@ -8,8 +8,8 @@ A line that several ranks print at about the same time is written once: `[0-7] t
 In a notebook the thread writes to the cell, and also shows each rank's unfinished line there.
 
 The ranks themselves write the log files, so these are complete even if this process is killed. If
-the launcher's stream is a terminal, rank 0 writes to it directly, so that colours, bars and a
-debugger work.
+the launcher's stream is a terminal, the host's first rank writes to it directly, so that colours,
+bars and a debugger work.
 """
 
 from __future__ import annotations

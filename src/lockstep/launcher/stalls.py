@@ -91,7 +91,7 @@ class Stall:
     stack: str
     """The stack of that rank, outermost frame first; "" if it cannot be seen."""
     works: bool = False
-    """Whether the rank may still come: then no rank must be ended."""
+    """Whether the rank may still come: then Lockstep ends no rank."""
 
 
 class Watcher:

@@ -3,14 +3,14 @@ reports in the end what went wrong.
 
     gathering   which nodes are there, and how many ranks does each take?
                 -> an actor per node, until there are enough ranks
-    running     every node is given its ranks; one opens the store for the ranks' rendezvous
+    running     every node is given its ranks; one node opens the store for their rendezvous
     stopping    a rank has failed, or a node has gone: the other nodes end their ranks
                 -> done, or gathering again, from the newest checkpoint
 
 Ray says which nodes live and what they have. It starts the actors and notices when one dies. It
 restarts nothing here: only the driver decides which nodes take part after a restart. A node that
 comes later is prepared while the others train, and used from the next checkpoint on. The ranks that
-were started together are a WorkerGroup; a restart starts another one.
+were started together are a WorkerGroup; a restart creates a new WorkerGroup.
 """
 
 from __future__ import annotations

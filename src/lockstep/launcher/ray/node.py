@@ -54,7 +54,7 @@ class _Orders:
         return self._waiting.get()
 
     def share(self, ranks: LocalRanks) -> Share:
-        """Return the share of new ranks, which nobody has called off."""
+        """Return the `Share` of new ranks, which are not called off."""
         return Share(
             ranks=ranks,
             called_off=lambda: self._called_off,
