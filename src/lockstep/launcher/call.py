@@ -1,9 +1,8 @@
-"""A function and its arguments on their way to ranks, and the result on its way back, in files
-without a name.
+"""Send a function and its arguments to ranks, and their results back, in files without a name.
 
-A program that lies in a file is imported by every rank, as multiprocessing does it, and functions
-are named. What is defined in a notebook, an interactive session, `python -c` or `python -` cannot
-be imported: it travels by value (cloudpickle).
+If the program is in a file, every rank imports it, as multiprocessing does, and functions are sent
+by name. A notebook, an interactive session, `python -c` and `python -` cannot be imported: what
+they define is sent by value (cloudpickle).
 """
 
 from __future__ import annotations
@@ -33,21 +32,19 @@ from lockstep.launcher.rank import modules_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionCall:
-    """The work of a rank: read a call from the first inherited file, and leave what it returns
-    in the second.
+    """The work of a rank: read a call from the first inherited file, and write its result to the
+    second.
     """
 
     program: Mapping[str, Any]
-    """What multiprocessing tells a new process of this one, its main program above all."""
+    """What multiprocessing tells a new process about this one, above all about its main program."""
     by_value: bool
-    """The main program cannot be imported."""
+    """Whether functions are sent by value, because the main program cannot be imported."""
     sources: Mapping[str, Any]
-    """Of such a program: the text of its cells by their names, as linecache has it, for
-    tracebacks.
-    """
+    """The source text of such a program by cell name, as linecache has it, for tracebacks."""
     start_method: str | None
-    """How the caller starts processes, if it has said. A rank's own, loader workers above all,
-    start in the same way.
+    """The caller's start method for processes, if it has set one. A rank starts its own processes,
+    such as loader workers, in the same way.
     """
 
     @property
@@ -60,9 +57,10 @@ class FunctionCall:
 
     @classmethod
     def here(cls) -> FunctionCall:
-        """From this process's main program."""
+        """Create the call from this process's main program."""
         main = sys.modules["__main__"]
-        origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]  # the folder in which this program was started
+        # the folder in which this program was started
+        origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
         program = {
             "sys_path": sys.path.copy(),
             "sys_argv": sys.argv,
@@ -89,10 +87,10 @@ class FunctionCall:
     def write(
         self, file: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[int]:
-        """The call, for `run`; returns the descriptors that ranks must be given behind the files,
-        such as those of queues.
+        """Write the call for `run`. Return the descriptors, such as those of queues, that ranks
+        must inherit after the files.
 
-        Raises UsageError for what cannot be sent.
+        Raises UsageError if something cannot be sent.
         """
         if not self.by_value:
             _check_importable(fn)
@@ -107,7 +105,8 @@ class FunctionCall:
         linecache.cache.update(self.sources)
         rank = int(os.environ["RANK"])
         multiprocessing.set_start_method(self.start_method, force=True)
-        process.current_process()._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing's own children
+        # as in multiprocessing's own children
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(dict(self.program))
             fn, args, kwargs = pickle.loads(seats.read_whole(seats.inherited[0]))
@@ -127,8 +126,8 @@ class FunctionCall:
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    """Refuse, with a sentence, functions that a new process cannot import: it would fail there
-    with a pickling traceback.
+    """Raise UsageError for a function that a new process cannot import. Otherwise the process would
+    fail with a pickling traceback.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -138,13 +137,13 @@ def _check_importable(fn: Callable[..., Any]) -> None:
 
 
 def _is_cell(name: str) -> bool:
-    """Whether this names the source of something that lies in no file."""
+    """Whether `name` names a source that is not in a file."""
     return not os.path.exists(name) and not name.startswith("<frozen")
 
 
 def importable() -> bool:
-    """Whether other processes can import this one's main program: it is no notebook, interactive
-    session, `python -c` or `python -`.
+    """Whether other processes can import this one's main program: it is not a notebook, an
+    interactive session, `python -c` or `python -`.
     """
     if in_kernel():  # VS Code sets __file__ in the kernel of its interactive window
         return False
@@ -156,14 +155,12 @@ def importable() -> bool:
 
 
 def for_ranks(value: object) -> bytes:
-    """Pickled for other processes: by name what they can import, tensors as copies."""
+    """Pickle `value` for other processes: importable objects by name, tensors as copies."""
     return _dumped(_Copying if importable() else _by_value(), value)
 
 
 class _Copying(ForkingPickler):
-    """A pickler that can hand over queues and locks, and copies tensors where torch would share
-    their memory.
-    """
+    """A pickler that can send queues and locks. It copies tensors, so they share no memory."""
 
     def reducer_override(self, value: Any) -> Any:
         return _copied(value)
@@ -178,10 +175,10 @@ def _by_value() -> type[pickle.Pickler]:
         make, arguments = theirs[CodeType](value)
         return _code_of_file, (value.co_filename, make, arguments)
 
-    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # has no types
+    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         dispatch_table: ClassVar = ChainMap(
             {CodeType: code}, theirs, ForkingPickler(io.BytesIO()).dispatch_table
-        )  # ForkingPickler has queues and locks
+        )  # ForkingPickler can pickle queues and locks
 
         def reducer_override(self, value: Any) -> Any:
             found = _copied(value)
@@ -191,7 +188,7 @@ def _by_value() -> type[pickle.Pickler]:
 
 
 def _code_of_file(name: str, make: Callable[..., CodeType], arguments: Sequence[Any]) -> CodeType:
-    """The code with the name of its file, by which a traceback finds its lines.
+    """Return the code with its file's name, which a traceback needs to find its lines.
 
     cloudpickle leaves the name out from 3.1.3 on.
     """
@@ -215,14 +212,14 @@ def _dumped(pickler: type[pickle.Pickler], value: object) -> bytes:
 
 @contextmanager
 def _handing_over() -> Iterator[list[int]]:
-    """While the block runs, what multiprocessing pickles only for new processes can be pickled;
-    gives the descriptors that go with it.
+    """In the block, allow pickling what multiprocessing pickles only for new processes. Yields the
+    descriptors that must be sent with it.
     """
     descriptors: list[int] = []
 
     class Starting:
-        """Stands for the process that is being started, as far as multiprocessing's picklers ask
-        it.
+        """A stand-in for the process being started, with what multiprocessing's picklers ask it
+        for.
         """
 
         DupFd = Inherited
@@ -232,7 +229,7 @@ def _handing_over() -> Iterator[list[int]]:
             descriptors.append(descriptor)
             return len(descriptors) - 1
 
-    context.set_spawning_popen(Starting)  # type: ignore[arg-type]  # stands for one
+    context.set_spawning_popen(Starting)  # type: ignore[arg-type]  # a stand-in
     try:
         yield descriptors
     finally:
@@ -241,7 +238,7 @@ def _handing_over() -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """A descriptor among those handed over, unpickled in a rank."""
+    """A descriptor that was sent with the call, unpickled in a rank."""
 
     number: int
 
@@ -250,8 +247,8 @@ class Inherited:
 
 
 def _close_world() -> None:
-    """Close what the function left open. Looked up, not imported: this room lies below
-    `lockstep.world.world`.
+    """Close the world that the function left open. Its module is looked up, not imported: the
+    launcher is a lower layer than `lockstep.world.world`.
     """
     worlds = sys.modules.get("lockstep.world.world")
     if worlds is not None:

@@ -1,16 +1,15 @@
-"""What ranks print, on its way to the terminal: read from each rank's own pipes, joined, written
-out.
+"""Forward what ranks print to the terminal: read each rank's pipes, join equal lines, write them.
 
-What several ranks say within a moment is said once, `[0-7] text`.
+A line that several ranks print at about the same time is written once: `[0-7] text`.
 
-    rank N   stdout -> rank-N.out, a FIFO in the run's directory      the launcher's thread -> stdout
-             stderr -> rank-N.err                                                           -> stderr
+    rank N   stdout -> rank-N.out, a FIFO in the run's directory   the launcher's thread -> stdout
+             stderr -> rank-N.err                                                        -> stderr
 
-In a notebook the thread writes to the cell, and shows there also the line that each rank is at.
+In a notebook the thread writes to the cell, and also shows each rank's unfinished line there.
 
-The log files are not written here but by the ranks themselves: nothing is missing there when this
-process is killed. Where the launcher's stream is a terminal rank 0 has it directly, so that
-colours, bars and a debugger work.
+The ranks themselves write the log files, so these are complete even if this process is killed. If
+the launcher's stream is a terminal, the host's first rank writes to it directly, so that colours,
+bars and a debugger work.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from lockstep.launcher.notebook import Cell
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16
 WINDOW = 0.1
-"""Seconds that a line waits for the same line of other ranks, at most."""
+"""Maximum seconds that a line waits for the same line of other ranks."""
 _REDRAW = 0.2  # seconds between two updates of a cell's display
-_LONGEST = 2**16  # bytes of a line without an end; what is longer comes in pieces
-_MOST = 200  # lines that wait; with more the first go at once
+_LONGEST = 2**16  # maximum bytes of a line; a longer one is split
+_MOST = 200  # maximum number of waiting lines; beyond it the first is printed at once
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -43,10 +42,10 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 def forwarded(
     directory: Path, ranks: range, window: float = WINDOW, cell: Cell | None = None
 ) -> Iterator[None]:
-    """While the block runs, print what ranks write to their pipes in `directory`; at its end,
-    everything that is left in them.
+    """In the block, print what ranks write to their pipes in `directory`; at its end, print
+    everything left in them.
 
-    A line waits `window` seconds for the same line of other ranks, at most. `cell`: print there.
+    A line waits at most `window` seconds for the same line of other ranks. `cell`: print there.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -62,9 +61,7 @@ def forwarded(
 
 
 def connect(directory: Path, rank: int) -> None:
-    """In a rank: have file descriptors 1 and 2 lead into its pipes, where the launcher has made
-    them.
-    """
+    """In a rank: connect file descriptors 1 and 2 to its pipes, if the launcher has made them."""
     for name, descriptor in _STREAMS.items():
         path = pipe_of(directory, rank, name)
         if path.exists():
@@ -74,12 +71,12 @@ def connect(directory: Path, rank: int) -> None:
 
 
 def pipe_of(directory: Path, rank: int, stream: str) -> Path:
-    """Where a rank's stream ("out" or "err") goes."""
+    """Return the path of the pipe for a rank's stream ("out" or "err")."""
     return directory / f"rank-{rank}.{stream}"
 
 
 class _Forwarding:
-    """The launcher's ends of all pipes, and the thread's loop."""
+    """The launcher's ends of all pipes, and the loop of its thread."""
 
     def __init__(self, directory: Path, ranks: range, window: float, cell: Cell | None) -> None:
         self._cell, self._redraw_at = cell, 0.0
@@ -87,18 +84,18 @@ class _Forwarding:
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._joiners = {name: Joiner(len(ranks), window) for name in _STREAMS}
-        self._open = set(_STREAMS)  # streams of ours that somebody still reads
+        self._open = set(_STREAMS)  # streams of this process that still have a reader
         for name, descriptor in _STREAMS.items():
             for rank in ranks[1 if cell is None and os.isatty(descriptor) else 0 :]:
                 path = pipe_of(directory, rank, name)
                 os.mkfifo(path, 0o600)
-                # For writing too: the pipe then has no end as long as this process holds it,
-                # whoever comes and goes.
+                # Opened for writing too: then the pipe has no end of file as long as this process
+                # holds it, whichever ranks open and close it.
                 end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 self._selector.register(end, selectors.EVENT_READ, (rank, name, Lines()))
 
     def run(self) -> None:
-        """Until stopped: read, join, write. Then what is left."""
+        """Read, join and print until stopped. Then print what is left."""
         pipes = [key for key in self._selector.get_map().values() if key.data is not None]
         stopped = False
         while not stopped:
@@ -142,14 +139,16 @@ class _Forwarding:
         return bool(data)
 
     def _redraw(self, pipes: Iterable[selectors.SelectorKey]) -> list[float]:
-        """Show in the cell what ranks have not ended; returns when to do so again, if at all."""
+        """Show the ranks' unfinished lines in the cell. Return the time of the next update, if
+        there is one.
+        """
         if self._cell is None:
             return []
         states = (key.data for key in pipes)
         unended = {rank: text for rank, _, lines in states if (text := lines.unended)}
         now = time.monotonic()
         if not unended and not self._cell.shown:
-            self._redraw_at = now + _REDRAW  # what ends within that time is not shown twice
+            self._redraw_at = now + _REDRAW  # a line that ends by then is not shown twice
             return []
         if now >= self._redraw_at:
             self._cell.show(unended)
@@ -162,7 +161,7 @@ class _Forwarding:
             self._print(name, self._joiners[name].take(rank, line, now))
 
     def _print(self, name: str, lines: list[str]) -> None:
-        """Nobody who reads any more ends the printing, not the run."""
+        """Print `lines`. If the stream has lost its reader, only the printing ends, not the run."""
         if not lines or name not in self._open:
             return
         text = "".join(f"{line}\n" for line in lines)
@@ -176,7 +175,7 @@ class _Forwarding:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write it whole, also where the descriptor has been made non-blocking by whoever shares it."""
+    """Write all of `data`, even if another process has made the shared descriptor non-blocking."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
@@ -185,7 +184,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 class Lines:
-    """One rank's bytes, cut into lines. Of a line that was redrawn (\\r) only the last version
+    """One rank's bytes, split into lines. Of a line that was redrawn (\\r) only the last version
     counts.
     """
 
@@ -193,7 +192,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
         rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         while len(rest) > _LONGEST:
@@ -204,11 +203,11 @@ class Lines:
 
     @property
     def unended(self) -> str:
-        """What has come without an end yet."""
+        """The unfinished line."""
         return _shown(self._rest)
 
     def end(self) -> list[str]:
-        """What is left without an end, as a line."""
+        """Return the unfinished line, if there is one."""
         rest, self._rest = _shown(self._rest), b""
         return [rest] if rest else []
 
@@ -226,25 +225,25 @@ class _Said:
 
 
 class Joiner:
-    """Joins equal lines of different ranks that come within the window. The order of each rank's
-    own lines is kept.
+    """Joins equal lines of different ranks that arrive within the window. Each rank's own lines
+    keep their order.
 
-    Nothing waits longer than the window, and no more than `_MOST` lines wait, whatever comes.
+    No line waits longer than the window, and at most `_MOST` lines wait.
     """
 
     def __init__(self, ranks: int, window: float = WINDOW) -> None:
         self._count, self._window = ranks, window
         self._waiting: list[_Said] = []
-        self._latest: dict[int, _Said] = {}  # of each rank: its last line that waits
+        self._latest: dict[int, _Said] = {}  # by rank: its last waiting line
 
     def take(self, rank: int, line: str, now: float) -> list[str]:
-        """Hear a line; returns what has to be printed because too much is waiting."""
+        """Take a line. Return the lines to print because too many are waiting."""
         key = _COLOUR.sub("", line)
         begin = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
         said = next((each for each in self._waiting[begin:] if each.key == key), None)
         if said is None:
-            # Right behind this rank's last line and not at the end: what others have said since can
-            # still be joined by its next lines.
+            # Insert it right after this rank's last line, not at the end: then this rank's next
+            # lines can still be joined with lines that others have printed since.
             said = _Said(line, key, [rank], now)
             self._waiting.insert(begin, said)
         else:
@@ -255,7 +254,9 @@ class Joiner:
         return self._leave(1) if len(self._waiting) > _MOST else []
 
     def ready(self, now: float) -> list[str]:
-        """The lines whose time has come, those before them, and what all ranks have said."""
+        """Return the lines whose time has come, the lines before them, and lines that all ranks
+        have printed.
+        """
         late = [
             place for place, said in enumerate(self._waiting, 1) if said.since + self._window <= now
         ]
@@ -265,11 +266,11 @@ class Joiner:
         return self._leave(count)
 
     def due(self) -> float | None:
-        """When to ask again; None while nothing waits."""
+        """Return the time to ask again; None if nothing waits."""
         return min(said.since for said in self._waiting) + self._window if self._waiting else None
 
     def end(self) -> list[str]:
-        """Everything that waits."""
+        """Return all waiting lines."""
         return self._leave(len(self._waiting))
 
     def _leave(self, count: int) -> list[str]:
@@ -280,7 +281,7 @@ class Joiner:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """`0-7`, `3`, `0,2-5`."""
+    """Write ranks as `0-7`, `3` or `0,2-5`."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][1] + 1:

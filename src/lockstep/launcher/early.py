@@ -1,6 +1,6 @@
-"""What a command does before it has read its arguments to the end. Nothing heavy is imported here.
+"""What a command does before it has parsed its arguments. Nothing heavy is imported here.
 
-A scheduler's signals end it with the documented exit code, and the process that forks its ranks
+A scheduler's signals end the command with the documented exit code. The process that forks ranks
 begins to import torch.
 """
 
@@ -17,31 +17,31 @@ from lockstep.errors import ExitCode, UsageError
 
 
 def open_streams() -> None:
-    """Where this process has closed stdin, stdout or stderr, as a daemon does: what is opened
-    next would take its number, and be a rank's.
+    """Open /dev/null as stdin, stdout and stderr where they are closed, as in a daemon. Otherwise
+    the next file that is opened would get such a number, and ranks would use it as a stream.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # the lowest number that is free
+            # os.open returns the lowest free number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def open_closed_streams() -> None:
-    """Those of this process, and what Python makes of them: it has found none."""
+    """Open this process's closed streams, and set those of sys that Python has left as None."""
     open_streams()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - as long as the process
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
 
 
 def leave_when_asked() -> None:
-    """From now on, and wherever nobody else handles them, SIGTERM and SIGUSR1 end this process with
-    75: no rank runs, and the same command starts again.
+    """Make SIGTERM and SIGUSR1 end this process with exit code 75, where no other handler replaces
+    this one: no rank runs, and the same command can start again.
 
-    It unwinds as sys.exit does, so that a run directory that was just made is removed. A signal
-    that is ignored stays so.
+    It exits as sys.exit does, so that a new run directory is removed. An ignored signal stays
+    ignored.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -54,8 +54,8 @@ _WITHOUT_WARM_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--mod
 
 
 def start_server(arguments: Sequence[str]) -> None:
-    """Have the server that ranks are forked from import meanwhile what they need, where this
-    command will start any.
+    """Start the fork server early, if this command will start ranks. It imports what they need
+    while the command goes on.
     """
     given = {argument.partition("=")[0] for argument in arguments}
     if (
@@ -67,7 +67,7 @@ def start_server(arguments: Sequence[str]) -> None:
     from lockstep.launcher import server
     from lockstep.runtime.environment import started_by_others
 
-    with suppress(UsageError):  # said by the command itself
+    with suppress(UsageError):  # the command itself reports it
         if started_by_others(os.environ) is None:
             server.server(server.FOR_TRAININGS if arguments[0] in _TRAIN else server.FOR_SCRIPTS)
 

@@ -1,13 +1,12 @@
-"""A rank whose program is over and whose process is not: what Python waits for is said, where it
-was started and where it is now.
+"""Report a rank whose program is over but whose process runs: what Python waits for, where that was
+started, and where it is now.
 
-Python ends a process when all threads that are not daemon threads have ended, then processes of
-multiprocessing, then exit handlers. Ranks wait for them too, however long that takes: a thread may
-be writing the user's file. Nobody waits silently: after five seconds the rank says what it waits
-for.
+Python ends a process when all non-daemon threads have ended, then processes of multiprocessing,
+then exit handlers. Ranks wait for them too, however long it takes: a thread may be writing the
+user's file. But no rank waits silently: after five seconds it reports what it waits for.
 
-    rank       announce(tell)   a thread beside the one that waits, so that it also sees threads that are started meanwhile
-    launcher   Endings          prints what ranks have left for it, and looks itself where a rank cannot say
+    rank       announce(tell)   a separate thread, so that it also sees threads started meanwhile
+    launcher   Endings          prints the ranks' reports, and looks itself if a rank cannot report
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from lockstep.runtime import status
 from lockstep.runtime.disk import write_whole
 
 PATIENCE = 5.0
-"""Seconds for which a program's end is nobody's affair."""
-_LAUNCHERS_PATIENCE = 8.0  # a rank that is still there and has not said why cannot
+"""Seconds that a process may take to end before it is reported."""
+# seconds; a rank that still runs then and has not reported why cannot report
+_LAUNCHERS_PATIENCE = 8.0
 _LOOK_SECONDS = 1.0
 _ADVICE = (
     "The run waits, as plain Python does; press Ctrl-C to end it. Join the thread in the program,"
@@ -44,13 +44,13 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process waits for, in words, and where that is."""
+    """What a process waits for, in words, and the stack of the place."""
 
     what: str
     stack: str
 
     def said_of(self, who: str, several: bool = False) -> str:
-        """For a person: the stack, then the sentences."""
+        """Return the report for the user: the stack, then the sentences."""
         words = (
             "finished, but their processes do not end: they wait"
             if several
@@ -61,8 +61,8 @@ class Held:
 
 
 def announce(tell: Callable[[Held], object]) -> None:
-    """The program is over. If the process has not ended `PATIENCE` seconds from now, `tell`
-    hears once what it waits for.
+    """Record that the program is over. If the process still runs after `PATIENCE` seconds, call
+    `tell` once with what it waits for.
     """
 
     def watch() -> None:
@@ -73,7 +73,7 @@ def announce(tell: Callable[[Held], object]) -> None:
 
 
 def announce_to_terminal(rank: int) -> None:
-    """`announce` where no launcher of ours listens: on this process's stderr."""
+    """`announce` for a rank without Lockstep's launcher: print to this process's stderr."""
     announce(
         lambda held: print(
             held.said_of(f"rank {rank} (pid {os.getpid()})"), file=sys.stderr, flush=True
@@ -82,13 +82,13 @@ def announce_to_terminal(rank: int) -> None:
 
 
 def leave(directory: Path, rank: int, held: Held) -> None:
-    """Tell the launcher."""
+    """Write the report for the launcher."""
     write_whole(_file(directory, rank), json.dumps(asdict(held)))
 
 
 def waits_for() -> Held:
-    """What keeps this process, as Python's end comes to it: threads, then processes, else an
-    exit handler.
+    """Return what keeps this process from ending. In Python's order: threads, then processes, else
+    an exit handler.
     """
     frames = sys._current_frames()
     stacks = {
@@ -123,8 +123,8 @@ def waits_for() -> Held:
 
 
 def _function(thread: threading.Thread) -> object:
-    """What it was started to run: its target, the function of a Timer, the `run` of a class of
-    the user's own.
+    """Return what the thread runs: its target, a Timer's function, or the `run` of the user's own
+    class.
     """
     return getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
 
@@ -142,24 +142,24 @@ def _place(function: object) -> str:
 
 
 def waits(directory: Path, rank: int) -> bool:
-    """Whether this rank's program is over, and it has been said what its process waits for."""
+    """Whether this rank's program is over, and the report of what its process waits for exists."""
     return _file(directory, rank).exists()
 
 
 class Endings:
-    """The launcher's side: looks now and then whether a rank waits at its end, and gives what is
-    to be said of it, once for each.
+    """The launcher's side: checks now and then whether a rank waits at its end, and returns a
+    report, once for each rank.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
         self._looked = clock()
-        self._over: dict[int, float] = {}  # since when a rank's program is seen to be over
+        self._over: dict[int, float] = {}  # by rank: when its program was first seen to be over
         self._said: set[int] = set()
 
     def look(self, pids: Mapping[int, int]) -> list[str]:
-        """What is to be said now; `pids` are those that live, by rank. Ranks that wait for the
-        same are named together.
+        """Return the reports to print now. `pids` are the living ranks' pids, by rank. Ranks that
+        wait for the same thing share a report.
         """
         now = self._clock()
         if now - self._looked < _LOOK_SECONDS:
@@ -182,8 +182,8 @@ class Endings:
         ]
 
     def _look_at(self, rank: int, pid: int) -> None:
-        """Say it for a rank that should have said it by now: it is stopped, or native code holds
-        the interpreter.
+        """Report for a rank that should have reported by now: it is stopped, or native code holds
+        its interpreter.
         """
         view = status.read(status.file_of(self._directory, rank))
         if (
@@ -209,10 +209,10 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def note_groups() -> None:
-    """In a rank whose program is over: note whether torch has had a process group here, also one
-    that is closed again.
+    """In a rank whose program is over: note whether torch has had a process group here, even if it
+    is closed again.
 
-    `lockstep.init()` notes it itself. torch leaves its own hook for exceptions, the name of the
+    `lockstep.init()` notes it itself. torch leaves traces: its hook for exceptions, the name of the
     rendezvous, or the open group.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -225,7 +225,7 @@ def note_groups() -> None:
 
 
 def never_joined(size: int) -> str:
-    """What is said of ranks of which none has opened a process group: each has run the program
+    """Return the warning for ranks that never opened a process group: each has run the program
     once, on the same data and into the same files.
     """
     return (
@@ -236,8 +236,8 @@ def never_joined(size: int) -> str:
 
 
 def of_strangers(directory: Path, ranks: Iterable[int], size: int) -> str:
-    """`never_joined` of ranks that have ended well; "" where one has opened a process group, or
-    has left without a word.
+    """Return `never_joined` for ranks that have ended well. "" if one has opened a process group,
+    or has not noted its end.
     """
     views = [status.read(status.file_of(directory, rank)) for rank in ranks]
     alone = all(view is not None and view.phase == "end" and not view.opened for view in views)

@@ -1,7 +1,8 @@
-"""One generation of ranks on this host, alone or among others: start them, look at them, end them.
+"""The ranks of this host, alone or among others, from one start to their end: start, watch and end
+them.
 
-A rank's process is looked at without being reaped, so that a whole process group can be ended
-safely, and a short moment is left for the true cause to show before the others are stopped.
+A rank that has ended is not reaped at once, so that its whole process group can be ended safely.
+After a failure the other ranks get a short time to show the true cause, before they are stopped.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from lockstep.launcher.server import Server
 from lockstep.runtime import private
 
 _LOOK_SECONDS = 0.05
-_SETTLE_SECONDS = 1.0  # how long a rank's complaint about a peer waits for that peer's own record
-# how much longer it waits for a peer that is seen to be dying, or is leaving as it was asked to
+# seconds that a rank's complaint about a peer waits for that peer's own record
+_SETTLE_SECONDS = 1.0
+# further seconds if a peer is seen to be dying, or is leaving because it was asked to
 _DYING_SECONDS = 20.0
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How this host's ranks stood when the generation was over: before anyone was stopped by us."""
+    """The state of this host's ranks at the end, before the launcher stopped any."""
 
     pids: Mapping[int, int]
     codes: Mapping[int, int | None]
-    """By rank: exit code, minus the signal that killed it, or None if it was still running."""
+    """The exit code by rank: -n if signal n killed it, None if it was still running."""
 
 
 def explained(failures: Iterable[Failure], now: Ended) -> bool:
-    """Whether they tell the cause."""
+    """Whether `failures` tell the cause."""
     cause = first(failures)
     if cause is not None and cause.code == ExitCode.PREEMPTED:
-        return None not in now.codes.values()  # the others are leaving too
+        return None not in now.codes.values()  # wait for the other ranks, which are leaving too
     return cause is not None and cause.standing == "cause"
 
 
 class Stopped(Exception):
-    """The caller asked to stop. Nothing is left running."""
+    """The caller asked to stop. No rank is left running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalRanks:
-    """The ranks of one host among all of the job, and where they find the store."""
+    """The ranks of one host among all ranks of the job, and the address of their store."""
 
     count: int
     """Ranks of this host."""
@@ -64,11 +66,11 @@ class LocalRanks:
 
     @property
     def numbers(self) -> range:
-        """Of this host's ranks."""
+        """The numbers of this host's ranks."""
         return range(self.first_rank, self.first_rank + self.count)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """What torch's own launcher tells a rank; libraries look for these names."""
+        """Return the variables that torch's own launcher sets for a rank; libraries read them."""
         rank, size, local_size = str(self.first_rank + local_rank), str(self.size), str(self.count)
         return {
             "RANK": rank,
@@ -90,8 +92,8 @@ class LocalRanks:
 
 
 class Ranks:
-    """Ranks from their start to their end. At the end of the `with` block none is left, nor what
-    they have started in their process groups.
+    """Ranks from their start to their end. After the `with` block no rank is left, and no process
+    in a rank's process group.
     """
 
     def __init__(
@@ -118,11 +120,11 @@ class Ranks:
         *,
         cold: bool = False,
     ) -> None:
-        """Start them all: a `seat(rank, variables)` each, with `descriptors(rank)` beside the
-        streams.
+        """Start all ranks, each as `seat(rank, variables)` describes it. A rank inherits
+        `descriptors(rank)` after the three streams.
 
         Raises:
-            ServerGone: one of them cannot be started; the others are then ended.
+            ServerGone: a rank cannot be started; the others are then ended.
         """
         for local in range(self._place.count):
             rank = self._place.first_rank + local
@@ -132,7 +134,7 @@ class Ranks:
             )
 
     def look(self) -> Ended:
-        """How they stand now."""
+        """Return the present state of the ranks."""
         return Ended(self._pids, {rank: self._server.code(pid) for rank, pid in self._pids.items()})
 
     def run(
@@ -144,22 +146,22 @@ class Ranks:
         called_off: Callable[[], bool] = lambda: False,
         grace: float = 0.5,
     ) -> Ended:
-        """Wait until all have ended well or the first has not; how they stood then.
+        """Wait until all ranks have ended well or one has failed. Return their state at that time.
 
-        When a rank fails, and what is known does not tell the cause, the others have a second to
-        leave it. Then they are stopped: SIGTERM, `grace` seconds, SIGKILL to each rank's process
+        If a rank fails, and the known failures do not tell the cause, the others have a second to
+        record it. Then they are stopped: SIGTERM, `grace` seconds, SIGKILL to each rank's process
         group.
 
         Args:
-            failures: what is known now.
-            stopping: asked 20 times a second, of the pids of those that live by rank, whether to
-                stop.
-            spared: which of the ranks that have failed are done without: the others go on.
-            called_off: asked as often, whether the ranks of other hosts are being stopped, and
-                these with them.
+            failures: returns the failures that are known now.
+            stopping: called 20 times a second with the pids of the living ranks, by rank; returns
+                whether to stop.
+            spared: returns the failed ranks that the others continue without.
+            called_off: called as often; returns whether the ranks of other hosts are being
+                stopped, and these with them.
 
         Raises:
-            Stopped: `stopping` was true.
+            Stopped: `stopping` returned true.
         """
         settled_at: float | None = None
         while True:
@@ -188,29 +190,29 @@ class Ranks:
         return now
 
     def _patience(self, now: Ended) -> float:
-        # One that was killed is gone for its peers as soon as its first thread is, and for the
-        # system when its last, perhaps a nice one, is.
+        # Peers see that a process was killed when its first thread has ended. The system sees it
+        # when the last one has, perhaps a thread of low priority.
         dying = any(
             code is None and self._server.state(now.pids[rank]) == processes.DEAD
             for rank, code in now.codes.items()
         )
-        # after a save, the others a moment later
+        # a rank leaves after its save; the others follow a moment later
         leaving = ExitCode.PREEMPTED in now.codes.values()
         return _SETTLE_SECONDS + (_DYING_SECONDS if dying or leaving else 0)
 
     def end(self, grace: float) -> None:
-        """End every rank's process group. A rank that has died is not reaped yet, so its number
-        still means its group.
+        """End every rank's process group. A rank that has died is not reaped yet, so its pid still
+        means its group.
         """
         self._over = True
         self._server.resume()
         if grace:
             self._signal(signal.SIGTERM)
         deadline = self._clock() + grace
-        with suppress(LockstepError):  # the server has gone, and they with it
+        with suppress(LockstepError):  # the server has gone, and the ranks with it
             while self._clock() < deadline and None in self.look().codes.values():
                 self._server.wait(0.01)
-        # once they are dead nobody can list them
+        # list them now: dead processes cannot be listed
         members = {pid for found in self._groups().values() for pid in found}
         self._signal(signal.SIGKILL)
         with suppress(LockstepError):
@@ -223,13 +225,14 @@ class Ranks:
         private.remove_torch_names(members)
 
     def _end_left_over(self) -> None:
-        """All ranks have ended well. What they have started in their process groups ends with
-        them; not what has a session of its own.
+        """End what the ranks have left in their process groups, after all have ended well. A
+        process with its own session is not ended.
         """
         self._over = True
         deadline = self._clock() + _SETTLE_SECONDS
         while left := self._groups():
-            if self._clock() > deadline:  # helpers of multiprocessing go by themselves
+            # by then multiprocessing's helpers have ended by themselves
+            if self._clock() > deadline:
                 for rank, found in left.items():
                     _say_left(rank, found)
                 self.end(0.5)
@@ -237,7 +240,7 @@ class Ranks:
             time.sleep(0.01)
 
     def _groups(self) -> dict[int, dict[int, str]]:
-        """The living processes of every rank's process group: their names by pid."""
+        """Return the living processes of every rank's process group: their names by pid."""
         found = self._server.groups(self._pids.values())
         return {rank: found[pid] for rank, pid in self._pids.items() if pid in found}
 
@@ -258,8 +261,8 @@ def _say_left(rank: int, found: Mapping[int, str]) -> None:
 
 @contextmanager
 def store(server: Server, address: str | None = None, port: int = 0) -> Iterator[tuple[str, int]]:
-    """A store for ranks in a process of its own, until the block's end: its address and port.
-    `address`: for those of other hosts too.
+    """Run a store for ranks in a separate process until the block's end. Yields its address and
+    port. `address`: listen there, for ranks of other hosts too.
     """
     pid, stream = server.ask(_StoreProcess(address, port))
     try:
@@ -275,7 +278,7 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
 
 @contextmanager
 def alone(server: Server, count: int) -> Iterator[LocalRanks]:
-    """So many ranks of this host and no others, with their store until the block's end."""
+    """Yield a job of `count` ranks on this host alone, with their store until the block's end."""
     with store(server) as (address, port):
         yield LocalRanks(count=count, size=count, address=address, port=port)
 

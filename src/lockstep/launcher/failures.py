@@ -1,9 +1,9 @@
-"""Why a rank ended, written down by the rank itself, and which of several was the cause.
+"""Why a rank ended, as the rank itself records it, and which of several failures was the cause.
 
-When one rank fails the others follow within milliseconds with errors about lost connections. A
-record therefore carries its kind and the monotonic time of its exception: deaths by signal and
-usage errors come before exceptions, these before timeouts, and these before complaints about a
-peer; within one class the earliest counts.
+When one rank fails, the others follow within milliseconds with errors about lost connections. So a
+record carries its kind and the monotonic time of its exception. Deaths by signal and usage errors
+come before exceptions, these before timeouts, and these before complaints about a peer. Within one
+class the earliest counts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lockstep.errors import (
 from lockstep.runtime.disk import write_whole
 
 DIRECTORY = "LOCKSTEP_FAILURES"
-"""Environment variable: where a rank leaves its record."""
+"""Environment variable: the directory in which a rank leaves its record."""
 
 Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "node", "corrupt"]
-"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited
-for, and ended by the launcher. node: not the rank but its whole host has gone. corrupt: others have
-found that it computes wrong.
+"""loader: a signal hit a process that loads data for the rank. stall: the other ranks waited for
+it, and the launcher ended it. node: its whole host has gone. corrupt: other ranks have found that
+it computes wrong.
 """
 Standing = Literal["cause", "timeout", "consequence"]
 
@@ -64,46 +64,42 @@ class Failure:
     rank: int
     kind: Kind
     message: str
-    """One exception: its type and text. A usage error or an exit: the text alone."""
+    """An exception's type and text. For a usage error or an exit: the text alone."""
     code: int
-    """The exit code that the whole run takes from it: 1, 2, n of sys.exit(n), 128 + n for signal
-    n.
+    """The exit code that the run takes from this failure: 1, 2, n of sys.exit(n), 128 + n for
+    signal n.
     """
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     monotonic_ns: int = field(default_factory=time.monotonic_ns)
-    """When it happened, on this host's monotonic clock; over several hosts on that of the one
-    where they meet.
+    """When it happened, on this host's monotonic clock. With several hosts the driver converts it
+    to its own clock.
     """
     traceback: str = ""
-    """The exception with its frames, those of the launcher left out; "" where there is none to
-    show.
-    """
+    """The exception with its frames, except the launcher's; "" if there is none to show."""
     where: str = ""
-    """For a usage error, and for sys.exit: file and line in the user's own code, if it came from
-    there.
-    """
+    """For a usage error or sys.exit: file and line in the user's code, if it came from there."""
     standing: Standing = "cause"
     doing: str = ""
-    """ "at step 57, in backward": what it was doing when it was seen last, where that is known."""
+    """What it was doing when it was last seen, if that is known: "at step 57, in backward"."""
     note: str = ""
     """What else the launcher knows, as a sentence."""
     log: str = ""
     """The file with this rank's output."""
     tail: str = ""
-    """The end of it, where it was not on the terminal."""
+    """The end of that output, if it was not on the terminal."""
 
     @property
     def killed(self) -> bool:
-        """Whether a signal was the cause, or the loss of a node, which need not come back in
+        """Whether the cause was a signal or the loss of a node, which may not happen again in
         another try.
         """
         return self.kind in ("signal", "loader", "node")
 
 
 def note_time(error: BaseException) -> int:
-    """The monotonic time at which `error` was first noted. Call it early where unwinding can be
-    slow.
+    """Return the monotonic time at which `error` was first noted. Call it early where unwinding can
+    be slow.
     """
     known = getattr(error, _STAMP, None)
     if isinstance(known, int):
@@ -115,10 +111,10 @@ def note_time(error: BaseException) -> int:
 
 
 def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> Failure:
-    """The record of an exception that ended this process, to be written by this process.
+    """Return the record of an exception that ended this process; this process must write it.
 
-    `may_exit`: the program is the user's own, and may end with sys.exit(0). Elsewhere a sys.exit
-    has left Lockstep's own work in its middle: the run fails, whatever its code.
+    `may_exit`: the program is the user's own, and may end with sys.exit(0). Otherwise a sys.exit
+    has interrupted Lockstep's own work: the run fails, whatever the code.
     """
     record = partial(Failure, rank=rank, monotonic_ns=note_time(error))
     if isinstance(error, UsageError):
@@ -145,7 +141,7 @@ def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> F
     kind: Kind = "loader" if isinstance(error, LoaderWorkerKilled) else "exception"
     standing = _standing(error)
     if isinstance(error, CorruptResult) and len(error.ranks) == 1:
-        # raised on all ranks, and of one
+        # all ranks raise it, and one of them is corrupt
         kind, standing = "corrupt", "cause" if rank in error.ranks else "consequence"
     code = 128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED
     return record(
@@ -165,8 +161,8 @@ def _text(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """`ValueError: bad sample`. torch raises what a loader worker raised with that worker's
-    whole traceback as its message; the end counts.
+    """Return the type and text, as in `ValueError: bad sample`. For an error in a loader worker,
+    torch's message is the worker's whole traceback: use its last line.
     """
     text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
     caught = _IN_A_LOADER.search(text)
@@ -177,8 +173,8 @@ def _message(error: BaseException) -> str:
 
 
 def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
-    """The record of a rank that left none, from its exit code: below 0 it is the signal that
-    killed it.
+    """Return the record of a rank that left none, from its exit code. A code below 0 is the signal
+    that killed it.
     """
     if code < 0:
         return Failure(
@@ -193,7 +189,7 @@ def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str
 
 
 def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
-    """The code and the text that Python itself would leave with."""
+    """Return the exit code and the text with which Python itself would exit."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "KeyboardInterrupt"
     if error.code is None:
@@ -204,12 +200,12 @@ def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
 
 
 def write(failure: Failure, directory: Path) -> None:
-    """Leave the record in `directory`, whole or not at all."""
+    """Write the record to `directory`, complete or not at all."""
     write_whole(directory / f"rank-{failure.rank}.json", json.dumps(asdict(failure)))
 
 
 def read_all(directory: Path) -> list[Failure]:
-    """All records in `directory`, by rank."""
+    """Return all records in `directory`, sorted by rank."""
     found = [
         Failure(**json.loads(file.read_text(encoding="utf-8")))
         for file in directory.glob("rank-*.json")
@@ -220,7 +216,9 @@ def read_all(directory: Path) -> list[Failure]:
 def of_ranks(
     directory: Path, codes: Mapping[int, int | None], pids: Mapping[int, int]
 ) -> list[Failure]:
-    """The records that ranks left, and for those that died without one what the system says."""
+    """Return the records that ranks left. For a rank that died without one, return what the system
+    reports.
+    """
     found = {failure.rank: failure for failure in read_all(directory)}
     for rank, code in codes.items():
         if code and rank not in found:
@@ -231,13 +229,13 @@ def of_ranks(
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The one that explains the others; None if there is none."""
+    """Return the failure that explains the others; None if there is no failure."""
     return min(failures, key=_precedence, default=None)
 
 
 def render(failure: Failure) -> str:
-    """What the user reads: the rank's last words, its traceback, then a line that names it. A
-    usage error is one sentence.
+    """Return the text for the user: the rank's last output, its traceback, then a line that names
+    it. For a usage error: one sentence.
     """
     if failure.kind == "usage":
         return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
@@ -247,7 +245,7 @@ def render(failure: Failure) -> str:
 
 
 def summary(failure: Failure) -> str:
-    """One line: which rank, where it ran, what ended it."""
+    """Return one line: which rank, where it ran, what ended it."""
     who = (
         f"rank {failure.rank} (pid {failure.pid},"
         f" {failure.host}{f', log {failure.log}' if failure.log else ''})"
@@ -267,7 +265,7 @@ def summary(failure: Failure) -> str:
         return failure.message + (f" Its log: {failure.log}" if failure.log else "")
     if failure.kind == "exit":
         where = f" ({failure.where})" if failure.where else ""
-        if failure.traceback:  # it has left Lockstep's own work
+        if failure.traceback:  # sys.exit has interrupted Lockstep's own work
             return f"{who} was ended by {text}{doing}{where}: the other ranks cannot continue without it"
         return f"{who} exited with code {failure.code}{doing}{where}" + (
             f": {text}" if text else ""
@@ -276,7 +274,9 @@ def summary(failure: Failure) -> str:
 
 
 def worker_failed(cause: Failure) -> WorkerFailed:
-    """What `lockstep.launch` raises for it. The code of the rank's own error stays."""
+    """Return the error that `lockstep.launch` raises for `cause`. It keeps the code of the rank's
+    own error.
+    """
     text = summary(cause) + (f"\n{cause.note}" if cause.note else "")
     text += f"\n\n{cause.traceback.rstrip()}" if cause.traceback else ""
     rank, traceback = cause.rank, cause.traceback
@@ -289,10 +289,11 @@ def worker_failed(cause: Failure) -> WorkerFailed:
 
 
 def readable_traceback(error: BaseException) -> str:
-    """The exception as Python prints it, beginning with the first frame of the user's own code.
+    """Return the exception as Python prints it, beginning with the first frame of the user's own
+    code.
 
-    What Lockstep raises on purpose ends with the last such frame; "" where there is none: the
-    message says all.
+    An error that Lockstep raises on purpose ends with the last such frame. "" if it has no such
+    frame, because the message says all.
     """
     shown = TracebackException.from_exception(error)
     _strip(shown, error, set())
@@ -302,7 +303,7 @@ def readable_traceback(error: BaseException) -> str:
 
 
 def readable_stack(dump: str) -> str:
-    """A fatal signal's stack as faulthandler wrote it, without the launcher's frames and the
+    """Return a fatal signal's stack as faulthandler wrote it, without the launcher's frames and the
     list of extension modules.
     """
     lines = dump.partition("\nExtension modules:")[0].splitlines()
@@ -320,8 +321,8 @@ def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> N
     shown.stack[:] = [frame for frame in shown.stack if frame.filename != _TORCH_CALLS]
     files = [frame.filename for frame in shown.stack]
     theirs = next((number for number, file in enumerate(files) if is_users(file)), None)
-    if theirs is None and hasattr(shown, "offset"):  # a SyntaxError, or one of its kinds
-        theirs = len(files)  # the file that cannot be parsed is named by the error itself
+    if theirs is None and hasattr(shown, "offset"):  # a SyntaxError or a subclass
+        theirs = len(files)  # the error itself names the file that cannot be parsed
     if theirs is None:
         theirs = next((number for number, file in enumerate(files) if not _is_ours(file)), 0)
     if isinstance(error, LockstepError):
@@ -346,8 +347,8 @@ def _is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame's file belongs neither to this package nor to an installed one nor to
-    Python.
+    """Whether a frame's file is neither this package's, nor an installed package's, nor Python's
+    own.
     """
     return (
         not _is_ours(file)
@@ -357,7 +358,7 @@ def is_users(file: str) -> bool:
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line that belongs neither to this package nor to an installed one."""
+    """Return "file:line" of the innermost frame in the user's code; "" if there is none."""
     theirs = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
@@ -377,8 +378,8 @@ def _standing(error: BaseException) -> Standing:
 
 
 def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
-    """The note for a cause that is only a complaint, when some ranks had ended well before: they
-    were missed.
+    """Return the note for a cause that is only a complaint, if some ranks had ended well before:
+    the other ranks missed them.
     """
     cause, ranks = first(failures), named(finished)
     if cause is None or cause.standing == "cause" or not ranks:
@@ -387,7 +388,7 @@ def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """ "rank 3", or "ranks 0, 1 and 3"."""
+    """Return "rank 3", or "ranks 0, 1 and 3"."""
     listed = [str(rank) for rank in sorted(ranks)]
     if len(listed) < 2:
         return f"rank {listed[0]}" if listed else ""
@@ -402,7 +403,7 @@ def _precedence(failure: Failure) -> tuple[int, int, int]:
 
 
 def signal_name(number: int) -> str:
-    """ "signal 9 (SIGKILL)"."""
+    """Return a signal's name: "signal 9 (SIGKILL)"."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:

@@ -1,9 +1,9 @@
-"""A fixed set of nodes, each of which starts this command: which of them is this one, and how many
-ranks has each?
+"""A fixed set of nodes, each of which starts this command: which node is this one, and how many
+ranks does each node have?
 
-Said by options (--nodes, --node-rank, --rdzv-endpoint) or by the variables of torchrun, which
-Kubeflow's TrainJob sets too (PET_*). Pure. Who speaks of several nodes is honoured or refused: a
-run never trains alone because a number was missing.
+Options (--nodes, --node-rank, --rdzv-endpoint) or the variables of torchrun give these numbers.
+Kubeflow's TrainJob sets these too (PET_*). If only some of them are given, the command fails: a run
+never trains alone because a number was missing.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ VARIABLES = (_NODES, _EACH, _RANK, _HOST, _AT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """Equal on every node, but for `rank`."""
+    """The nodes of a run. Equal on every node, except for `rank`."""
 
     count: int
     rank: int
     host: str
-    """Of node 0, as all nodes know it."""
+    """The host of node 0, as all nodes know it."""
     port: int
     workers: int | None = None
-    """Ranks of each node. None: as many as it has GPUs, else one."""
+    """Ranks per node. None: as many as the node has GPUs, else one."""
 
     @classmethod
     def read(
@@ -54,8 +54,8 @@ class Nodes:
         workers: str | int | None,
         env: Mapping[str, str],
     ) -> Nodes | None:
-        """Of the options (`workers`: ranks over all nodes), else of `env`; None for one node.
-        Raises UsageError for what does not add up.
+        """Read the options (`workers`: ranks over all nodes), else `env`; None for one node. Raises
+        UsageError if they are incomplete or contradict each other.
         """
         options = {"--nodes": nodes, "--node-rank": node_rank, "--rdzv-endpoint": endpoint}
         if not _complete(options):
@@ -68,11 +68,11 @@ class Nodes:
         return cls(count=nodes, rank=node_rank, host=host, port=port, workers=share)
 
     def address_here(self, seconds: float | None = None) -> str:
-        """This node's address on the way to node 0, whose name may be unknown for a while, as that
-        of a pod that is being started.
+        """Return this node's address on the way to node 0. Node 0's name may be unknown for a
+        while, for example while its pod starts.
 
-        Raises UsageError where there is no way within `seconds` (default: 300), and on node 0 where
-        it cannot listen there.
+        Raises UsageError if there is no way within `seconds` (default: 300), or if node 0 cannot
+        listen there.
         """
         until = time.monotonic() + (seconds or _KNOWN_WITHIN)
         try:
@@ -101,7 +101,7 @@ class Nodes:
             ) from None
 
     def ranks(self, here: int) -> LocalRanks:
-        """Of this node, which has `here` ranks, as the others have."""
+        """Return this node's ranks. `here` is the number of ranks on each node."""
         return LocalRanks(
             count=here,
             first_rank=self.rank * here,
@@ -114,7 +114,7 @@ class Nodes:
 
 
 def _complete(values: Mapping[str, object]) -> bool:
-    """Whether they are given. Raises UsageError where some are, and others are not."""
+    """Whether the values are given. Raises UsageError if only some of them are."""
     given = {name: value for name, value in values.items() if value is not None}
     lacking = [name for name in values if name not in given]
     if given and lacking:
@@ -126,7 +126,7 @@ def _complete(values: Mapping[str, object]) -> bool:
 
 def _of_variables(workers: str | int | None, env: Mapping[str, str]) -> Nodes | None:
     found = {name: env[name].strip() for name in VARIABLES if env.get(name, "").strip()}
-    if PARENT in env:  # a rank's own commands are about its node
+    if PARENT in env:  # a command that a rank starts is about the rank's own node
         return None
     if found.get(_NODES) == "1":
         found = {_RANK: "0", _HOST: "127.0.0.1", **found}
@@ -156,7 +156,7 @@ def _of_variables(workers: str | int | None, env: Mapping[str, str]) -> Nodes | 
 
 
 def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
-    """Ranks of each node, of `workers` over all."""
+    """Return the ranks per node, for `workers` ranks over all nodes."""
     if workers is None:
         return None
     text = str(workers)
@@ -166,7 +166,7 @@ def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address."""
+    """Return the name of the network interface that has this address; None if there is none."""
     return next(
         (
             name
@@ -179,8 +179,8 @@ def interface_of(address: str) -> str | None:
 
 
 def towards(peer: str) -> str:
-    """This host's address on the interface over which packets go to `peer`. Sends nothing.
-    Raises OSError where there is no way.
+    """Return this host's address on the interface over which packets go to `peer`. Sends nothing.
+    Raises OSError if there is no route.
     """
     family, kind, _, _, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -189,8 +189,8 @@ def towards(peer: str) -> str:
 
 
 def gloo_and_nccl(address: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks: gloo and NCCL use the interface that reaches the other hosts, unless
-    `env` names another.
+    """Return variables for ranks that make gloo and NCCL use the interface with `address`. A
+    variable that `env` already sets is left out.
     """
     interface = interface_of(address)
     names = (
@@ -202,8 +202,8 @@ def gloo_and_nccl(address: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def host_and_port(text: str, option: str) -> tuple[str, int]:
-    """`node1:29400`, `[fd00::1]:29400`. Raises UsageError, which names `option`, for anything
-    else.
+    """Parse `node1:29400` or `[fd00::1]:29400`. Raises a UsageError that names `option` for
+    anything else.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -1,5 +1,5 @@
 """`python -m lockstep.launcher.fork_server`: a process that imports torch once, and forks ranks
-when its launcher says so.
+when its launcher tells it to.
 
     launcher                        fork server                          rank
     ("import", names)  ---------->  imports them, one after the other
@@ -7,15 +7,14 @@ when its launcher says so.
     ("fork", seat) + streams ---->  fork() ---------------------------->  seat.take(); seat.work()
                        <----------  ("forked", pid)
                        <----------  ("ended", pid, code)  <-------------  ends
-    ("release", pid)   ---------->  reaps it: until then the number means this process, and its
-                       group
-    ("warm", imports)  ---------->  imports these too, as a successor of another one (successor.py)
-                       <----------  ("warm", what that has done)
+    ("release", pid)   ---------->  reaps it: until then the pid means this process, and its group
+    ("warm", imports)  ---------->  imports these too, as another server's successor (successor.py)
+                       <----------  ("warm", what the imports have done)
 
-One process and one thread: what a thread holds at a fork stays held in the child for ever. Before
-every fork the server looks whether it still is one; where an import has started a thread or opened
-a GPU, it executes a fresh interpreter in the child instead (a cold start), and says why. It ends as
-soon as its launcher has gone, and its children with it.
+The server has only one thread: a lock that another thread holds at a fork stays locked in the child
+forever. Before every fork the server checks that it has no other thread. If an import has started a
+thread or opened a GPU, the server executes a fresh interpreter in the child instead (a cold start),
+and says why. It ends as soon as its launcher has gone, and its children end with it.
 """
 
 from __future__ import annotations
@@ -44,17 +43,15 @@ from lockstep.launcher.successor import Warmth
 from lockstep.runtime.process_lifetime import die_with_parent
 
 FOR_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""A scheduler sends some of them to all processes of a job. The launcher answers them; what
-serves its ranks ends when it says so, or has gone.
+"""Signals that are for the launcher alone, although a scheduler sends some of them to all processes
+of a job. The processes that serve its ranks end when the launcher says so, or has gone.
 """
 _LIMITS = {errno.EMFILE: " (ulimit -n)", errno.EAGAIN: " (ulimit -u)"}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 class ForkServer:
-    """The server's state: who its launcher is, what is still to be imported, and which children
-    live.
-    """
+    """The server's state: its launcher, the modules still to be imported, and its children."""
 
     def __init__(self, control: int, imports: Sequence[str] = (), *, cold: bool = False) -> None:
         os.set_inheritable(control, False)
@@ -65,7 +62,7 @@ class ForkServer:
         self._children: dict[int, int | None] = {}  # pid: exit code, once it has ended
         self._cold = cold
         self._why_cold = ""
-        # a child has these again
+        # a child restores these
         self._handlers = {
             number: signal.signal(number, _let_the_launcher) for number in FOR_LAUNCHER
         }
@@ -76,7 +73,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, _let_the_launcher)
 
     def serve(self) -> Callable[[], None]:
-        """Serve until the launcher has gone. Returns in children only: what they are to do."""
+        """Serve until the launcher has gone. Returns only in a child, with the child's work."""
         while True:
             waiting: list[Any] = [self._control, self._wake]
             ready, _, _ = select.select(waiting, [], [], 0 if self._wanted else None)
@@ -113,8 +110,8 @@ class ForkServer:
         return None
 
     def _import(self, name: str) -> None:
-        """What cannot be imported here fails in the rank that needs it, with the rank's own
-        traceback.
+        """Import a module. If that fails, it fails again in the rank that needs it, with the rank's
+        own traceback.
         """
         if self._cold or self._why_cold:
             return
@@ -130,8 +127,8 @@ class ForkServer:
     def _fork(
         self, pickled: bytes, count: int, beside: Sequence[str], cold: bool
     ) -> Callable[[], None] | None:
-        """A child with the descriptors that come behind the request. What is wanted is imported
-        first.
+        """Fork a child that gets the descriptors sent after the request. First import what is still
+        wanted.
         """
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
         server, pid, why = os.getpid(), -1, ""
@@ -162,7 +159,7 @@ class ForkServer:
         return None
 
     def _leave_to_child(self) -> None:
-        """Nothing of the server, but for what it has imported."""
+        """In a child: close and reset everything of the server's, except its imports."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, handler in self._handlers.items():
@@ -185,13 +182,13 @@ class ForkServer:
                     self._say("ended", (pid, code))
 
     def _say(self, kind: str, content: object) -> None:
-        with suppress(OSError):  # the launcher has gone: the next look at it shows that
+        with suppress(OSError):  # the launcher has gone; the next read from it shows that
             self._control.send((kind, content))
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The work of a process that is forked to fork others: it has a launcher of its own, at the
+    """The work of a process that is forked to be a fork server itself. Its own launcher is at the
     other end of the descriptor that it inherits.
     """
 
@@ -201,10 +198,10 @@ class Serve:
 
 
 def begin(pickled: bytes, server: int, descriptors: list[int], *, cold: bool = False) -> None:
-    """In a child of process `server`: be what the pickled seat says."""
+    """In a child of process `server`: do what the pickled seat describes."""
     with suppress(PermissionError):
-        # Ctrl-C goes to the launcher alone, and a signal to the group reaches what the process
-        # starts
+        # Then Ctrl-C reaches only the launcher, and a signal to the process's group reaches its
+        # children.
         os.setsid()
     if cold:
         _execute(pickled, server, descriptors)
@@ -234,16 +231,16 @@ def _execute(pickled: bytes, server: int, descriptors: list[int]) -> None:
 
 
 def _let_the_launcher(number: int, frame: object) -> None:
-    """Not `SIG_IGN`, which a program that is executed would inherit."""
+    """Do nothing. A program that is executed would inherit `SIG_IGN`, but not this handler."""
 
 
 def _unsafe() -> str:
-    """Why this process must not be forked; "" where it may. A thread that ends at a fork by
-    itself, as those of OpenBLAS do, is no reason.
+    """Return why this process must not be forked; "" if it may. A thread that ends by itself at a
+    fork, as OpenBLAS's threads do, is no reason.
     """
     process = psutil.Process()
     if process.num_threads() > 1:
-        with suppress(OSError):  # who cannot fork needs no reason
+        with suppress(OSError):  # if this process cannot fork, `_fork` reports that
             pid = os.fork()
             if pid == 0:
                 os._exit(0)
@@ -262,7 +259,7 @@ def _unsafe() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The server, or in a cold start what it has executed. Returns in a child whose program is
+    """Run the server, or with --fresh the seat of a cold start. Returns in a child whose program is
     over.
     """
     if argv[0] == "--fresh":
@@ -273,7 +270,7 @@ def main(argv: Sequence[str]) -> None:
         seat.work()
         return
     control, parent, cold, *names = argv
-    gc.disable()  # importing makes much, and drops little
+    gc.disable()  # imports create many objects and drop few
     if int(parent):
         die_with_parent(int(parent))
     ForkServer(int(control), names, cold=cold == "cold").serve()()

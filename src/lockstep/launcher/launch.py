@@ -1,8 +1,8 @@
-"""`lockstep.launch`: run a function on N ranks of this host and hand back what each returned.
+"""`lockstep.launch`: run a function on N ranks of this host and return each rank's result.
 
-The function and its arguments travel in a file without a name, and so do the results: what is in it
-is copied, and a tensor among the arguments is every rank's own, never shared memory. The first rank
-that fails is raised in the caller, and the others are ended.
+The function, its arguments and the results are copied through files without a name. A tensor among
+the arguments is each rank's own, never shared memory. The error of the first rank that fails is
+raised in the caller, and the other ranks are ended.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def launch(
         ServerGone: the process that forks ranks was killed, or the system lets it start no more
             processes.
     """
-    __tracebackhide__ = True  # in notebooks and pytest: what the rank says is in the message
+    __tracebackhide__ = True  # for notebooks and pytest: the message holds the rank's traceback
     try:
         return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout)
     except KeyboardInterrupt:
@@ -98,13 +98,14 @@ def start_ranks(
     variables: Callable[[int], Mapping[str, str]] | None = None,
     place: LocalRanks | None = None,
 ) -> list[R]:
-    """`launch` with more to say.
+    """`launch` with further options.
 
     Args:
-        imports: modules that ranks find imported.
-        variables: further environment variables of a rank. With them each rank is a fresh
+        imports: modules to import before ranks are forked.
+        variables: returns further environment variables of a rank. With it each rank is a fresh
             interpreter.
-        place: these are `workers` of the ranks of several nodes. Returns their results alone.
+        place: the place of these `workers` ranks among those of several nodes. Only their results
+            are returned.
     """
     __tracebackhide__ = True
     _check(workers)
@@ -131,7 +132,7 @@ def start_ranks(
                 **(variables(rank) if variables else {}),
                 failures.DIRECTORY: str(records),
             }
-            # libraries would take this process for one of torchrun's
+            # with it, libraries would take this process for one of torchrun's
             del env["TORCHELASTIC_RUN_ID"]
             pipes = str(records) if cell else None
             work = Rank(rank=rank, work=call, records=str(records), pipes=pipes)
@@ -180,15 +181,15 @@ class _Left:
 
     records: Path
     answers: Mapping[int, int]
-    """Files, by rank."""
+    """The result files, by rank."""
 
     @property
     def answered(self) -> set[int]:
-        """Ranks that have left a result. How their process ends then is no matter."""
+        """The ranks that have left a result. After that, how their process ends does not matter."""
         return {rank for rank, file in self.answers.items() if seats.is_whole(file)}
 
     def failures(self, now: Ended) -> list[Failure]:
-        """Of ranks that have ended without a result."""
+        """Return the failures of ranks that have ended without a result."""
         answered = self.answered
         codes = {
             rank: code

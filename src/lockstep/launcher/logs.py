@@ -1,6 +1,6 @@
-"""Where a rank's output goes: the terminal, its own file, or both; and where these files lie.
+"""Where a rank's output goes: the terminal, its own file, or both; and where these files are.
 
-They lie in the directory that was asked for, or in one that is kept only where a rank failed.
+They are in the directory that was asked for, or in one that is kept only if a rank failed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lockstep.launcher.console import connect
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]
-"""Who may write to the terminal: rank 0; every rank, line by line; every rank, by way of the
-launcher, which joins equal lines.
+"""Who may write to the terminal. "first": rank 0. "all": every rank, line by line. "joined": every
+rank, through the launcher, which joins equal lines.
 """
 
 COLLECTIVES = "LOCKSTEP_DEBUG_FILE"
@@ -45,14 +45,14 @@ def redirect(
     """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into
     each other's lines.
 
-    A rank that may not use the terminal has everything sent to `directory`/rank-N.log, what
-    libraries written in C print included; without a directory that output is dropped. A rank that
-    may use it keeps it, and copies Python's output to the file.
+    A rank that may not use the terminal sends everything to `directory`/rank-N.log, including the
+    output of libraries written in C. Without a directory that output is dropped. A rank that may
+    use the terminal keeps it, and copies Python's output to the file.
 
     Args:
-        pipes: for "joined", where the launcher has made a pipe for each stream of each rank.
+        pipes: for "joined": the directory in which the launcher has made the ranks' pipes.
         c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries
-            that have been told to be talkative.
+            with verbose logs.
     """
     if pipes is not None:
         connect(pipes, rank)
@@ -64,11 +64,11 @@ def redirect(
         os.dup2(handle, 2)
         os.close(handle)
     elif directory is not None:
-        copy = open(_opened(log_of(directory, rank)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        copy = open(_opened(log_of(directory, rank)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open
         if c_to_log:
             sys.stderr.flush()
             encoding = sys.stderr.encoding
-            sys.stderr = open(os.dup(2), "w", 1, encoding, "backslashreplace")  # noqa: SIM115 - as above
+            sys.stderr = open(os.dup(2), "w", 1, encoding, "backslashreplace")  # noqa: SIM115 - stays open
             os.dup2(copy.fileno(), 2)
         sys.stdout = cast(TextIO, Tee(sys.stdout, copy))
         sys.stderr = cast(TextIO, Tee(sys.stderr, copy))
@@ -79,8 +79,8 @@ def _opened(file: str | Path) -> int:
 
 
 def whole_lines() -> None:
-    """Have this process print whole lines, each as it ends: ranks share a terminal, a file or a
-    notebook's cell. `python -u` would write words.
+    """Make this process print whole lines, each as it ends: ranks share a terminal, a file or a
+    notebook's cell. `python -u` would write parts of lines.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -91,8 +91,8 @@ class Tee:
     """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the
     copy, and so do colours.
 
-    `stream` may be replaced for a while by one that leads there too; `copy` may be written to by
-    whoever draws on the terminal itself.
+    `stream` may be replaced for a while by a stream that leads there too. Code that draws on the
+    terminal itself may write to `copy`.
     """
 
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
@@ -102,7 +102,7 @@ class Tee:
     def write(self, text: str) -> int:
         self.stream.write(text)
         if not _REDRAW.search(text):
-            with suppress(OSError):  # a full disk: the terminal has it
+            with suppress(OSError):  # full disk: the text is on the terminal
                 self.copy.write(_COLOUR.sub("", text))
         return len(text)
 
@@ -116,8 +116,8 @@ class Tee:
             self.copy.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the stream's."""
-        if name == "stream":  # it is being made, or copied
+        """Take every other attribute from the stream."""
+        if name == "stream":  # this object is being created or copied
             raise AttributeError(name)
         return getattr(self.stream, name)
 
@@ -129,7 +129,7 @@ _MARK = "kept"
 
 @dataclass(slots=True)
 class LogPlace:
-    """The directory of one run. Set `keep` where somebody will want to read what is in it."""
+    """The directory of one run. Set `keep` if a user will want to read its files."""
 
     path: Path
     keep: bool = False
@@ -137,11 +137,11 @@ class LogPlace:
 
 @contextmanager
 def log_place(asked: Path | None) -> Iterator[LogPlace]:
-    """The directory `asked`, which stays; without one a new directory of this user's own, which
-    stays if `keep` was set.
+    """Yield the directory `asked`, which stays. Without one yield a new directory of this user's
+    own, which stays if `keep` was set.
 
-    What launchers that were killed left, and what is older than the ten newest that were kept, is
-    removed first.
+    Before that, remove what killed launchers left, and the oldest kept directories, so that ten
+    stay.
     """
     if asked is not None:
         yield LogPlace(asked)
@@ -159,7 +159,7 @@ def log_place(asked: Path | None) -> Iterator[LogPlace]:
 
 
 def directory_for_logs(asked: Path | None) -> Path | None:
-    """Make the directory that --log names. Raises UsageError where it cannot be."""
+    """Create the directory that --log names. Raises UsageError if that fails."""
     if asked is None:
         return None
     try:
@@ -174,12 +174,12 @@ def directory_for_logs(asked: Path | None) -> Path | None:
 
 
 def log_of(directory: Path, rank: int) -> Path:
-    """A rank's own file."""
+    """Return the path of a rank's log file."""
     return directory / f"rank-{rank}.log"
 
 
 def tail(file: Path, lines: int = 15) -> str:
-    """The last lines of a file, "" if there is none; read from its end, however long it is."""
+    """Return the last lines of a file, "" if there is none. Reads only the file's end."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, os.SEEK_END)
@@ -202,11 +202,11 @@ def _sweep(home: Path) -> None:
 
 
 def switch_debug_on(rank: int, directory: Path) -> None:
-    """--debug: have libraries and collectives write to this rank's log what they do. A variable
+    """--debug: make libraries and collectives log what they do in this rank's log file. A variable
     that the user has set stays as it is.
 
-    Before torch is imported. Not TORCH_DISTRIBUTED_DEBUG: DETAIL, its useful value, crashes torch's
-    DDP over gloo on CPUs (torch 2.13 and 2.14).
+    Call it before torch is imported. It leaves out TORCH_DISTRIBUTED_DEBUG: DETAIL, its useful
+    value, crashes torch's DDP over gloo on CPUs (torch 2.13 and 2.14).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
     if "NCCL_DEBUG" not in os.environ:

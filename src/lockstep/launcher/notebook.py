@@ -1,5 +1,5 @@
-"""A notebook's cell as the place for what ranks print: whole lines in the cell's streams, and the
-lines that ranks have not ended, such as progress bars, in one display that is updated.
+"""A notebook's cell that shows what ranks print: whole lines in the cell's streams, and unfinished
+lines, such as progress bars, in one display that is updated.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def in_kernel() -> bool:
-    """Whether this process is the kernel of a notebook (ipykernel): functions of its cells lie in
-    no file, and it shows what is written to sys.stdout, not to descriptor 1.
+    """Whether this process is the kernel of a notebook (ipykernel). The functions of its cells are
+    in no file, and it shows what is written to sys.stdout, not to descriptor 1.
     """
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
@@ -23,14 +23,14 @@ class Cell:
     def __init__(self) -> None:
         self._handle: Any = None
         self.shown = ""
-        """What the display holds."""
+        """The text in the display."""
 
     def write(self, stream: str, text: str) -> None:
-        """`stream`: "stdout" or "stderr"."""
+        """Write `text` to `stream`: "stdout" or "stderr"."""
         getattr(sys, stream).write(text)
 
     def show(self, unended: Mapping[int, str]) -> None:
-        """Update the display: by rank, the line that it has not ended."""
+        """Update the display with each rank's unfinished line."""
         text = "\n".join(f"[{rank}] {line}" for rank, line in sorted(unended.items()))
         if text == self.shown:
             return

@@ -1,18 +1,18 @@
-"""Asked to stop, by a scheduler or with Ctrl-C: ranks stop after a step, with a checkpoint, where they
-have said that they do that, and at once elsewhere.
+"""Stop a run that a scheduler or Ctrl-C asks to stop. Ranks that heed signals stop after a step,
+with a checkpoint; other ranks stop at once.
 
-    SIGTERM, SIGUSR1 -> noted by a rank, and told to its launcher, which tells the other ranks
-                     -> all stop after the same step, save, and leave with 75
+    SIGTERM, SIGUSR1 -> a rank notes it and tells its launcher, which tells the other ranks
+                     -> all stop after the same step, save, and exit with 75
 
-A rank's handler only notes, since a signal may meet it anywhere. Without a launcher of ours the other
-ranks hear of it in the facts of their next step. The launcher's side:
+A rank's handler only notes the signal, since it may arrive at any point. Without Lockstep's
+launcher the other ranks learn of it in the facts of their next step. The launcher's side:
 
-first signal    ranks that heed are told, all of them, also where only one of them was; they agree
-                on a step, save, and leave
-                ranks that do not (a script of another kind, one that is still starting) are ended
-                ranks whose program is over, and of which it has been said what they wait for, are
-                not asked and not waited for
-second signal   all are ended now
+first signal    ranks that heed signals are told, all of them, even if only one got the signal; they
+                agree on a step, save, and exit
+                ranks that do not (another kind of script, or a rank still starting up) are ended
+                ranks whose program is over, and which have reported what they wait for, are not
+                asked and not waited for
+second signal   all ranks are ended at once
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from lockstep.launcher.failures import signal_name
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 HEEDS, ASKED, SPARE = "heeds", "asked", "spare"
-"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been
-asked; the others can do without it if it is killed.
+"""Names of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
+"asked": it has been asked. "spare": the others can do without it if it is killed.
 """
 
 _asked = False
 
 
 def listen() -> Callable[[], None]:
-    """Heed signals from now on, in place of dying of them; gives what ends that. Handlers belong
-    to the main thread: from another nothing is done.
+    """Note signals from now on instead of dying from them. Returns a function that undoes this.
+    Handlers belong to the main thread: in another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -65,7 +65,7 @@ def to_stop() -> bool:
 
 
 def spare(yes: bool) -> None:
-    """Tell the launcher whether the other ranks go on if this one is killed now."""
+    """Tell the launcher whether the other ranks continue if this one is killed now."""
     directory = os.environ.get(failures.DIRECTORY)
     if directory is None:
         return
@@ -75,7 +75,7 @@ def spare(yes: bool) -> None:
 
 
 def mark(directory: Path, rank: int, what: str) -> Path:
-    """The file by which a rank tells its launcher so."""
+    """Return the file by which a rank tells its launcher `what`."""
     return directory / f"rank-{rank}.{what}"
 
 
@@ -94,8 +94,8 @@ def _tell(what: str) -> None:
 
 
 class Stop:
-    """Has this process been asked to stop, by which signal, and how far is it? The handler only
-    notes: whoever waits asks `now`.
+    """Whether this process has been asked to stop, by which signal, and how far it is. The handler
+    only notes the signal: code that waits must call `now`.
     """
 
     def __init__(self, *, speaks: bool = True, kill: Callable[[int, int], None] = os.kill) -> None:
@@ -111,8 +111,8 @@ class Stop:
             self._again = True
 
     def now(self, directory: Path, pids: Mapping[int, int]) -> bool:
-        """Whether the ranks (`pids`, by rank) are to be ended at once. Tells them, where they
-        will stop by themselves. Asked many times.
+        """Whether the ranks (`pids`, by rank) are to be ended at once. If they can stop by
+        themselves, it tells them to. Called many times.
         """
         asked = self.number is not None
         if not asked and not any(mark(directory, rank, ASKED).exists() for rank in pids):
@@ -121,7 +121,7 @@ class Stop:
             return True
         pids = {rank: pid for rank, pid in pids.items() if not ending.waits(directory, rank)}
         if not pids or not all(mark(directory, rank, HEEDS).exists() for rank in pids):
-            # a rank that was asked alone, before the others heed, waits for them
+            # if one rank was asked alone, before the others heed signals, it waits for them
             return asked or self._told
         if not self._told:
             self._told = True
@@ -134,32 +134,32 @@ class Stop:
 
     @property
     def times(self) -> int:
-        """How often it was asked, of which two count."""
+        """How often it was asked to stop; 2 stands for more, too."""
         return 0 if self.number is None else 1 + self._again
 
     @property
     def name(self) -> str:
-        """Of the signal."""
+        """The name of the signal."""
         assert self.number is not None
         return "Ctrl-C" if self.number == signal.SIGINT else signal_name(self.number)
 
     def exit_code(self, *, saved: bool) -> int:
-        """Of a run that was stopped: 75 for a scheduler's signals where a training can go on
-        from its checkpoint, else 128 + n.
+        """Return the exit code of a run that was stopped. It is 75 for a scheduler's signal if a
+        training can resume from its checkpoint, else 128 + n.
         """
         assert self.number is not None
         return ExitCode.PREEMPTED if saved and self.number in SIGNALS else 128 + self.number
 
 
 def say(text: str) -> None:
-    """On stderr while ranks run. On a terminal it takes the place of a rank's bar, or of what
-    Ctrl-C has left, which have no end of line.
+    """Print to stderr while ranks run. On a terminal, overwrite the current row: a rank's bar or
+    what Ctrl-C has left, which have no end of line.
     """
     print(f"{cleared_row()}{text}", file=sys.stderr, flush=True)
 
 
 def cleared_row() -> str:
-    """What clears the row in which the cursor is; "" where stderr is no terminal."""
+    """Return what clears the cursor's row; "" if stderr is no terminal."""
     if not sys.stderr.isatty():
         return ""
     return "\n" if os.environ.get("TERM", "dumb") == "dumb" else "\r\x1b[K"

@@ -1,5 +1,5 @@
-"""Processes of this host seen from outside: what the system says of them, and where in Python
-they are, without their help.
+"""Processes of this host seen from outside: what the system says of them, and where in Python they
+are, even if they hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STACK_SIGNAL = signal.SIGUSR2
 STOPPED: str = psutil.STATUS_STOPPED
 DISK: str = psutil.STATUS_DISK_SLEEP
 DEAD: str = psutil.STATUS_ZOMBIE
-_PATIENCE = 1.0  # seconds for a stack to be written
+_PATIENCE = 1.0  # seconds to wait for a stack to be written
 _ASLEEP_IN = {
     "nanosleep": "sleep",
     "futex": "wait for another thread",
@@ -38,13 +38,15 @@ _ASLEEP_IN = {
     "accept": "accept a connection",
     "flock": "wait for a lock on a file",
 }
-"""What the names of the kernel's functions mean; the first that is part of one counts."""
+"""What the names of the kernel's functions mean. The first key that is part of a name counts."""
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def name_this(name: str) -> None:
-    """What `ps` and `top` call this process; those that it starts keep the name that it had."""
+    """Set the name that `ps` and `top` show for this process. Processes that it forks keep the old
+    name.
+    """
     file = Path("/proc/self/comm")
     with suppress(OSError):
         before = file.read_text()
@@ -58,8 +60,8 @@ def _rename(file: Path, name: str) -> None:
 
 
 def stacks_into(file: Path) -> None:
-    """Have this process write the stacks of its threads to `file` whenever it gets STACK_SIGNAL,
-    also while native code holds the interpreter.
+    """Make this process write the stacks of its threads to `file` whenever it gets STACK_SIGNAL,
+    even while native code holds the interpreter.
     """
     import faulthandler
 
@@ -67,15 +69,15 @@ def stacks_into(file: Path) -> None:
 
 
 def written_to(file: Path) -> int:
-    """Its descriptor, for a signal handler. It is open for as long as the process lives, and
-    belongs to nobody who could close it.
+    """Return a descriptor of `file` for a signal handler. It stays open as long as the process
+    lives, because no object owns it that could close it.
     """
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
 
 def ask_for_stack(pid: int, file: Path) -> str:
-    """What `stacks_into(file)` of process `pid` writes now; "" where it does not, as one that is
-    stopped or waits for a disk.
+    """Return what `stacks_into(file)` of process `pid` writes now. "" if it does not write, for
+    example because it is stopped or waits for a disk.
     """
     if not file.exists() or not _answers(pid):
         return ""
@@ -93,17 +95,17 @@ def ask_for_stack(pid: int, file: Path) -> str:
 
 
 def _answers(pid: int) -> bool:
-    """Whether it handles STACK_SIGNAL. It would end one that does not."""
+    """Whether process `pid` handles STACK_SIGNAL. Without a handler, the signal would end it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return not Path("/proc/self/status").exists()  # another system
+        return not Path("/proc/self/status").exists()  # not Linux
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
     return bool(int(caught, 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def main_thread(dump: str) -> list[FrameSummary]:
-    """The main thread's frames, outermost first. It is the last that is listed."""
+    """Return the main thread's frames, outermost first. `dump` lists the main thread last."""
     linecache.checkcache()
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
     found = [
@@ -115,14 +117,16 @@ def main_thread(dump: str) -> list[FrameSummary]:
 
 
 def shown(frames: Sequence[FrameSummary]) -> str:
-    """As in a traceback, from the first frame of the user's own code on, if there is one."""
+    """Format the frames as in a traceback, from the first frame of the user's code on, if there is
+    one.
+    """
     first = next((place for place, frame in enumerate(frames) if is_users(frame.filename)), 0)
     return "".join(StackSummary.from_list(frames[first:]).format())
 
 
 def users_line(frames: Sequence[FrameSummary]) -> str:
-    """ "dataset.py:88 read_shard": the innermost frame in the user's own code, else the innermost
-    of all.
+    """Return "dataset.py:88 read_shard": the innermost frame in the user's own code, else the
+    innermost frame of all.
     """
     inwards = frames[::-1]
     theirs = next((frame for frame in inwards if is_users(frame.filename)), None) or next(
@@ -136,20 +140,20 @@ def users_line(frames: Sequence[FrameSummary]) -> str:
 
 
 def state(pid: int) -> str:
-    """As psutil calls it: STOPPED, DISK (waits for one), DEAD, also where it is gone, or
-    something else.
+    """Return psutil's name of the state: STOPPED, DISK (waits for a disk), DEAD (also if the
+    process is gone), or another.
     """
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return DEAD
     except psutil.AccessDenied:
-        return ""  # it is there, and another user's
+        return ""  # the process exists and belongs to another user
 
 
 def activity(pid: int) -> str:
-    """What its main thread does, as far as the system says it: "in a system call (sleep)", or
-    "running".
+    """Return what the main thread does, as far as the system says it: "in a system call (sleep)",
+    or "running".
     """
     if state(pid) != psutil.STATUS_SLEEPING:
         return "running"
@@ -161,7 +165,7 @@ def activity(pid: int) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """That it and the processes which it has started have used."""
+    """Return the processor seconds that the process and its living descendants have used."""
     used = 0.0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
@@ -172,8 +176,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
-    """The living processes of the process groups of these leaders: by leader, their names by
-    pid. Groups without any are left out.
+    """Return the living processes of the leaders' process groups: by leader, their names by pid.
+    Empty groups are left out.
     """
     found: dict[int, dict[int, str]] = {}
     for process in psutil.process_iter():
@@ -185,15 +189,15 @@ def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that `pid` has started and that live."""
+    """Return the living processes that `pid` has started."""
     with suppress(psutil.Error):
         return [child.pid for child in psutil.Process(pid).children()]
     return []
 
 
 def oom_kills(of: Path = Path("/proc/self/cgroup"), groups: Path = _CONTROL_GROUPS) -> int:
-    """Processes that were killed for want of memory in this process's control group since it
-    exists; 0 where the system does not count.
+    """Return how many processes of this process's control group were killed for lack of memory; 0
+    if the system does not count.
     """
     try:
         path = (

@@ -1,10 +1,9 @@
-"""One rank, around the user's script, module or function: what its process does from its first
-moment to its last.
+"""One rank, around the user's script, module or function: what its process does from start to end.
 
 The target runs as `__main__`, with the sys.argv and sys.path that plain Python would give it, and
-ends as Python does, or nearly so (`_end`). When it fails, the reason goes into a record that the
-launcher reads, and the process ends at once: threads of a communication library must not keep it,
-and nothing may be printed that the launcher prints better.
+ends as Python does, or nearly so (`_end`). If it fails, the rank writes the reason into a record
+that the launcher reads, and the process ends at once. Threads of a communication library must not
+keep it alive, and it must not print what the launcher prints better.
 """
 
 from __future__ import annotations
@@ -44,10 +43,12 @@ class Program(Protocol):
 
     @property
     def ours(self) -> bool:
-        """Whether it is Lockstep's own, which calls the user's functions and has no sys.exit."""
+        """Whether it is Lockstep's own program, which calls the user's functions and never
+        sys.exit.
+        """
 
     def beside(self) -> Sequence[str]:
-        """Names of the modules that lie beside it, in the folder that comes first on its path."""
+        """Return the names of the modules in its folder, which comes first on its path."""
 
     def run(self) -> None:
         """Run it in this process."""
@@ -110,8 +111,8 @@ def _set_arguments(arguments: list[str], *option: str) -> None:
 
 
 def _run_file(script: str) -> None:
-    """As the program itself, until the process ends: runpy would put it back when its last line
-    is done, before its threads and exit functions are.
+    """Run the file as `__main__` until the process ends. runpy would restore the old `__main__`
+    after the last line, before the program's threads and exit functions are done.
     """
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")
@@ -128,7 +129,9 @@ def _run_file(script: str) -> None:
 
 
 def modules_in(place: Path) -> Sequence[str]:
-    """The names by which the contents of a folder, or of the folder of a file, can be imported."""
+    """Return the names under which the contents of a folder (or of a file's folder) can be
+    imported.
+    """
     with suppress(OSError):
         entries = os.scandir(place if place.is_dir() else place.parent)
         return [
@@ -140,8 +143,8 @@ def modules_in(place: Path) -> Sequence[str]:
 
 
 def _look_first_in(folder: str) -> None:
-    """As Python does. This process was started with -P, so that until here nothing in the user's
-    folder can stand in for a library.
+    """Put `folder` first on sys.path, as Python does. This process was started with -P, so that
+    until now no file in the user's folder could replace a library.
     """
     if not os.environ.get("PYTHONSAFEPATH") and not sys.flags.isolated:
         sys.path.insert(0, folder)
@@ -166,20 +169,22 @@ class Rank:
     rank: int
     work: Program
     records: str
-    """The launcher's directory, for what ranks leave it."""
+    """The launcher's directory for what ranks leave."""
     console: Console = "all"
     """Which ranks write to the terminal."""
     pipes: str | None = None
-    """For "joined": where the launcher listens."""
+    """For "joined": the directory with the launcher's pipes."""
     logs: str | None = None
-    """A directory for rank-N.log."""
+    """The directory for rank-N.log."""
     heeds: bool = False
-    """Note SIGTERM and SIGUSR1 from now on: the work asks whether they came."""
+    """Whether to note SIGTERM and SIGUSR1 from the start: the work asks whether they came."""
     debug: bool = False
-    """Have libraries and collectives write to rank-N.log what they do."""
+    """Whether libraries and collectives log what they do in rank-N.log."""
 
     def __call__(self) -> None:
-        """Returns only if the target is the user's and ended well."""
+        """Run the rank. Returns only in a process that was not forked, after the user's target
+        ended well.
+        """
         processes.name_this(f"rank {self.rank}")
         records, place = Path(self.records), None if self.logs is None else Path(self.logs)
         if self.heeds:
@@ -206,7 +211,7 @@ class Rank:
             if failure.kind == "exit" and failure.code == ExitCode.OK:
                 self._over(records)
                 if seats.forked:
-                    error.__traceback__ = None  # it holds what the program has left
+                    error.__traceback__ = None  # the traceback keeps the program's objects alive
                     _end()
                 raise
             failures.write(failure, records)
@@ -216,31 +221,33 @@ class Rank:
             _end()
 
     def _over(self, records: Path) -> None:
-        """The target has ended well. Python still waits for what it has left running."""
+        """Record that the target has ended well. Python still waits for what it left running."""
         ending.note_groups()
         status.enter("end")
         ending.announce(lambda held: ending.leave(records, self.rank, held))
 
 
 def _end() -> NoReturn:
-    """As Python ends, but for taking modules apart.
+    """End the process as Python does, except that modules are not torn down.
 
-    Threads of a communication library that are still alive would abort that; and in a forked
-    process it would copy, page by page, what all ranks share of the imports, only to free it.
+    The teardown would abort if threads of a communication library are still alive. In a forked
+    process it would also copy, page by page, the imports that all ranks share, only to free them.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the target's threads, as multiprocessing does for its processes'
+    # waits for the target's threads, as multiprocessing does in the processes that it starts
+    threading._shutdown()  # type: ignore[attr-defined]
     _keep_operators()
     atexit._run_exitfuncs()
-    _flush_files()  # before objects are collected: a file's parts may be so in any order
+    # before objects are collected, since a file's parts may be collected in any order
+    _flush_files()
     sys.modules.pop("__main__", None)
-    gc.collect()  # what the program has left, with its __del__
+    gc.collect()  # collects what the program has left, and runs its __del__
     _flush_files()
     _leave(ExitCode.OK)
 
 
 def _keep_operators() -> None:
-    """torch's exit function would unregister the operators that its modules have defined: half
-    of a short rank's work, with pages to copy as above.
+    """Keep torch's exit function from unregistering the operators that its modules have defined.
+    That is half of a short rank's work, and copies shared pages as above.
     """
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:
@@ -251,7 +258,7 @@ def _keep_operators() -> None:
 
 
 def _flush_files() -> None:
-    """Files that were left open: what was written to them is kept."""
+    """Flush files that were left open, so that what was written to them is kept."""
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase):
             with suppress(Exception):
@@ -259,7 +266,7 @@ def _flush_files() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """At once: threads of a communication library must not keep the process."""
+    """Exit at once: threads of a communication library must not keep the process alive."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -268,16 +275,16 @@ def _leave(code: int) -> NoReturn:
 
 # -- a command that torchrun, srun, mpirun or a cluster has started once for each rank -------------
 #
-# There is no launcher of ours then that would say in the end what went wrong. Every rank says it for
-# itself: its own failure in full, and in one line what is only the consequence of another rank's.
+# Here no launcher of Lockstep's reports in the end what went wrong. Every rank reports for itself:
+# its own failure in full, and in one line what is only the consequence of another rank's failure.
 
 
 def rank_here(workers: str | int | None) -> Placement | None:
-    """This process's place if another launcher has started it as one of several ranks; `workers` is
-    what the command was asked for.
+    """Return this process's place if another launcher has started it as one of several ranks.
+    `workers` is the number that the command was given.
 
-    Raises UsageError where another number was asked for, and in a shell of a job whose tasks nobody
-    has started, unless a number was asked for.
+    Raises UsageError if `workers` differs from the launcher's number. It also raises it in a job's
+    shell whose tasks were not started, unless `workers` is given.
     """
     try:
         place = started_by_others(os.environ)
@@ -298,8 +305,8 @@ def rank_here(workers: str | int | None) -> Placement | None:
 
 
 def refuse_watching(place: Placement, launch: Launch) -> None:
-    """Options of a launcher of ours, which starts its ranks and watches them. Raises UsageError
-    where one was given.
+    """Raise UsageError if an option was given that needs Lockstep's launcher, which starts its
+    ranks and watches them.
     """
     if replace(launch, timeout=None) != Launch():
         raise UsageError(
@@ -308,12 +315,12 @@ def refuse_watching(place: Placement, launch: Launch) -> None:
 
 
 def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
-    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code
-    that `lockstep run` would pass on.
+    """Do the rank's work. If it fails, the process reports that and ends at once, with the exit
+    code that `lockstep run` would pass on.
 
     `may_exit`: the work is the user's own program, which may end with sys.exit(0).
     """
-    terminal = os.dup(2)  # the work may send stderr elsewhere
+    terminal = os.dup(2)  # the work may redirect stderr
     try:
         work()
     except BaseException as error:
@@ -336,7 +343,7 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
 
 
 def said(failure: failures.Failure) -> str:
-    """What a rank has to say of its end: nothing where it was told to exit, and has said why."""
+    """Return a rank's report of its failure; "" for a sys.exit without a message."""
     if failure.kind == "exit" and not failure.message:
         return ""
     if failure.kind == "usage":

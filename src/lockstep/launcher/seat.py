@@ -1,9 +1,9 @@
-"""What a process is told before it begins, and how one that was forked from a warm server becomes
-as good as a fresh one.
+"""The settings that a process gets before it begins, and how a process forked from a warm server
+becomes equal to a fresh one.
 
 A fresh process inherits its environment, working directory, umask, resource limits, niceness,
-signals and streams from whoever starts it. A forked one inherits the fork server's, which may be
-older: so the launcher's own travel with the work, in a `Seat`.
+signals and streams from the process that starts it. A forked process inherits those of the fork
+server, which may be older. So the launcher's own settings travel with the work, in a `Seat`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 _WHOLE = b"\1"
 
 inherited: list[int] = []
-"""In such a process: the descriptors that its launcher has passed on beside the three streams."""
+"""In a process started from a `Seat`: the descriptors that its launcher has passed on after the
+three streams.
+"""
 
 forked = False
 """Whether this process was forked from a warm server."""
 
 set_by_imports: dict[str, str] = {}
-"""Environment variables that modules have set as they were imported here: a process forked from
-this one has them too.
+"""Environment variables that modules set when they were imported here. A process forked from this
+one gets them too.
 """
 
 
 @contextmanager
 def keeping_variables() -> Iterator[None]:
-    """The environment variables that are new at the block's end are those of processes forked
-    from this one, too.
+    """Record the environment variables that are new at the block's end, for processes forked from
+    this one.
     """
     before = [*os.environ]
     yield
@@ -50,8 +52,8 @@ def keeping_variables() -> Iterator[None]:
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, for what a parent and its children hand each other;
-    in memory where the system can.
+    """Return a descriptor of a file without a name, in memory if the system can. A parent and its
+    children exchange data through it.
     """
     if sys.platform == "linux":
         return os.memfd_create("lockstep", os.MFD_CLOEXEC)
@@ -60,7 +62,7 @@ def anonymous_file() -> int:
 
 
 def write_whole(file: int, data: bytes) -> None:
-    """Into an anonymous file that is still empty."""
+    """Write `data` to an anonymous file that is still empty, and mark it as complete."""
     with os.fdopen(os.dup(file), "wb") as stream:
         stream.write(b"\0")
         stream.write(data)
@@ -68,12 +70,12 @@ def write_whole(file: int, data: bytes) -> None:
 
 
 def is_whole(file: int) -> bool:
-    """Whether somebody has written it to the end."""
+    """Whether the file has been written to the end."""
     return os.pread(file, 1, 0) == _WHOLE
 
 
 def read_whole(file: int) -> bytes:
-    """What was written, wherever others that share the file have read up to."""
+    """Return what was written, at whatever position other users of the file have read."""
     parts, place, size = [], 1, os.fstat(file).st_size
     while place < size:  # the system reads 2 GiB at most at once
         parts.append(os.pread(file, size - place, place))
@@ -92,17 +94,17 @@ def _umask() -> int:
 
 
 def _ignored() -> list[int]:
-    """Less those that Python itself ignores."""
+    """Return the ignored signals, without those that Python itself ignores."""
     theirs = set(signal.Signals) - {signal.SIGPIPE, signal.SIGXFSZ}
     return sorted(int(number) for number in theirs if signal.getsignal(number) is signal.SIG_IGN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """A process to start: what it does, as its main program, and in what surroundings. Those that
-    are not named are this process's own.
+    """A process to start: its work, as its main program, and its settings. Settings that are not
+    given are this process's own.
 
-    Pickled on its way.
+    A seat is pickled on its way.
     """
 
     work: Callable[[], None]
@@ -113,14 +115,14 @@ class Seat:
     blocked: Collection[int] = field(
         default_factory=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [])
     )
-    """Signals."""
+    """The blocked signals."""
     ignored: Collection[int] = field(default_factory=_ignored)
-    """Signals."""
+    """The ignored signals."""
     nice: int = field(default_factory=lambda: os.nice(0))
 
     def take(self, parent: int, descriptors: Sequence[int]) -> None:
-        """Have this process, a child of `parent`, stand as the launcher wants it. The first
-        three of `descriptors` become its streams.
+        """Apply the settings to this process, a child of `parent`. The first three of `descriptors`
+        become its streams.
         """
         os.environ.clear()
         os.environ.update({**set_by_imports, **self.environment, PARENT: str(parent)})
@@ -135,7 +137,7 @@ class Seat:
             with suppress(ValueError, OSError):
                 # a hard limit that this process may not raise again
                 resource.setrlimit(limit, values)
-        with suppress(PermissionError):  # only the other way is allowed
+        with suppress(PermissionError):  # this process may only raise its niceness
             os.nice(self.nice - os.nice(0))
         for number in {*_ignored(), *self.ignored}:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -144,8 +146,8 @@ class Seat:
 
 
 def refresh() -> None:
-    """After a fork: what a fresh process would have of its own. `random` has seeded itself anew
-    already.
+    """After a fork: renew what a fresh process would have of its own (authentication key, random
+    states). `random` has already reseeded itself.
     """
     global forked
     forked = True
@@ -165,8 +167,8 @@ _SET_BY_SCRIPT = re.compile(
 
 
 def acting(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variables that act as an interpreter or a library starts: for other values of them
-    there must be another server.
+    """Return the variables that take effect when an interpreter or a library starts. Other values
+    of them need another server.
     """
     return sorted(
         (name, value) for name, value in environment.items() if _ACTS_AT_START.match(name)
@@ -174,17 +176,18 @@ def acting(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a new interpreter: glibc asks the kernel for huge pages. Every step makes its gradients
-    anew, and pages of 4 KiB, each cleared when it is first touched, cost a third of a small step.
+    """Return an environment for a new interpreter in which glibc asks the kernel for huge pages.
+    Every step allocates its gradients anew, and pages of 4 KiB, each cleared at its first use, cost
+    a third of a small step.
 
-    What the user says of glibc's tunables stands.
+    A user's own setting of glibc's tunables stays.
     """
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **environment}
 
 
 def set_by(script: Path) -> str:
-    """The first variable that a script sets itself and that acts as a library starts; "" for
-    none, and where the file is no text.
+    """Return the first variable that a script sets itself and that takes effect when a library
+    starts. "" if there is none, or if the file is no text.
     """
     try:
         found = _SET_BY_SCRIPT.search(script.read_text(encoding="utf-8"))
@@ -194,12 +197,13 @@ def set_by(script: Path) -> str:
 
 
 def flags() -> list[str]:
-    """This interpreter's own, for another one; but for -P, which whoever starts one gives it as
-    the program needs it.
+    """Return this interpreter's flags, to start another one with them. -P is left out: the caller
+    adds it if the program needs it.
     """
     import subprocess
 
-    known: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    # as multiprocessing does
+    known: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     options = [
         name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()
     ]
@@ -208,8 +212,8 @@ def flags() -> list[str]:
 
 
 def forks(environment: Mapping[str, str]) -> bool:
-    """Whether ranks may be forked by an interpreter like this one: it is CPython on Linux, and
-    nobody watches its imports.
+    """Whether ranks may be forked by an interpreter like this one: it is CPython on Linux, and its
+    imports are not traced.
     """
     watched = (
         sys.flags.verbose

@@ -1,9 +1,9 @@
-"""The launcher's side of fork servers (fork_server.py): start one early, have it import and fork,
-hear how its children end.
+"""The launcher's side of fork servers (fork_server.py): start one early, make it import and fork,
+and learn how its children end.
 
-A process keeps its servers warm until it ends: a second call forks at once. Variables that act as
-an interpreter or a library starts, such as OMP_NUM_THREADS, cannot be changed in a forked process;
-for other values of them there is another server.
+A process keeps its servers warm until it ends, so a second call forks at once. Some variables, such
+as OMP_NUM_THREADS, take effect when an interpreter or a library starts, and cannot be changed in a
+forked process. Each set of their values gets its own server.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FOR_SCRIPTS = (
     "lockstep.world.world",
     "torch._dynamo",
 )
-"""What a program on several ranks imports sooner or later; the first optimizer of a process
-imports the last.
+"""What a program on several ranks imports sooner or later. A process's first optimizer imports the
+last of them.
 """
 FOR_TRAININGS = (
     *FOR_SCRIPTS,
@@ -57,23 +57,24 @@ FOR_TRAININGS = (
     "tensorboard.summary.writer.record_writer",
     "torch.utils.tensorboard.summary",
 )
-"""All that a rank of `lockstep train` imports until it ends, as far as it is installed.
+"""Everything that a rank of `lockstep train` imports until it ends, as far as it is installed.
 
-Not lockstep.training.worker: it runs as the main program, and runpy warns of a second one.
+lockstep.training.worker is left out: it runs as the main program, and runpy would warn that it is
+already imported.
 """
 
 WARM = "LOCKSTEP_WARM_SERVER"
-"""Environment variable: the socket of a server that commands of this user may have their ranks
-forked from (lockstep.testing.warm_commands).
+"""Environment variable: the socket of a server from which commands of this user may fork their
+ranks (lockstep.testing.warm_commands).
 """
 ALIKE = f"{WARM}_ALIKE"
 """Environment variable: what that server's launchers must have in common with it."""
 MOST_DESCRIPTORS = 253
-"""That the system passes to another process at once."""
+"""Maximum number of descriptors that the system passes to another process at once."""
 _MOST_SERVERS = 2
 _STREAMS = (0, 1, 2)
 _LOOK_SECONDS = 0.05
-_STOPPED_SECONDS = 1.0  # a server that has not forked by then may be stopped
+_STOPPED_SECONDS = 1.0  # seconds; a server that has not forked by then may be stopped (SIGSTOP)
 
 
 class ServerGone(LockstepError):
@@ -92,16 +93,16 @@ class Server:
         self._lock = threading.RLock()
         self._codes: dict[int, int] = {}
         self._environment = dict(environment)
-        self._warmth: Warmth | None = None  # of a successor, once it has reported it
+        self._warmth: Warmth | None = None  # a successor's report, once it has arrived
         self._successor: Server | None = None
-        self._why_cold: str | None = None  # once it has reported it
+        self._why_cold: str | None = None  # None until the server has reported it
         self.owner = os.getpid()
         self.stays = False
-        """Never ended to make room for another server."""
+        """Whether it is kept when there are too many servers."""
 
     @classmethod
     def start(cls, imports: Sequence[str], environment: Mapping[str, str], *, cold: bool) -> Server:
-        """A new process, or a fork of the server that `WARM` names."""
+        """Start a new process, or fork the server that `WARM` names."""
         open_streams()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -119,12 +120,12 @@ class Server:
         return bool(self._process.is_running()) and processes.state(self.pid) != processes.DEAD
 
     def prepare(self, imports: Sequence[str]) -> None:
-        """Have it import these too, before it forks again."""
+        """Make the server import these modules too, before it forks again."""
         self._send("import", list(imports))
 
     def ready(self, look: Callable[[], object] = lambda: None) -> None:
-        """Wait until all is imported; `look` is called meanwhile, and may raise. Where ranks
-        cannot be forked from it, that is said.
+        """Wait until everything is imported. `look` is called meanwhile, and may raise. If ranks
+        cannot be forked from the server, print why.
         """
         with self._lock, self._whole():
             self._send("ready", None)
@@ -148,13 +149,13 @@ class Server:
         cold: bool = False,
         beside: Sequence[str] = (),
     ) -> int:
-        """Start a process with these descriptors as its streams and `seat.inherited`, and return
-        its pid.
+        """Start a process and return its pid. The first three of `descriptors` become its streams,
+        and the others its `inherited` descriptors.
 
         Args:
-            cold: a fresh interpreter, whatever is imported here.
-            beside: names of modules that must come from the program's own folder; one that the
-                server has imported makes the start a cold one.
+            cold: start a fresh interpreter, whatever the server has imported.
+            beside: names of modules that must come from the program's own folder. If the server has
+                imported one of them, the start is a cold one.
 
         Raises:
             ServerGone: the server has ended, or the system lets it start no process.
@@ -163,7 +164,7 @@ class Server:
             raise UsageError("too-many-descriptors", count=len(descriptors), most=MOST_DESCRIPTORS)
         with self._lock, self._whole():
             self._send("fork", (pickle.dumps(seat), len(descriptors), list(beside), cold))
-            with suppress(ConnectionError):  # where it has ended, the next look says so
+            with suppress(ConnectionError):  # if the server has ended, the next read reports it
                 socket.send_fds(self._socket, [b"."], list(descriptors))
             while True:
                 while not self._heard(_STOPPED_SECONDS):
@@ -171,15 +172,15 @@ class Server:
                 kind, content = self._receive()
                 if kind == "forked":
                     assert isinstance(content, int)
-                    self._codes.pop(content, None)  # of an earlier process with this number
+                    self._codes.pop(content, None)  # of an earlier process with this pid
                     return content
                 if kind == "failed":
                     raise ServerGone("process-not-started", why=str(content))
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """A question and its answer. Interrupted between them, by Ctrl-C in a notebook, the
-        server is ended: the next question would get this answer.
+        """Keep a question and its answer together. If they are interrupted, for example by Ctrl-C
+        in a notebook, the server is ended: otherwise the next question would get this answer.
         """
         try:
             yield
@@ -190,8 +191,8 @@ class Server:
             raise
 
     def code(self, pid: int) -> int | None:
-        """How a process that was forked here has ended: exit code, or minus the signal that
-        killed it; None while it runs.
+        """Return how a process that was forked here has ended: its exit code, -n if signal n killed
+        it, None while it runs.
         """
         with self._lock:
             while self._heard(0):
@@ -199,42 +200,42 @@ class Server:
         return self._codes.get(pid)
 
     def state(self, pid: int) -> str:
-        """As `processes.state`."""
+        """Return `processes.state(pid)`."""
         return processes.state(pid)
 
     def groups(self, pids: Collection[int]) -> dict[int, dict[int, str]]:
-        """As `processes.groups`."""
+        """Return `processes.groups(pids)`."""
         return processes.groups(pids)
 
     def send_signal(self, pid: int, number: signal.Signals) -> None:
-        """To the process group of one that was forked here."""
+        """Send a signal to the process group of a process that was forked here."""
         with suppress(ProcessLookupError, PermissionError):
             try:
                 os.killpg(pid, number)
-            except ProcessLookupError:  # it has no group of its own yet
+            except ProcessLookupError:  # the process has no group of its own yet
                 os.kill(pid, number)
 
     def wait(self, seconds: float) -> None:
-        """Until something is heard of a process, and no longer than that."""
+        """Wait until the server reports something, for at most `seconds`."""
         with self._lock:
             if self._heard(seconds):
                 self._receive()
 
     def resume(self) -> None:
-        """Where somebody has stopped it (SIGSTOP): have it go on. It could not say how ranks
+        """Continue the server if it was stopped (SIGSTOP): a stopped server cannot report how ranks
         end.
         """
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
     def release(self, pid: int) -> None:
-        """From now on its number may mean another process."""
+        """Let the server reap a process. From now on its pid may mean another process."""
         with suppress(ServerGone):
             self._send("release", pid)
 
     def ask(self, work: Callable[[int], None]) -> tuple[int, BinaryIO]:
-        """Start a process that does `work(descriptor)`: its pid, and a stream of what it writes
-        there. The caller closes that, and releases the pid.
+        """Start a process that runs `work(descriptor)`. Return its pid, and a stream of what it
+        writes to the descriptor. The caller closes the stream and releases the pid.
         """
         reading, writing = os.pipe()
         try:
@@ -248,8 +249,8 @@ class Server:
             os.close(writing)
 
     def answer(self, work: Callable[[int], None]) -> bytes:
-        """What `work(descriptor)` writes in a process of its own, which is then over. b"" where
-        it wrote nothing.
+        """Run `work(descriptor)` in a separate process until it ends. Return what it writes, b"" if
+        nothing.
         """
         pid, stream = self.ask(work)
         with stream:
@@ -258,14 +259,14 @@ class Server:
         return said
 
     def prepare_successor(self, imports: Imports, of_ranks: Sequence[str]) -> None:
-        """Fork one that imports these too (successor.py), if there is none. `of_ranks`: the
-        variables that differ between ranks.
+        """Fork a successor that imports these modules too (successor.py), if there is none.
+        `of_ranks`: the variables that differ between ranks.
         """
         if self._successor is not None or self._why_cold:
             return
         ours, theirs = socket.socketpair()
         with theirs, open(os.devnull, "r+b") as nothing, suppress(ServerGone):
-            # without one ranks import for themselves
+            # without a successor, ranks import for themselves
             pid = self.fork(
                 Seat(work=Serve(), environment=self._environment),
                 (*[nothing.fileno()] * 3, theirs.fileno()),
@@ -274,8 +275,8 @@ class Server:
             self._successor._send("warm", (imports, list(of_ranks)))
 
     def newest(self, patience: float = 0.0) -> Server:
-        """Its successor, if that is ready and safe to fork, else this one. `patience`: seconds
-        for what it still imports; then it is ended.
+        """Return the successor if it is ready and safe to fork, else this server. `patience`:
+        seconds to wait for its imports; after that the successor is ended.
         """
         if (successor := self._successor) is None:
             return self
@@ -293,11 +294,11 @@ class Server:
         return self
 
     def close(self) -> None:
-        """End it, and with it all that it has forked, and what its imports have started."""
+        """End the server, all processes that it has forked, and what its imports have started."""
         if self._successor is not None:
             self._successor.close()
         if self.owner == os.getpid() and self.alive:
-            for end in (os.killpg, os.kill):  # it has no group of its own yet
+            for end in (os.killpg, os.kill):  # the server has no group of its own yet
                 with suppress(ProcessLookupError):
                     end(self.pid, signal.SIGKILL)
             self._wait()
@@ -306,7 +307,8 @@ class Server:
 
     def _send(self, kind: str, content: object) -> None:
         try:
-            with self._lock:  # never between another thread's request and what comes behind it
+            # never between another thread's request and the descriptors that follow it
+            with self._lock:
                 self._control.send((kind, content))
         except OSError:
             raise self._gone() from None
@@ -331,7 +333,9 @@ class Server:
         return kind, content
 
     def _wait(self) -> int:
-        """How it has ended; 0 where it is not this process's child, and that is not known."""
+        """Return how the server has ended; 0 if it is not this process's child, so that this is
+        unknown.
+        """
         return int(self._process.wait()) if isinstance(self._process, psutil.Popen) else 0
 
     def _gone(self) -> ServerGone:
@@ -343,7 +347,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The work of a process that writes something and is over."""
+    """The work of a process that writes something and ends."""
 
     work: Callable[[int], None]
 
@@ -355,7 +359,8 @@ class Answer:
 def _started(
     control: socket.socket, imports: Sequence[str], environment: Mapping[str, str], *, cold: bool
 ) -> psutil.Process:
-    # else that thread's end would be its parent's
+    # 0: the server does not die with this process. Otherwise the kernel would kill it when this
+    # thread ends.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     command = [sys.executable, *seats.flags(), "-P", "-m", "lockstep.launcher.fork_server"]
     options = [
@@ -374,16 +379,16 @@ def _started(
 
 
 def alike(environment: Mapping[str, str]) -> str:
-    """What a launcher must have in common with a server that another process has started: flags,
-    variables, and namespaces of the kernel.
+    """Return what a launcher must have in common with a server that another process has started:
+    flags, variables, and namespaces of the kernel.
     """
     namespaces = sorted(os.readlink(entry) for entry in Path("/proc/self/ns").iterdir())
     return json.dumps([seats.flags(), seats.acting(environment), namespaces])
 
 
 def _served(environment: Mapping[str, str], control: socket.socket) -> psutil.Process | None:
-    """A fork of the server that `WARM` names; None where there is none, or it cannot stand for a
-    server of this process's own.
+    """Fork the server that `WARM` names. None if there is none, or if it cannot replace a server of
+    this process's own.
     """
     path = environment.get(WARM)
     if path is None or environment.get(ALIKE) != alike(environment):
@@ -408,8 +413,8 @@ def server(
     *,
     cold: bool = False,
 ) -> Server:
-    """This process's server for ranks with this environment (default: this process's), started
-    if there is none.
+    """Return this process's server for ranks with this environment (default: this process's). Start
+    it if there is none.
     """
     env = os.environ if environment is None else environment
     cold = cold or not seats.forks(env)
@@ -425,13 +430,13 @@ def server(
         found = Server.start(imports, env, cold=cold)
     elif not cold:
         found.prepare(imports)
-    _servers[key] = found  # the latest last
+    _servers[key] = found  # the most recently used is last
     return found
 
 
 def _make_room() -> None:
-    """End the server that was used longest ago, where there would be too many. One that serves
-    other launchers stays.
+    """End the servers that were used longest ago, if there would be too many. A server for other
+    launchers stays.
     """
     own = [key for key, each in _servers.items() if not each.stays]
     for key in own[: len(own) - _MOST_SERVERS + 1]:
@@ -439,7 +444,7 @@ def _make_room() -> None:
 
 
 def pids() -> set[int]:
-    """Of this process's servers, which stay until it ends."""
+    """Return the pids of this process's servers, which run until it ends."""
     return {found.pid for found in _servers.values()}
 
 
@@ -450,8 +455,8 @@ def close_all() -> None:
 
 
 def gpus() -> int:
-    """GPUs of this host that torch can use. torch is asked in a process of its own, since asking
-    may open them.
+    """Return the number of GPUs of this host that torch can use. A separate process asks torch,
+    since asking may open them.
     """
     return int(server().answer(_count_gpus) or b"0")
 

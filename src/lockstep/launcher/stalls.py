@@ -1,21 +1,22 @@
-"""Stalls: which rank the others wait for, in which phase, at which line. Seen from outside, before
-any timeout, from the ranks' status pages.
+"""Stalls: which rank the others wait for, in which phase, at which line. They are found from
+outside, from the ranks' status pages, before any timeout.
 
-quiet          no page has changed. How long that may last is learnt: five times the longest so far,
-               not less than a floor. Ten times
-               that in the first step, which compiles and warms up, and where all ranks are in a
-               checkpoint. For ever, where nobody waits for another rank and all are in the user's
-               own code before the first step or between steps: that is not ours to judge
+quiet          no page has changed. The allowed time is learnt: five times the longest quiet time so
+               far, not less than a floor. It is ten times as long in the first step, which compiles
+               and warms up, and while all ranks are in a checkpoint. It is unlimited while no rank
+               waits for another and all are in the user's own code, before the first step or
+               between steps: Lockstep cannot judge that code
 who            a rank that waits for others is not to blame. The rest are, above all those that have
-               issued the fewest collectives:
-               the first that is missing is the one after their last
-plain scripts  those of torch.distributed alone have no steps: a rank that waits for another one
-               is enough. One that uses the processor may yet come: it is named, and nothing is
-               ended. Where all wait, they wait in different collectives: the first that differs
-several nodes  each node tells what it sees of its own ranks; once all have told, the driver explains
-               them together, by the same rules. Ranks that progress are slow, and not waited for
-slow           pages do change, but the others spend their time waiting for one rank: that is said,
-               and is no stall
+               issued the fewest collectives. The collective that they lack is the one after their
+               last
+plain scripts  a script that uses only torch.distributed has no steps: it is enough that one rank
+               waits for another. A rank that uses the processor may still come: it is named, and no
+               rank is ended. If all ranks wait, the report names the first collective that differs
+several nodes  each node reports what it sees of its own ranks. Once all have reported, the driver
+               explains them together, by the same rules. Ranks that progress are slow, and not
+               waited for
+slow           pages do change, but the others spend their time waiting for one rank. That is a
+               warning, and no stall
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ _SILENT = {
 _ENDED = "its process has ended, with exit code 0"
 _ABSENT = (processes.STOPPED, processes.DEAD, _ENDED)
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_WORKS = 0.02  # of a processor, and seconds beside
-_LINES = 12  # of a stack
-_SLOW, _QUICK = 0.3, 0.1  # shares of the time that the others wait, and the slow one
+_WORKS = 0.02  # a rank works if it uses more than this share of a processor, plus this many seconds
+_LINES = 12  # lines of a stack
+# minimum share of time that the others wait; maximum share that the slow rank waits
+_SLOW, _QUICK = 0.3, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +71,32 @@ class Sight:
     pid: int
     view: View
     state: str = ""
-    """As the system has it: processes.state."""
+    """The state of its process: from `processes.state`, or _ENDED."""
     where: str = ""
-    """The innermost line of its own code."""
+    """The innermost line of the user's code."""
     stack: str = ""
     activity: str = ""
-    """What it does there, in a script whose phases are not known."""
+    """What the rank does there, in a script whose phases are not known."""
     works: bool = False
-    """It is in such a script, and uses the processor."""
+    """Whether it is in such a script, and uses the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What is said of it."""
+    """The report of a stall."""
 
     rank: int
-    """That is waited for; the first of them."""
+    """The rank that the others wait for; the first, if there are several."""
     message: str
     stack: str
-    """Where that rank is, outermost first; "" where it cannot be seen."""
+    """The stack of that rank, outermost frame first; "" if it cannot be seen."""
     works: bool = False
-    """It may yet come: nothing is to be ended."""
+    """Whether the rank may still come: then Lockstep ends no rank."""
 
 
 class Watcher:
-    """Looks at the pages of a generation's ranks. `look` is called some twenty times a second
-    and costs a few small reads.
+    """Watches the pages of ranks that were started together. `look` is called some twenty times a
+    second and costs a few small reads.
     """
 
     def __init__(
@@ -104,23 +106,26 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
         elsewhere: OtherNodes | None = None,
     ) -> None:
-        """`elsewhere`: the ranks of other hosts, without which nothing is said of these."""
+        """`elsewhere`: the ranks of other hosts. With it, this object reports its ranks there and
+        explains nothing.
+        """
         self._directory = directory
         self._floor = floor
         self._clock = clock
         self._elsewhere = elsewhere
         self._pids: dict[int, int] = {}  # also of ranks that have ended
-        self._used: tuple[float, dict[int, float]] | None = None  # when, and processor time
+        # when it was read, and processor seconds by rank
+        self._used: tuple[float, dict[int, float]] | None = None
         self._ticks: dict[int, int] = {}
         self._changed = clock()
-        self._longest = 0.0  # quiet time that was none
-        self._quiet = 0.0  # that is going on, and can be learnt from
+        self._longest = 0.0  # longest quiet time that was no stall
+        self._quiet = 0.0  # present quiet time, if it can be learnt from
         self._told = False
-        self._worked = False  # whoever was told to be waited for
+        self._worked = False  # whether the rank that was reported used the processor
         self._slow = Slowness(floor)
 
     def look(self, pids: Mapping[int, int]) -> Stall | None:
-        """A stall, once, if there is one. `pids` are those that live, by rank."""
+        """Return a stall, once, if there is one. `pids` are the living ranks' pids, by rank."""
         ticks = {
             rank: found
             for rank in pids
@@ -144,7 +149,7 @@ class Watcher:
         if self._used is None and quiet > self._floor / 2:
             self._used = now, {rank: processes.cpu_seconds(pid) for rank, pid in pids.items()}
         asked = self._elsewhere is not None and self._elsewhere.asked()
-        # a rank that another node waits for is not left alone
+        # no leniency for ranks that another node waits for
         times = 1 if asked else self._lenience(pids)
         if times == 1:
             self._quiet = quiet
@@ -160,14 +165,16 @@ class Watcher:
         return None
 
     def slow(self, pids: Mapping[int, int]) -> str | None:
-        """A sentence about a rank that the others wait for most of the time, once for each."""
+        """Return a sentence about a rank that the others wait for most of the time, once for each
+        rank.
+        """
         now = self._clock()
         if len(pids) < 2 or not self._slow.due(now):
             return None
         return self._slow.look(self._views(pids), now)
 
     def _views(self, pids: Mapping[int, int]) -> dict[int, View]:
-        """Of those that have a page by now."""
+        """Return the pages of the ranks that have one by now."""
         return {
             rank: view
             for rank in pids
@@ -175,7 +182,7 @@ class Watcher:
         }
 
     def _lenience(self, pids: Mapping[int, int]) -> float:
-        """How many times as long as otherwise what goes on may take."""
+        """Return the factor by which the present activity may take longer than usual."""
         views = list(self._views(pids).values())
         if not any(view.waits for view in views):
             if all(view.phase in _USERS for view in views):
@@ -206,7 +213,7 @@ class Watcher:
         return found
 
     def _seen(self, rank: int, sight: Sight, plain: bool) -> Sight:
-        """With what it does; `plain`: some rank calls torch.distributed itself."""
+        """Add to `sight` what the rank does. `plain`: some rank calls torch.distributed itself."""
         if sight.state in (*_SILENT, _ENDED):
             return sight
         activity, works = "", False
@@ -219,9 +226,10 @@ class Watcher:
         where = processes.users_line(frames)
         if sight.view.phase == "data" or any(_LOADER in frame.filename for frame in frames):
             activity = activity and "in the loader"
-            # perhaps it waits for a process of its own, which has the user's code
+            # the rank may wait for a loader worker, which runs the user's code
             for child in processes.children(sight.pid):
-                # a worker of torch's own loader inherits its rank's handler
+                # a worker of torch's own loader inherits its rank's handler, and writes to its
+                # rank's file
                 file = stack_of(self._directory, rank, child)
                 own = file if file.exists() else stack_of(self._directory, rank)
                 theirs = self._frames(child, own)
@@ -240,13 +248,14 @@ class Watcher:
 
 
 def stack_of(directory: Path, rank: int, worker: int | None = None) -> Path:
-    """Where a rank, or a loader worker of it, writes its stack when it is asked to."""
+    """Return the file to which a rank, or one of its loader workers, writes its stack if asked."""
     return directory / f"rank-{rank}{'' if worker is None else f'.worker-{worker}'}.now"
 
 
 def suspects(sights: Mapping[int, Sight]) -> list[int]:
-    """The ranks that are waited for: of those that do not wait themselves, the ones that have
-    issued the fewest collectives. Where all wait in different ones: the fewest in the same.
+    """Return the ranks that the others wait for: of the ranks that do not wait themselves, those
+    that have issued the fewest collectives. If all wait, in different collectives: the smallest
+    group of ranks in the same one.
     """
     waiting = [rank for rank, sight in sights.items() if _waits(sight)]
     awaited = {each for rank in waiting for each in sights[rank].view.among or sights}
@@ -260,9 +269,9 @@ def suspects(sights: Mapping[int, Sight]) -> list[int]:
             return min(found[1].values(), key=len)
         among = list(sights)
     if not waiting:
-        # then nobody misses one whose program is over
+        # no rank waits, so none misses a rank whose program is over
         among = [rank for rank in among if sights[rank].view.phase != "end"] or among
-    # one that is stopped cannot have been kept from it by another
+    # prefer ranks that are stopped or dead: no other rank can have held them up
     among = [rank for rank in among if sights[rank].state in _ABSENT] or among
     least = min((sights[rank].view.number for rank in among), default=0)
     return [rank for rank in sorted(among) if sights[rank].view.number == least]
@@ -273,8 +282,9 @@ def _waits(sight: Sight) -> bool:
 
 
 def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] | None:
-    """Of ranks that all wait: the number of the first collective that is not the same, and which
-    ranks call it what; 0, and where each waits, if those have no numbers.
+    """If all ranks wait: return the number of the first collective that differs, and the ranks by
+    what they call there. If no number differs: 0, and the ranks by where they wait. None if that is
+    equal too.
     """
     if not any(sight.view.plain for sight in sights.values()):
         return None
@@ -292,7 +302,7 @@ def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] |
 
 
 def _place(view: View) -> str:
-    """Where a rank waits: "in #8 (all_reduce sum f32[9] at train.py:20)"."""
+    """Return where a rank waits: "in #8 (all_reduce sum f32[9] at train.py:20)"."""
     if view.messages:
         return "for messages of other ranks"
     text = view.call or view.collectives.get(view.number, "")
@@ -305,9 +315,9 @@ def _place(view: View) -> str:
 def explain(
     sights: Mapping[int, Sight], quiet: float, nodes: Mapping[int, str] | None = None
 ) -> Stall | None:
-    """The sentences, from what was seen after `quiet` seconds without any change. Pure.
+    """Explain a stall from what was seen after `quiet` seconds without any change. Pure.
 
-    `nodes`: these are the ranks of all nodes; the label of each one's.
+    `nodes`: the label of each rank's node, if these are the ranks of all nodes.
     """
     if not sights:
         return None
@@ -343,7 +353,7 @@ def explain(
 def _differing(
     number: int, said: Mapping[str, list[int]], sights: Mapping[int, Sight]
 ) -> list[str]:
-    """Sentences on ranks that wait for each other in different collectives."""
+    """Return sentences on ranks that wait for each other in different collectives."""
     if not number:
         who = "; ".join(f"{named(ranks)} {text}" for text, ranks in said.items())
         return [f"the ranks wait for each other in different places: {who}."]
@@ -362,7 +372,7 @@ def _differing(
 def _missing(
     sights: Mapping[int, Sight], waiting: list[int], guilty: list[int], at: str, quiet: float
 ) -> list[str]:
-    """Sentences on ranks that others wait for."""
+    """Return sentences on ranks that others wait for."""
     first = sights[guilty[0]].view
     missing, never = _awaited(sights, waiting, first)
     if any(sights[rank].view.plain for rank in waiting):
@@ -391,8 +401,8 @@ def _missing(
 
 
 def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> tuple[int, str]:
-    """The number of the collective in which the others wait, and what to say of who does not
-    come.
+    """Return the number of the collective in which the others wait, and what to say of the rank
+    that does not come.
     """
     if all(sights[rank].view.messages for rank in waiting):
         return 0, "does not answer:"
@@ -404,7 +414,7 @@ def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> t
 
 
 def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:
-    """ "in data, dataset.py:88 read_shard, for 31 s" """
+    """Return what a rank does: "in data, dataset.py:88 read_shard, for 31 s"."""
     now = time.monotonic_ns() if now_ns is None else now_ns
     if sight.state == _ENDED:
         return _ENDED
@@ -419,8 +429,8 @@ def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:
 
 
 class Slowness:
-    """Is one rank what the others wait for? Looked at once in so many seconds, over what they
-    did since.
+    """Finds one rank that all others wait for. It looks once in `every` seconds, and judges the
+    time since the last look.
     """
 
     def __init__(self, every: float) -> None:
@@ -433,9 +443,9 @@ class Slowness:
         return now - self._at >= self._every
 
     def look(self, views: Mapping[int, View], now: float) -> str | None:
-        """Compare with the last look. None at the first, and where nobody is slow."""
+        """Compare with the last look. Return None at the first look, and if no rank is slow."""
         before, nanoseconds = self._before, 1e9 * (now - self._at)
-        # what start-up took is nobody's fault
+        # the time of start-up does not count
         trains = min((view.step for view in views.values()), default=0) > 2
         self._before, self._at = views if trains else {}, now
         if not trains or set(before) != set(views):
@@ -464,8 +474,8 @@ class Slowness:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """What a node tells of its ranks when none of them has progressed for `seconds`. Times are
-    on its own clock.
+    """What a node reports about its ranks when none of them has progressed for `seconds`. Times are
+    on the node's own clock.
     """
 
     seconds: float
@@ -474,14 +484,16 @@ class Quiet:
 
 
 class QuietNodes:
-    """What the nodes have told of the ranks that were started together, by their ids."""
+    """What the nodes have reported about ranks that were started together, by the nodes' ids."""
 
     def __init__(self) -> None:
         self._told: dict[str, Quiet] = {}
         self._explained = False
 
     def quiet(self, node: str, told: Quiet) -> bool:
-        """Whether it is the first, so that the other nodes are to be asked."""
+        """Store a node's report. Return whether it is the first, so that the other nodes must be
+        asked.
+        """
         first = not self._told
         shift = time.monotonic_ns() - told.now_ns
         self._told[node] = replace(
@@ -498,7 +510,7 @@ class QuietNodes:
         self._explained = False
 
     def verdict(self, labels: Mapping[str, str]) -> Stall | None:
-        """Once all nodes (`labels`, by id) have told, once."""
+        """Return the stall, once, after all nodes (`labels`, by id) have reported."""
         if self._explained or not labels or set(labels) - set(self._told):
             return None
         self._explained = True
@@ -509,8 +521,8 @@ class QuietNodes:
 
 
 class OtherNodes:
-    """A node's end: what it tells the driver (`send`), and what it has heard. `Watcher` tells it, and
-    asks it.
+    """A node's end of the exchange: what it reports to the driver (`send`), and what the driver has
+    answered. `Watcher` reports to it and asks it.
     """
 
     def __init__(self, send: Callable[[str, object], None]) -> None:
@@ -519,7 +531,9 @@ class OtherNodes:
         self._verdict: Stall | None = None
 
     def note(self, verdict: Stall | None) -> None:
-        """The driver asks, or has explained. Called in the thread that reads from it."""
+        """Note the driver's question (None) or its explanation. Called in the thread that reads
+        from the driver.
+        """
         self._asked = self._asked or verdict is None
         self._verdict = verdict or self._verdict
 

@@ -6,9 +6,9 @@
 3. At a restart ranks are forked from the successor, if they are as good as fresh processes. If not,
   it is ended.
 
-They are not if a module, as it is imported, starts a thread or a process, opens a file, a socket or
-a GPU, or reads a variable such as RANK: the successor is no rank. Nor are they if the file of a
-module has changed since.
+Forked ranks are not as good if the import of a module starts a thread or a process, opens a file, a
+socket or a GPU, or reads a variable such as RANK, because the successor is no rank. The same is
+true if the file of a module has changed since.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FILE = "imports.json"
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """Modules, in the order in which they were imported, and where they are looked for."""
+    """Modules in the order in which they were imported, and the path on which they are found."""
 
     path: list[str]
     names: list[str]
 
     @classmethod
     def read(cls, directory: Path) -> Imports | None:
-        """What a rank has left in its launcher's directory."""
+        """Read what a rank has left in its launcher's directory; None if there is nothing."""
         with suppress(FileNotFoundError):
             return cls(**json.loads((directory / _FILE).read_text(encoding="utf-8")))
         return None
@@ -46,8 +46,8 @@ class Imports:
 
 @contextmanager
 def noted(file: Path) -> Iterator[None]:
-    """In a rank: tell the launcher what is imported in the block, but for the user's `file`
-    itself. The first rank of a host does.
+    """In a host's first rank: tell the launcher which modules the block imports, without the user's
+    `file` itself. Other ranks tell nothing.
     """
     before = set(sys.modules)
     yield
@@ -64,16 +64,16 @@ def noted(file: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """What a successor says of its imports."""
+    """What a successor reports about its imports."""
 
     safe: bool
     versions: Mapping[str, tuple[int, int]]
-    """Of the files of the modules."""
+    """The modules' files, each with its time of modification in ns and its size."""
 
     @classmethod
     def of(cls, imports: Imports, of_ranks: Collection[str], unsafe: Callable[[], str]) -> Warmth:
-        """Import these here. `of_ranks`: environment variables that differ between ranks.
-        `unsafe` says what in this process forbids forking it.
+        """Import the modules in this process. `of_ranks`: environment variables that differ between
+        ranks. `unsafe` returns why this process must not be forked.
         """
         versions, descriptors = {}, os.listdir("/proc/self/fd")
         with seats.keeping_variables(), _path(imports.path), _watched(of_ranks) as asked:
@@ -88,7 +88,7 @@ class Warmth:
         return cls(not (asked or unsafe() or opened or _has_children()), versions)
 
     def holds(self) -> bool:
-        """Whether ranks may be forked from there: it is safe, and no file has changed."""
+        """Whether ranks may be forked from the successor: it is safe, and no file has changed."""
         return self.safe and all(
             _version(file) == version for file, version in self.versions.items()
         )
@@ -120,7 +120,9 @@ def _path(path: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def _watched(names: Collection[str]) -> Iterator[list[str]]:
-    """Gives which of these variables are asked for in the block, "*" for all of them at once."""
+    """Yield a list to which the block's reads of the variables in `names`, or named LOCKSTEP_*, are
+    added; "*" stands for a read of all of them.
+    """
     asked: list[str] = []
     plain = type(os.environ)
 

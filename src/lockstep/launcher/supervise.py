@@ -1,4 +1,4 @@
-"""Start ranks, watch them, stop them, and say in the end what went wrong: the engine of
+"""Start ranks, watch them, stop them, and report in the end what went wrong: the engine of
 `lockstep run` and `lockstep train`.
 """
 
@@ -44,11 +44,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """This node's part of a run on several."""
+    """This node's part of a run on several nodes."""
 
     ranks: LocalRanks
     called_off: Callable[[], bool] = lambda: False
-    """Whether its ranks shall end, because the run has ended elsewhere."""
+    """Returns whether its ranks shall end because the run has ended elsewhere."""
     elsewhere: OtherNodes | None = None
     """What the other nodes know of their ranks, to find the rank that a stalled run waits for."""
 
@@ -70,25 +70,27 @@ def supervise(
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there
     are GPUs, else one.
 
-    When a rank fails the others are stopped within two seconds, and its failure is printed to
-    stderr as the last thing. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT stop everything and leave
-    one line; ranks that heed signals (`World.heed_signals`) are let take their step, save and leave
-    first, until a second signal comes. Nothing is left running, whichever way this process ends.
+    If a rank fails, the others are stopped within two seconds, and its failure is the last thing
+    printed to stderr. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT stop all ranks and print one
+    line. Ranks that heed signals (`World.heed_signals`) first finish their step, save and exit,
+    unless a second signal or SIGQUIT comes. No process is left running, whichever way this process
+    ends.
 
     Args:
-        logs: an existing directory; each rank's output goes to rank-N.log there. Without, a
-            temporary one, which is kept if a rank fails.
+        logs: an existing directory; each rank's output goes to rank-N.log there. None: a
+            temporary directory, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
-        environment: variables for the ranks, over this process's own.
-        launch: how long a collective may take, what is done where the ranks do not get on, and
-            whether they start cold or say more; default: the run ends after half a minute without
-            progress, naming who is waited for.
-        heeds: the target heeds signals from its first moment on, and can be begun anew where it was
-            stopped before it has come to that.
-        again: the ranks may be started again after a kill; what they import is warm then.
-        passing: whether `logs` will be removed after this failure, and so is not named with it.
-        share: this node's part where there are several.
-        reports: print how the run ended; without, the caller does (`conclude`).
+        environment: variables for the ranks; they override this process's own.
+        launch: how long a collective may take, what to do on a stall, and whether ranks start cold
+            or log more. Default: the run ends after half a minute without progress, and names the
+            rank that the others wait for.
+        heeds: the target heeds signals from its start, and can be started again if it was stopped
+            before it could save.
+        again: the ranks may be started again after a kill; then their imports are kept warm.
+        passing: returns whether `logs` will be removed after this failure, so that the report must
+            not name it.
+        share: this node's part, if there are several nodes.
+        reports: print how the run ended; if false, the caller does (`conclude`).
 
     Raises:
         UsageError: workers < 1.
@@ -136,14 +138,14 @@ def supervise(
 
 
 def conclude(outcome: Outcome, stop: Stop, *, heeds: bool) -> Outcome:
-    """Print how a run ended that did not end well; with the exit code of one that was asked to
-    stop, and did.
+    """Print how a run ended, if it did not end well. Return its outcome; a run that was asked to
+    stop, and did, gets the exit code for that.
     """
     killed = outcome.failure if outcome.failure is not None and outcome.failure.killed else None
     if stop.number is not None and (
         killed is not None or outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number)
     ):
-        if killed is not None:  # while it was to stop: nothing is begun anew for that
+        if killed is not None:  # killed while it was stopping: that causes no restart
             say(failures.summary(killed))
         outcome = Outcome(stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
         say(f"stopped by {stop.name}; all ranks have ended")
@@ -153,12 +155,14 @@ def conclude(outcome: Outcome, stop: Stop, *, heeds: bool) -> Outcome:
 
 
 class Watch:
-    """Of one generation, whose ranks leave their pages and records in `directory`."""
+    """Watches ranks that were started together, and that leave their pages and records in
+    `directory`.
+    """
 
     def __init__(
         self, directory: Path, stop: Stop, launch: Launch, elsewhere: OtherNodes | None = None
     ) -> None:
-        """`elsewhere`: the other hosts, whose ranks these might be waiting for."""
+        """`elsewhere`: the other hosts, for whose ranks these might be waiting."""
         self.directory = directory
         self.stop = stop
         self._launch = launch
@@ -167,10 +171,12 @@ class Watch:
         self._endings = Endings(directory)
         self._oom_kills = processes.oom_kills()
         self.failure: Failure | None = None
-        """A rank that was waited for, once the ranks are to be ended because of it."""
+        """The failure of a rank that the others waited for, once the ranks are to be ended because
+        of it.
+        """
 
     def must_end(self, pids: Mapping[int, int]) -> bool:
-        """Whether the ranks, of which `pids` live, are to be ended now."""
+        """Whether to end the ranks now. `pids` are the living ranks' pids, by rank."""
         if self.stop.now(self.directory, pids):
             return True
         for text in self._endings.look(pids):
@@ -190,7 +196,9 @@ class Watch:
         return False
 
     def explained(self, failure: Failure) -> Failure:
-        """With what the rank was doing last, and whether the kernel has killed for memory."""
+        """Add to `failure` what the rank did last, and whether the kernel killed processes for lack
+        of memory.
+        """
         view = status.read(status.file_of(self.directory, failure.rank))
         doing = (
             ""
@@ -225,18 +233,18 @@ class _Generation:
     """This host's ranks from their start to their end."""
 
     rank: Rank
-    """What each of them does, but for its number."""
+    """The work of each rank, except for its number."""
     watch: Watch
     environment: Mapping[str, str]
     share: Share | None
     cold: bool
     to_warm: bool
-    """Have a server warm up what ranks import, once they train."""
+    """Whether a server shall warm up the ranks' imports, once they train."""
     spared: set[int] = field(default_factory=set)
-    """Ranks that were killed, and that the others go on without."""
+    """Ranks that were killed, and that the others continue without."""
 
     def run(self, workers: int | None) -> Outcome:
-        """Raises Stopped where the ranks were ended because they were asked to stop, or hung."""
+        """Run the ranks. Raises Stopped if they were ended because of a signal or a stall."""
         self._heed()
         forking = server(
             FOR_TRAININGS if self.rank.work.ours else FOR_SCRIPTS,
@@ -284,8 +292,8 @@ class _Generation:
 
     @contextmanager
     def _console(self, ranks: range) -> Iterator[str | None]:
-        """Print what ranks say, joined, where that is asked for and there are several; gives
-        where they find the pipes for it.
+        """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
+        the directory with their pipes, or None.
         """
         if self.rank.console != "joined" or ranks == range(1):
             yield None
@@ -294,8 +302,8 @@ class _Generation:
             yield str(self.watch.directory)
 
     def _warm(self, forking: Server, place: LocalRanks) -> None:
-        """Where ranks may be started again: have the server warm up what they have imported,
-        once they train.
+        """If ranks may be restarted: make the server warm up what they have imported, once they
+        train.
         """
         if not self.to_warm:
             return
@@ -309,7 +317,9 @@ class _Generation:
             forking.prepare_successor(imports, [*place.variables(0)])
 
     def _do_without(self, now: Ended) -> set[int]:
-        """The ranks that were killed, and that the rest go on without. Each is said once."""
+        """Return the ranks that were killed and that the others continue without. Each is reported
+        once.
+        """
         for rank, code in now.codes.items():
             if (
                 rank not in self.spared
@@ -323,8 +333,8 @@ class _Generation:
         return self.spared
 
     def _failures(self, ended: Ended) -> Sequence[Failure]:
-        """Less those of ranks that could be done without; unless what the others say is that
-        they could not.
+        """Return the failures without those of ranks that the others could do without. Return all
+        if the others' failures are only complaints.
         """
         found = failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
         others = [failure for failure in found if failure.rank not in self.spared]
@@ -345,8 +355,8 @@ class _Generation:
 
 
 def _sets_variables(work: Program) -> bool:
-    """Whether the script sets a variable that acts as a library starts, which it has in a warm
-    rank. That is said.
+    """Whether the script sets a variable that takes effect when a library starts: too late for a
+    warm rank. If so, print that.
     """
     script = work.script if isinstance(work, Target) else None
     name = "" if script is None else seats.set_by(Path(script))
@@ -362,8 +372,8 @@ def _sets_variables(work: Program) -> bool:
 def _with_log(
     failure: Failure, place: LogPlace, console: Console, passing: Callable[[Failure], bool]
 ) -> Failure:
-    """With its rank's log file, and the end of it where that was not on the terminal. A usage
-    error needs neither.
+    """Add to `failure` its rank's log file, and the end of that file if it was not on the terminal.
+    A usage error needs neither.
     """
     if failure.kind == "usage":
         return failure
@@ -380,14 +390,14 @@ RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many there may be."""
+    """The least and the most workers of a run."""
 
     least: int
     most: int
 
     @classmethod
     def read(cls, text: str) -> Workers:
-        """`4`, or `1:4`. Raises UsageError for anything else."""
+        """Parse `4` or `1:4`. Raises UsageError for anything else."""
         first, colon, last = text.partition(":")
         last = last if colon else first
         if first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last):
@@ -408,11 +418,11 @@ def run_generations(
     *,
     after_stalls: bool = False,
 ) -> Outcome:
-    """Call `start(count)` for one generation after the other, and return how the last one ended.
-    `after_stalls`: also after one that hung.
+    """Call `start(count)` once, and again for each restart. Return the last outcome.
+    `after_stalls`: restart after a stall too.
 
-    `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more
-    workers.
+    `stopped_to_grow()` returns whether ranks that ended well did so at a checkpoint, to continue
+    with more workers.
     """
     count, left = workers.most, restarts
     while True:

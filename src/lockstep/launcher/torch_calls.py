@@ -1,9 +1,9 @@
-"""What a rank's script itself does with torch.distributed, noted on its status page: for scripts
-that use nothing of Lockstep's.
+"""Note on its status page what a rank's script does with torch.distributed, for scripts that use
+nothing of Lockstep's.
 
-calls   each public function of torch.distributed is replaced by one that notes what it is and
-        where it was called, then calls the original. Results and exceptions pass unchanged. What
-        Lockstep calls itself it has announced already (collectives/group.py)
+calls   each public function of torch.distributed is replaced by one that notes its name and where
+        it was called, then calls the original. Results and exceptions pass unchanged. Lockstep
+        notes its own calls itself (collectives/group.py)
 native  DDP sends its buckets from C++, in the backward: no Python function is called. A thread
         reads torch's flight recorder twice a second. If a collective has not ended, and the main
         thread sleeps inside torch, it waits for that collective
@@ -39,7 +39,7 @@ _OF_ALL = re.compile(
     r"(all_(gather|reduce|to_all)|broadcast|gather|new_subgroups|reduce_scatter|scatter)(_\w+)?"
     r"|reduce|(monitored_)?barrier|(new|split)_group"
 )
-"""Every rank of the group calls them in the same order; without a group, every rank."""
+"""Functions that every rank of the group calls in the same order; without a group, every rank."""
 _OF_SOME = re.compile(
     r"i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|(destroy|init)_process_group"
 )
@@ -50,7 +50,7 @@ _LOOK_SECONDS = 0.5
 
 
 class _Call(NamedTuple):
-    """As Page.call takes it."""
+    """The arguments of Page.call."""
 
     text: bytes
     among: bytes
@@ -58,8 +58,8 @@ class _Call(NamedTuple):
 
 
 def install() -> None:
-    """From now on this process's calls are noted: once the script imports torch, if nobody has
-    by now.
+    """Note this process's calls from now on; if torch is not imported yet, from when the script
+    imports it.
     """
     page = status.page()
     if page is None:
@@ -71,7 +71,7 @@ def install() -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Gets at torch's module after it has run, and before others import from it."""
+    """Installs the replacements after torch's module has run, and before others import from it."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -95,11 +95,11 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 class _Calls:
-    """Replaces the functions of `c10d`, and hears of their calls."""
+    """Replaces the functions of `c10d`, and notes their calls."""
 
     def __init__(self, page: Page, c10d: Any) -> None:
         self._page, self._c10d = page, c10d
-        self._inside = False  # another call, which has been noted
+        self._inside = False  # within another call, which has been noted
         self._works: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
         package = sys.modules.get("torch.distributed")
         for name in c10d.__all__:
@@ -113,12 +113,12 @@ class _Calls:
         c10d.Work.wait = self._noted(c10d.Work.wait, self._of_work)
 
     def _noted(self, original: Any, describe: Callable[..., _Call | None]) -> Any:
-        torch, page = sys.modules["torch"], self._page  # which may not be whole yet
+        torch, page = sys.modules["torch"], self._page  # torch may be only partly imported
         starts = getattr(original, "__name__", "") == "init_process_group"
 
         @functools.wraps(original)
         def noted(*args: Any, **keywords: Any) -> Any:
-            # a compiler sees the original alone
+            # a compiler must see only the original
             if torch.compiler.is_compiling() or self._inside or not page.mine:
                 return original(*args, **keywords)
             self._inside, call = True, None
@@ -143,7 +143,7 @@ class _Calls:
         return noted
 
     def _keep(self, result: object, call: _Call) -> None:
-        """Remember what a work that goes on is, for when the script waits for it."""
+        """Remember the call that started an asynchronous work, for when the script waits for it."""
         for work in result if isinstance(result, list) else (result,):
             if isinstance(work, self._c10d.Work):
                 self._works[work] = call._replace(numbered=False)
@@ -155,21 +155,21 @@ class _Calls:
 
 
 class _Describer:
-    """Says what a call of one function is."""
+    """Describes the calls of one function."""
 
     def __init__(self, name: str, function: Callable[..., Any], c10d: Any) -> None:
         self._name, self._c10d = name, c10d
         self._of_all = _OF_ALL.fullmatch(name) is not None
         self._names = tuple(inspect.signature(function).parameters)
         self._tensor = next((each for each in _TENSORS if each in self._names), "")
-        self._shaped = not name.startswith("all_to_all")  # whose parts may differ
+        self._shaped = not name.startswith("all_to_all")  # ranks' parts may differ in all_to_all
         self._reduces = "op" in self._names
         self._peers = [each for each in _PEERS if each in self._names]
 
     def __call__(
         self, frame: FrameType, args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> _Call | None:
-        """None in a rank that is no member of the group."""
+        """Describe a call; None in a rank that is no member of the group."""
         given: Callable[[str], Any] = {**dict(zip(self._names, args, strict=False)), **keywords}.get
         group, numbered, ranks = given("group"), self._of_all, None
         if self._name == "batch_isend_irecv":
@@ -187,7 +187,7 @@ class _Describer:
                 if name.startswith("group_"):
                     rank = self._c10d.get_global_rank(group or self._c10d.group.WORLD, rank)
                 peer = f"{_PEERS[name]} rank {rank}"
-                if not numbered:  # it waits for this one alone
+                if not numbered:  # it waits only for this rank
                     ranks, among = [rank], _members((rank,))[1]
         tensor = given(self._tensor)
         if isinstance(tensor, list | tuple):
@@ -205,7 +205,7 @@ class _Describer:
         return _Call(text, among, numbered and ranks is None)
 
 
-# a program repeats itself
+# cached, because a program repeats its calls
 @functools.lru_cache(maxsize=1024)
 def _words(name: str, op: str, dtype: object, shape: tuple[object, ...], *more: str) -> bytes:
     what = "" if dtype is None else f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
@@ -214,7 +214,7 @@ def _words(name: str, op: str, dtype: object, shape: tuple[object, ...], *more: 
 
 @functools.lru_cache(maxsize=1024)
 def _members(ranks: tuple[int, ...]) -> tuple[str, bytes]:
-    """In words, and as a mask."""
+    """Return the ranks in words, and as a mask."""
     return f"of {named(ranks) if len(ranks) <= 8 else f'{len(ranks)} ranks'}", status.mask(ranks)
 
 
@@ -229,7 +229,7 @@ def _at(file: str, line: int) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """ "at train.py:20": the nearest line of the user's own; "" where there is none."""
+    """Return the nearest line of the user's code: "at train.py:20"; "" if there is none."""
     place = ""
     while frame is not None and not place:
         place = _at(frame.f_code.co_filename, frame.f_lineno)
@@ -242,7 +242,9 @@ def _place(frame: FrameType | None) -> str:
 
 @functools.cache
 def _watch_native(page: Page) -> None:
-    """Have a thread look, until the program ends, whether the main thread waits in native code."""
+    """Start a thread that checks, until the program ends, whether the main thread waits in native
+    code.
+    """
     dump = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace_json", None)
     if dump is None:
         return
@@ -260,10 +262,11 @@ def _watch_native(page: Page) -> None:
 
 
 def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    # signals are for the main thread
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     home = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
     main = threading.main_thread()
-    task = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's number is the process's
+    task = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's id is the process's
     before: object = None
     while not over.wait(_LOOK_SECONDS):
         with suppress(Exception):
@@ -284,7 +287,7 @@ def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None
 
 
 def _late(groups: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
-    """By process group, the first collective that has begun and not ended."""
+    """Return the first collective that has begun and not ended, by process group."""
     return {
         group: int(each["last_completed_collective"]) + 1
         for group, each in groups.items()

@@ -1,3 +1,3 @@
-"""Which process this is: its environment, its lifetime, its status page, its clock, its random
-streams.
+"""Facts about this process: its environment, its lifetime, its status page, its clock and its
+random streams.
 """

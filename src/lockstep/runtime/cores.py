@@ -1,5 +1,6 @@
-"""The processor, how many of its cores this process may use, and whether other programs keep the
-host busy: then measurements are of them too, and threads of one rank wait for each other.
+"""The processor's name, the number of cores this process may use, and whether other programs keep
+the host busy. On a busy host, measurements include those programs, and threads of a rank wait for
+each other.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Those that it may run on, where the system can say so; else those of the machine."""
+    """Return the number of cores this process may run on; all cores where the system cannot say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Its name as the system has it."""
+    """Return the processor's name, as the system gives it."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines():
@@ -26,19 +27,19 @@ def processor() -> str:
     return platform.machine()
 
 
-# a test's host must not be busier at one time than at another
+# Tests set LOCKSTEP_LOADAVG to a file of their own, so that the host's real load does not matter.
 _FILE = Path(os.environ.get("LOCKSTEP_LOADAVG", "/proc/loadavg"))
 
 
 def busy(file: Path = _FILE) -> str | None:
-    """ "load 6.2 on 2 cores" where at least as many programs run as the host has cores, and did
-    so for most of the last minute. Else None.
+    """ "load 6.2 on 2 cores" if at least as many programs run as the host has cores, now and on
+    average over the last minute. Else None.
     """
     cores = os.cpu_count() or 1
     try:
         words = file.read_text(encoding="ascii").split()
         load, running = float(words[0]), int(words[3].partition("/")[0]) - 1  # without this process
-    except (OSError, ValueError, IndexError):  # no Linux
+    except (OSError, ValueError, IndexError):  # not Linux
         load = os.getloadavg()[0]
         running = cores
     return (
@@ -49,7 +50,9 @@ def busy(file: Path = _FILE) -> str | None:
 
 
 def warn_if_busy() -> None:
-    """One line on stderr, for commands that measure; call it before anything is started."""
+    """Print a warning to stderr if the host is busy. Commands that measure call it before they
+    start anything.
+    """
     found = busy()
     if found is not None:
         print(

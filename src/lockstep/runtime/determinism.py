@@ -1,6 +1,4 @@
-"""What a process must hold still so that the same micro-batch gives the same gradient, whichever
-rank runs it.
-"""
+"""Settings of a process under which the same micro-batch gives the same gradient on any rank."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ _MEMORY: Any = torch.utils.deterministic
 
 
 class Determinism:
-    """From here until `close`: that many intra-op threads, and torch's deterministic algorithms;
-    operations without one raise, by name.
+    """Until `close`, use `threads` intra-op threads and torch's deterministic algorithms. An
+    operation without such an algorithm raises an error that names it.
     """
 
     def __init__(self, threads: int) -> None:
@@ -31,7 +29,8 @@ class Determinism:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        # it writes nan to all new memory, for programs that read it before they write
+        # Torch would fill all new memory with nan. That only helps programs that read it before
+        # they write.
         _MEMORY.fill_uninitialized_memory = False
         os.environ.setdefault(_CUBLAS, ":4096:8")
 
@@ -42,7 +41,7 @@ class Determinism:
         )
 
     def close(self) -> None:
-        """As it was before."""
+        """Restore the earlier settings."""
         torch.set_num_threads(self._threads)
         torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
         torch.backends.cudnn.benchmark = self._cudnn

@@ -1,8 +1,8 @@
-"""Files and folders that are there whole or not at all, whenever their writer is killed.
+"""Files and folders that are complete or absent, whenever their writer is killed.
 
 Protocols on disk (checkpoints, the claim of a run directory) use methods of their Path, and these
-functions for what a Path lacks. Each looks at the kind of path that it is given: the simulator of
-tests/simulation registers its own.
+functions for what a Path lacks. Each function dispatches on the type of its path: the simulator of
+tests/simulation registers its own type.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import IO, Any
 
 
 def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
-    """Write `file` under another name beside it and rename it: readers find all of it, or what was
-    there before. `forced`: it is on the disk when this returns.
+    """Write `file` under another name beside it, then rename it. Readers find all of it, or the
+    earlier file. With `forced`, the file is on the disk when this returns.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
@@ -26,7 +26,7 @@ def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
             force(new)
         new.replace(file)
     except BaseException:
-        new.unlink(missing_ok=True)  # on a full disk, above all
+        new.unlink(missing_ok=True)  # mostly: the disk is full
         raise
     if forced:
         force(file.parent)
@@ -34,7 +34,7 @@ def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
 
 @singledispatch
 def force(path: Path) -> None:
-    """To the disk: a file's bytes, a folder's list of names."""
+    """Flush a file's bytes, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -44,31 +44,31 @@ def force(path: Path) -> None:
 
 @singledispatch
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """A folder and all that is in it."""
+    """Remove a folder and everything in it."""
     shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 @singledispatch
 def free(folder: Path) -> int:
-    """Bytes that can be written on the disk of `folder`."""
+    """Return the number of bytes that can still be written on the disk of `folder`."""
     return shutil.disk_usage(folder).free
 
 
 @singledispatch
 def writable(folder: Path) -> bool:
-    """Whether files can be made in `folder`: by its permissions, and by how its disk is mounted."""
+    """Whether files can be created in `folder`, by its permissions and its disk's mount options."""
     return os.access(folder, os.W_OK)
 
 
 @singledispatch
 def lock(file: IO[bytes]) -> None:
-    """For as long as it is open, and this process lives. Raises BlockingIOError where another
-    has it.
+    """Lock `file` for as long as it is open and this process lives. Raises BlockingIOError if
+    another process holds the lock.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @singledispatch
 def status_of(file: IO[Any]) -> os.stat_result:
-    """Of the file that was opened, whatever has its name now."""
+    """Return the status of the opened file, even if its name now belongs to another file."""
     return os.fstat(file.fileno())

@@ -1,8 +1,9 @@
-"""Where this process stands among the ranks, read from what a launcher left in the environment.
+"""This process's place among the ranks, read from the environment variables of its launcher.
 
-Launchers have their own spellings of the same numbers; this is the only file that knows them (what
-SLURM means by its own stands in slurm_step.py). Pure: an environment goes in, a `Placement` or nothing
-comes out, and a contradiction is refused here, before anyone waits for a rank that cannot exist.
+Launchers use different names for the same numbers, and only this file knows them (slurm_step.py
+knows what SLURM means by its variables). The functions are pure: they read an environment, and
+return a `Placement` or None. They refuse a contradiction before anyone waits for a rank that cannot
+exist.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lockstep.runtime.process_lifetime import PARENT
 from lockstep.runtime.slurm_step import number_of
 
 TIMEOUT = "LOCKSTEP_TIMEOUT"
-"""Environment variable: seconds that a collective may take, where `init` is not told."""
+"""Environment variable: seconds that a collective may take, unless `init` is given a timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class Placement:
     node: int
     """This host's number in the job."""
     source: str
-    """The variables that were read, for messages: "RANK and WORLD_SIZE"."""
+    """The names of the variables that were read, for messages: "RANK and WORLD_SIZE"."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How one launcher names the numbers. Only the first two must be set."""
+    """The names that one launcher gives to the numbers. Only `rank` and `size` must be set."""
 
     rank: str
     size: str
@@ -67,8 +68,8 @@ class _Spelling:
         )
 
     def _local(self, env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-        """One host is assumed where the launcher names no local numbers, and in a PyTorchJob one
-        rank a pod.
+        """Return (local rank, local size). Assume one host if the launcher sets no local numbers,
+        and one rank per pod in a PyTorchJob.
         """
         local_rank, local_size = number_of(env, self.local_rank), number_of(env, self.local_size)
         if local_rank is None and local_size is None and env.get("PET_NNODES"):
@@ -106,11 +107,11 @@ _MPI = (
 
 
 def placement(env: Mapping[str, str]) -> Placement | None:
-    """Read this rank's place from a launcher's variables; None where no launcher left any.
+    """Read this rank's place from a launcher's variables; None if there are none.
 
-    Known are RANK/WORLD_SIZE (`lockstep run`, torchrun, PyTorchJob), OMPI_COMM_WORLD_* (Open MPI),
-    PMI_* (MPICH, Intel MPI) and SLURM_PROCID/SLURM_NTASKS (srun); the first pair that is set
-    counts. Where a launcher names no local numbers one host is assumed. Reads nothing but `env`.
+    It knows RANK/WORLD_SIZE (`lockstep run`, torchrun, PyTorchJob), OMPI_COMM_WORLD_* (Open MPI),
+    PMI_* (MPICH, Intel MPI) and SLURM_PROCID/SLURM_NTASKS (srun), and uses the first pair that is
+    set. If a launcher sets no local numbers, one host is assumed. Reads nothing but `env`.
 
     Raises:
         UsageError: one of a pair is missing, a value is not an integer, a rank is not below its
@@ -124,8 +125,8 @@ def placement(env: Mapping[str, str]) -> Placement | None:
     )
     if mpi is None:
         return _of_slurm(env)
-    # srun --mpi=pmi2 sets PMI_* too, without local numbers. An mpirun inside of a job has numbers
-    # of its own, and SLURM's mean its daemons.
+    # srun --mpi=pmi2 sets PMI_* too, without local numbers. An mpirun inside a job sets its own
+    # numbers; SLURM's then describe mpirun's daemons.
     with suppress(UsageError):
         place = _of_slurm(env)
         if place is not None and (place.rank, place.size) == (mpi.rank, mpi.size):
@@ -134,8 +135,8 @@ def placement(env: Mapping[str, str]) -> Placement | None:
 
 
 def started_by_others(env: Mapping[str, str]) -> Placement | None:
-    """The place of a process that torchrun, srun, mpirun or a cluster started as one of several
-    ranks; None for any other.
+    """Return the place of a process that torchrun, srun, mpirun or a cluster started as one of
+    several ranks; None for any other process.
 
     Such a process is a rank, and not a command that starts ranks.
     """
@@ -146,8 +147,7 @@ def started_by_others(env: Mapping[str, str]) -> Placement | None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's (rank, world size): of torch's default process group if one is open, else (0,
-    1).
+    """Return (rank, world size) of torch's default process group if one is open, else (0, 1).
 
     Raises:
         UsageError: the environment says that this is one of several ranks, but no process group is
@@ -184,7 +184,9 @@ def _of_slurm(env: Mapping[str, str]) -> Placement | None:
 
 
 def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
-    """A PyTorchJob's pod: PET_* are for torchrun, which would have set local numbers."""
+    """Return (local rank, local size) in a PyTorchJob's pod. PET_* are for torchrun, which would
+    have set local numbers.
+    """
     each = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
     if each != "1" or env["PET_NNODES"].strip() != str(size):
         raise UsageError("pod-without-torchrun", nodes=env["PET_NNODES"], each=each, size=size)
@@ -206,14 +208,14 @@ def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def step_of(place: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
-    """The job step whose task `place` is, unless MASTER_ADDR or MASTER_PORT name another place
-    to meet.
+    """Return the SLURM job step that `place` is a task of. None if there is none, or if MASTER_ADDR
+    or MASTER_PORT name another rendezvous.
     """
     if place.source == "arguments":
         return None
     try:
         step = slurm_step.step(env)
-    except UsageError:  # another launcher's ranks, in a job's shell
+    except UsageError:  # ranks of another launcher, started in a job's shell
         return None
     if step is None or (step.rank, step.size) != (place.rank, place.size):
         return None
@@ -222,13 +224,13 @@ def step_of(place: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
 
 
 def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
-    """What has `lockstep.init()` allow a collective so many seconds."""
+    """Return the variables that set the timeout of `lockstep.init()`'s collectives to `seconds`."""
     return {} if seconds is None else {TIMEOUT: str(seconds)}
 
 
 def exported(place: Placement, env: Mapping[str, str]) -> dict[str, str]:
-    """What scripts for torchrun read, for a rank that another launcher has started: variables to
-    add to `env`.
+    """Return the variables that scripts for torchrun read and `env` lacks. For a rank that another
+    launcher started.
     """
     found = {
         "RANK": place.rank,

@@ -1,4 +1,4 @@
-"""What Lockstep can do with packages that it does not require, and how to install them."""
+"""Optional packages: how to install them, and warnings about untested versions."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ _NAME = "lockstep-train"
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml, in the form that works for this
+    """Return the command that installs an extra of pyproject.toml, in the form that works for this
     installation.
     """
     return f"pip install {_wanted(extra, Path(__file__).parents[3], _origin())}"
 
 
 def missing(what: str, package: str, extra: str) -> UsageError:
-    """The error of what needs a package that is not here.
+    """Return the error for a missing optional package.
 
     Args:
-        what: needs it.
-        package: as people call it.
-        extra: of pyproject.toml, which installs it.
+        what: the feature that needs the package.
+        package: the package's common name.
+        extra: the extra of pyproject.toml that installs it.
     """
     return UsageError("missing-extra", what=what, package=package, install=install(extra))
 
 
 def warn_untested(package: str, first: str, last: str) -> None:
-    """Warn where the installed version of `package` is not one of those that Lockstep is tested
-    with.
+    """Warn if Lockstep is not tested with the installed version of `package`.
 
     Args:
         package: its name as pip knows it.
         first: the oldest tested version, "major.minor".
-        last: the newest.
+        last: the newest tested version.
     """
     installed = version(package)
     if not _minor(first) <= _minor(installed) <= _minor(last):
@@ -55,8 +54,8 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _wanted(extra: str, above: Path, origin: str | None) -> str:
-    """`above`: the folder over src/ in a checkout. `origin`: the URL that this installation came
-    from, where it was no package index.
+    """Return the quoted requirement for pip. `above` is the folder that contains src/ in a
+    checkout. `origin` is the URL of this installation, or None if it came from a package index.
     """
     if above.joinpath("pyproject.toml").is_file() and above.joinpath("src", "lockstep").is_dir():
         place = "." if above.resolve() == Path.cwd() else str(above)
@@ -65,7 +64,7 @@ def _wanted(extra: str, above: Path, origin: str | None) -> str:
 
 
 def _origin() -> str | None:
-    """As pip has noted it (PEP 610)."""
+    """Return the URL that pip recorded for this installation (PEP 610); None if there is none."""
     try:
         text = distribution(_NAME).read_text("direct_url.json")
         return None if text is None else str(json.loads(text)["url"])

@@ -1,12 +1,12 @@
-"""The three generators of the host that ordinary code draws from. Looking at one, and putting it
-back, costs a fraction of a microsecond.
+"""The three random generators of the host that ordinary code draws from. Reading or restoring the
+state of one costs a fraction of a microsecond.
 
     torch       torch's default generator
     numpy       numpy's global generator, np.random.*
     random      the functions of the module random
 
-Their own functions for the state take 1 to 60 microseconds, so all three are read and written where
-they lie.
+The libraries' own functions for the state take 1 to 60 microseconds. So this module reads and
+writes all three states directly in memory.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ import torch
 
 from lockstep.errors import UsageError
 
-# of a Mersenne twister's state, 32 bits each; numpy and `random` keep the position beside them
+# words of a Mersenne twister's state, 32 bits each; numpy and `random` keep the position beside
+# them
 _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
-# torch keeps seed, position and flags before them, and two cached normal numbers behind
+# bytes: torch keeps seed, position and flags before the words, and two cached normal numbers behind
 _BEFORE, _BEHIND = 20, 28
 
 
 class Generator(Protocol):
     def look(self) -> Any:
-        """The state, to compare with later and to put back."""
+        """Return the state, to compare it later and to restore it."""
         ...
 
     def drawn(self, look: Any) -> bool:
-        """Whether anything was drawn since that look."""
+        """Whether anything was drawn since `look` was taken."""
         ...
 
     def hidden(self, look: Any) -> bool:
-        """Whether something could be drawn after it that `drawn` does not see."""
+        """Whether `drawn` could miss a draw that follows `look`."""
         ...
 
     def put_back(self, look: Any) -> None: ...
@@ -48,8 +49,8 @@ class Generator(Protocol):
 
 
 class Torch:
-    """torch's default generator, of the CPU, read in torch's object. Where that is laid out
-    otherwise (`_place_in_torch` tries it), it is asked for its state instead.
+    """torch's default CPU generator, read in the memory of torch's object. If `_place_in_torch`
+    finds another memory layout, torch's own functions read and set the state instead.
     """
 
     def __init__(self) -> None:
@@ -78,23 +79,23 @@ class Torch:
         self._generator.manual_seed(value)
 
 
-# the twister's memory; whether a normal number is cached, and which
+# (the twister's memory, whether a normal number is cached, the cached number)
 NumpyLook = tuple[bytes, int, float]
 
 
 class Numpy:
-    """numpy's global generator, read where its own `ctypes` interface says that it is: `get_state`
-    takes forty microseconds.
+    """numpy's global generator, read at the address that its own `ctypes` interface gives:
+    `get_state` takes forty microseconds.
 
-    Normal numbers are made in pairs. The second is kept outside that memory and drawn without a
-    trace in it; but a pair is never made without a trace, so that as long as nothing is cached a
-    look shows everything.
+    numpy makes normal numbers in pairs, and caches the second outside that memory. Drawing the
+    cached number leaves no trace in the memory, but making a pair does. So while nothing is cached,
+    a look shows every draw.
     """
 
     def __init__(self) -> None:
         self._generator: Any = None
         self._memory: Any = None
-        # memory last seen with nothing cached, and as it was last seeded
+        # the memory when it was last seen with nothing cached, and right after the last seed
         self._clean = self._seeded = b""
 
     def look(self) -> NumpyLook:
@@ -115,7 +116,7 @@ class Numpy:
         generator = np.random.mtrand._rand._bit_generator
         if not isinstance(generator, np.random.MT19937):
             raise UsageError("numpy-generator-not-seedable", kind=type(generator).__name__)
-        self._generator = generator  # held, so that its memory stays
+        self._generator = generator  # keeps the generator's memory alive
         self._memory = (ctypes.c_char * _BYTES).from_address(self._generator.ctypes.state_address)
         self._clean = self._seeded = b""
 
@@ -140,9 +141,10 @@ class Numpy:
 
 
 class Random:
-    """The module `random`, read in CPython's object: `getstate` builds a tuple of 625 numbers.
+    """The generator of the module `random`, read in the memory of CPython's object: `getstate`
+    builds a tuple of 625 numbers.
 
-    Where that object is laid out otherwise (`_readable` tries it), it is asked for its state
+    If `_readable` finds another memory layout, the module's own functions read and set the state
     instead.
     """
 
@@ -182,8 +184,8 @@ def _torch_memory(generator: Any, place: int) -> Any:
 
 @cache
 def _place_in_torch() -> int | None:
-    """Where a generator's state begins in torch's object: found, and tried, with one of known
-    words.
+    """Return the offset of a generator's state in torch's object; None if it cannot be read there.
+    The offset is found with a generator of known words, and then tested.
     """
     trial = torch.Generator("cpu")
     trial.manual_seed(1)
@@ -193,7 +195,7 @@ def _place_in_torch() -> int | None:
     if place < 0:
         return None
     memory = _torch_memory(trial, place)
-    for _ in range(2):  # the second normal number leaves no trace in the words
+    for _ in range(2):  # twice: the second normal number leaves no trace in the words
         look, state = memory.raw, trial.get_state()
         torch.randn(1, generator=trial, device="cpu")
         drawn = memory.raw
@@ -210,7 +212,7 @@ def _memory_of(generator: random.Random) -> Any:
 
 @cache
 def _readable() -> bool:
-    """Whether a generator's position and words lie where CPython puts them."""
+    """Whether a generator's position and words are where CPython stores them."""
     if (
         sys.implementation.name != "cpython"
         or random.Random.__basicsize__ < object.__basicsize__ + _BYTES

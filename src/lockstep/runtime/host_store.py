@@ -1,15 +1,15 @@
-"""The store through which the ranks of one host find each other: other users of the host can
+"""The store through which the ranks of one host find each other. Other users of the host can
 neither read nor write it.
 
-torch's TCPStore asks nobody who they are, and every local user can connect to a loopback port. So
-the store itself listens behind a packet filter that drops everybody, and a gate listens where the
-ranks connect to. The gate asks the kernel which user owns the other end of a connection, and passes
-on what this user's processes say; torch's own clients notice nothing.
+torch's TCPStore has no authentication, and every local user can connect to a loopback port. So the
+store listens behind a packet filter, and ranks connect to a gate. The gate asks the kernel which
+user owns the other end of a connection. It forwards only the data of this user's processes; torch's
+clients need no change.
 
     rank --- 127.0.0.1:PORT, the gate --- 127.0.0.2:PORT, behind the filter: TCPStore
 
-The filter lets only those connections in that the gate is opening. Linux only: elsewhere the store
-listens on loopback without a gate.
+The filter drops all packets except those of connections that the gate is opening. Linux only:
+elsewhere the store listens on loopback without a gate.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, which Python does not name
 _LOAD_SOURCE_PORT = (0x28, 0, 0, 0)
 _IF_NOT_SKIP_ONE = 0x15, 0, 1
 _PASS, _DROP = (0x06, 0, 0, 0xFFFFFFFF), (0x06, 0, 0, 0)
-_PIECE = 2**16  # bytes that are read at once
+_PIECE = 2**16  # bytes per read
 
 
 class HostStore:
-    """A key-value store in this process for the ranks of this host, until closed. `port` is on
-    127.0.0.1.
+    """A key-value store in this process for the ranks of this host, until it is closed. It listens
+    on `port` of 127.0.0.1.
     """
 
     def __init__(self, size: int | None = None, timeout: timedelta = timedelta(minutes=5)) -> None:
@@ -63,8 +63,8 @@ class HostStore:
             self._gate = _Gate(listener, hidden := _listen(_BEHIND, self.port, nobody=True))
             self._gate.start()
             listener = hidden
-        # The store takes over the descriptor; its own client comes through the gate, as the ranks
-        # do.
+        # The store takes over the descriptor. Its own client connects through the gate, as the
+        # ranks do.
         self.store: dist.Store = dist.TCPStore(
             _LOOPBACK,
             self.port,
@@ -76,14 +76,14 @@ class HostStore:
         )
 
     def close(self) -> None:
-        """Close the gate: nobody reaches the store any more. A second call does nothing."""
+        """Close the gate, so that no process reaches the store. A second call does nothing."""
         if self._gate is not None:
             self._gate.close()
 
 
 class OpenStore:
-    """The store of ranks on several hosts. The socket is bound here because torch's listens
-    everywhere.
+    """The store of ranks on several hosts. The socket is bound here because torch's own would
+    listen on every interface.
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
@@ -102,7 +102,7 @@ class OpenStore:
 
 
 def _listen(address: str, port: int, *, nobody: bool = False) -> socket.socket:
-    """`nobody`: connections are dropped from the first moment on."""
+    """Return a listening socket. With `nobody`, the kernel drops all connections from the start."""
     listener = socket.socket()
     if nobody:
         _pass_only(listener, ())
@@ -112,9 +112,7 @@ def _listen(address: str, port: int, *, nobody: bool = False) -> socket.socket:
 
 
 def _pass_only(listener: socket.socket, ports: Iterable[int]) -> None:
-    """Have the kernel drop every packet to `listener` that does not come from one of these
-    ports.
-    """
+    """Have the kernel drop every packet to `listener` that does not come from one of `ports`."""
     program = [_LOAD_SOURCE_PORT]
     for port in ports:
         program += [(*_IF_NOT_SKIP_ONE, port), _PASS]
@@ -128,13 +126,13 @@ def _pass_only(listener: socket.socket, ports: Iterable[int]) -> None:
 
 
 class _Gate(threading.Thread):
-    """Passes on what processes of this user say to the store, and what it answers."""
+    """A thread that forwards data between this user's processes and the store."""
 
     def __init__(self, listener: socket.socket, hidden: socket.socket) -> None:
         super().__init__(name="lockstep-store-gate", daemon=True)
         self._listener, self._hidden = listener, hidden.dup()
         self._over, self._wake = socket.socketpair()
-        # ports of connections from which the store has not answered yet: they pass the filter
+        # ports of connections on which the store has not answered yet: they pass the filter
         self._opening: set[int] = set()
         self._refused: set[int] = set()
 
@@ -151,7 +149,7 @@ class _Gate(threading.Thread):
             each.setblocking(False)
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(self._accept(loop))
-        await loop.sock_recv(self._over, 1)  # returns as the gate is closed
+        await loop.sock_recv(self._over, 1)  # returns when the gate is closed
         accepting.cancel()
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -178,7 +176,8 @@ class _Gate(threading.Thread):
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, rank: socket.socket) -> None:
         with rank, socket.socket() as store:
-            store.bind((_LOOPBACK, 0))  # the port is this process's before the filter lets it pass
+            # bind first, so that the port is ours before the filter passes it
+            store.bind((_LOOPBACK, 0))
             self._opening.add(store.getsockname()[1])
             _pass_only(self._hidden, self._opening)
             store.connect(self._hidden.getsockname())
@@ -200,14 +199,16 @@ class _Gate(threading.Thread):
     async def _pass_on(
         self, loop: asyncio.AbstractEventLoop, source: socket.socket, target: socket.socket
     ) -> None:
-        """Until one of them hangs up."""
+        """Forward data until one end closes the connection."""
         with suppress(OSError):
             while data := await loop.sock_recv(source, _PIECE):
                 self._opened(source)
                 await loop.sock_sendall(target, data)
 
     def _opened(self, store: socket.socket) -> None:
-        """It has answered, or goes: the filter need not let this port pass any more."""
+        """Remove the port of `store` from the filter: the store has answered, or the connection
+        ends.
+        """
         port = store.getsockname()[1]
         if port in self._opening:
             self._opening.remove(port)
@@ -215,18 +216,19 @@ class _Gate(threading.Thread):
 
 
 _TRIES = 3  # the table may change while it is read
-_GONE = "0"  # inode of a socket that its process has closed; its user is no longer known
+_GONE = "0"  # inode of a socket that its process has closed: its user is no longer known
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]
-"""There and here."""
+"""The addresses of a connection's two ends: the remote end, then this process's end."""
 
 
 def owners(connections: Sequence[Connection]) -> list[set[int]]:
-    """Of each connection, the user of its other end on this host; nobody where it is gone.
+    """Return, for each connection, the users of its other end on this host; an empty set if it is
+    closed.
 
-    Only ports are compared. Where other addresses have connected the same two ports, their users
-    are among them.
+    Only ports are compared. If other addresses have a connection between the same two ports, the
+    set has their users too.
     """
     wanted = [(f"{there[1]:04X}", f"{here[1]:04X}") for there, here in connections]
     for _ in range(_TRIES):
@@ -245,12 +247,12 @@ def owners(connections: Sequence[Connection]) -> list[set[int]]:
 
 @contextmanager
 def no_strangers(what: str) -> Iterator[None]:
-    """At the block's end, check who from this host has connected to the ports that were opened in
-    it (`what` opened them).
+    """At the block's end, check which users of this host have connected to the ports that `what`
+    opened in the block.
 
     Raises:
-        LockstepError: another user has.
-        PeerFailed: somebody has, and is gone again.
+        LockstepError: another user has connected.
+        PeerFailed: a process has connected and closed its end, so that its user is unknown.
     """
     if sys.platform != "linux":
         yield

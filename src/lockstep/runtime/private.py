@@ -1,8 +1,8 @@
-"""Files on this host that only this user may see, and that are removed although their owner may be
-killed at any time.
+"""Files on this host that only this user can see, and that are removed even if their owner is
+killed.
 
-Everything lies in one directory of mode 0700. What belongs to one process carries its pid and start
-time in its name or content, so that the next process can tell what the dead have left.
+All are in one directory of mode 0700. A file that belongs to one process has its pid and start time
+in its name or content, so that the next process can recognize what dead processes have left.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 
-# bytes of a Unix socket's, the 0 at its end included: on macOS; Linux has 108
+# maximum bytes of a Unix socket's address on macOS, with its final 0; Linux allows 108
 _LONGEST_ADDRESS = 104
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def user_directory() -> Path:
-    """This user's own directory for short-lived files; refused if somebody else made it first or
-    can open it.
+    """Return this user's own directory for short-lived files. Raises LockstepError if another user
+    owns it or can open it.
     """
     path = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
@@ -39,8 +39,8 @@ def user_directory() -> Path:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A new empty directory for one run of this process, removed at the end; those of killed
-    processes are removed first.
+    """Yield a new empty directory for one run of this process, and remove it at the end. First
+    remove those of killed processes.
     """
     home = user_directory()
     for old in home.glob("run-*"):
@@ -54,8 +54,8 @@ def run_directory() -> Iterator[Path]:
 
 
 def _remove_run(directory: Path) -> None:
-    """Its processes have ended. Each loader worker has a file there, with its pid in the name
-    (stalls.stack_of).
+    """Remove a run's directory and what its loader workers left in /dev/shm; its processes have
+    ended. Each loader worker has a file in it, with its pid in the name (stalls.stack_of).
     """
     remove_torch_names(
         [
@@ -67,10 +67,10 @@ def _remove_run(directory: Path) -> None:
 
 
 def remove_torch_names(pids: Collection[int]) -> None:
-    """Remove what these processes, as far as they have ended, have left in /dev/shm.
+    """Remove what these processes have left in /dev/shm, if they have ended.
 
-    A process that hands a tensor over gives its memory a name, torch_PID_..., for a moment. One
-    that is killed in that moment leaves it there.
+    A process that sends a tensor to another gives its memory a name, torch_PID_..., for a moment.
+    If it is killed in that moment, the name stays.
     """
     if sys.platform != "linux":
         return
@@ -78,24 +78,24 @@ def remove_torch_names(pids: Collection[int]) -> None:
     for file in _SHARED_MEMORY.glob("torch_*_*") if dead else ():
         maker = file.name.split("_")[1]
         if maker.isdigit() and int(maker) in dead:
-            with suppress(OSError):  # another user's, or somebody else has removed it
+            with suppress(OSError):  # it belongs to another user, or is already removed
                 file.unlink()
 
 
 def new_directory(home: Path, kind: str) -> Path:
-    """A directory in `home` whose name says that it is this process's."""
+    """Create a directory in `home` whose name carries this process's pid and start time."""
     return Path(
         tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-{start_time(os.getpid())}-", dir=home)
     )
 
 
 def sockets_into(directory: Path) -> None:
-    """Have the sockets of this process and of those it starts lie in `directory`, which somebody
-    removes: loader workers have one each.
+    """Make multiprocessing put the sockets of this process and its children into `directory`: each
+    loader worker has one. The caller must have `directory` removed.
 
-    multiprocessing makes a directory for them that it removes at an orderly end, and a rank that
-    leaves has none: its workers are killed. Where the path is too long for a socket's address, that
-    directory stays.
+    multiprocessing would create a directory for them and remove it at an orderly exit. A rank does
+    not exit that way: its workers are killed. If the path is too long for a socket's address,
+    multiprocessing keeps its own directory.
     """
     if len(os.fsencode(directory)) + len("/listener-12345678") < _LONGEST_ADDRESS:
         process: Any = multiprocessing.current_process()
@@ -103,14 +103,14 @@ def sockets_into(directory: Path) -> None:
 
 
 def owner_lives(path: Path) -> bool:
-    """Whether the process that made `path` with `new_directory` still runs."""
+    """Whether the process that created `path` with `new_directory` still runs."""
     _, pid, started, *_ = [*path.name.split("-"), "", ""]
     return pid.isdigit() and str(start_time(int(pid))) == started
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in the system's own units; 0 if it is not running (or is a
-    zombie), 1 where the system does not say.
+    """Return when the process started, in the system's own units. 0: it is not running, or is a
+    zombie. 1: it runs, and the system does not give the time.
     """
     if sys.platform == "linux":
         try:

@@ -1,8 +1,8 @@
-"""No process outlives the one that started it: not a rank its launcher, not a loader worker its
-rank.
+"""No process outlives the process that started it: no rank outlives its launcher, no loader worker
+its rank.
 
-A killed launcher runs no clean-up, so it is the child that must notice. On Linux the kernel does it
-(PR_SET_PDEATHSIG); elsewhere a thread asks once a second who the parent is.
+A killed launcher runs no clean-up, so the child must notice. On Linux the kernel kills the child
+(PR_SET_PDEATHSIG); elsewhere a thread checks the parent's pid once a second.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import threading
 import time
 
 PARENT = "LOCKSTEP_PARENT"
-"""Environment variable: the pid of the process that started this rank. Where it is set,
-Lockstep's own launcher did.
+"""Environment variable: the pid of the process that started this rank. Only Lockstep's own launcher
+sets it.
 """
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_EXIT = 128 + signal.SIGKILL  # what a shell would show for the death that Linux gives
+# the exit status that a shell shows after SIGKILL, which the kernel sends on Linux
+_EXIT = 128 + signal.SIGKILL
 _POLL_SECONDS = 1.0
 
 
@@ -29,11 +30,12 @@ def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process (SIGKILL) as soon as the process `parent` has ended.
 
     Args:
-        parent: the pid of this process's parent, as known to the parent itself. Asked for here it
-            would be too late: a parent that has already died was replaced by init.
+        parent: the pid of this process's parent, as the parent itself knows it. To read it here
+            would be too late: after the parent's death the system shows init instead.
 
-    On Linux the signal follows the parent's *thread* that started this process: start ranks from a
-    thread that stays. Does not reach processes that this one starts; they call it themselves.
+    On Linux the kernel sends the signal when the parent's *thread* that started this process ends:
+    start ranks from a thread that stays. Does not reach processes that this one starts; they call
+    it themselves.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -47,25 +49,25 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_maker() -> None:
-    """End this process as soon as the one that had it made has ended: the parent that the kernel
-    knows is a fork server where that made it.
+    """End this process when the process that created it ends.
 
-    For processes of multiprocessing. A thread sees to it, so native code that never lets the
-    interpreter go is not ended.
+    With a fork server, the kernel knows the fork server as the parent, not the creator. For
+    processes of multiprocessing. A thread does it, so it cannot end native code that never releases
+    the interpreter.
     """
     threading.Thread(target=_wait_for_maker, name="lockstep-parent", daemon=True).start()
 
 
 def heed_parent_only() -> None:
-    """For a loader worker: a scheduler's SIGTERM and SIGUSR1 reach every process of a job, and it
-    is the rank that must decide.
+    """Ignore a scheduler's signals in a loader worker. SIGTERM and SIGUSR1 reach every process of a
+    job, but only the rank decides what to do.
 
-    SIGTERM then ends this process only if its parent has sent it. Where the system does not say who
-    has, it stays as it is.
+    SIGTERM then ends this process only if its parent sent it. On systems that do not tell the
+    sender, SIGTERM keeps its effect.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
-        # in every thread that is started from now on too
+        # threads that start later inherit the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_wait_for_parent, name="lockstep-signals", daemon=True).start()
 
@@ -77,7 +79,7 @@ def _wait_for_parent() -> None:
 
 
 def _leave_if_orphaned(parent: int) -> None:
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os._exit(_EXIT)
 
 

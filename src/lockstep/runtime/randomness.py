@@ -1,24 +1,25 @@
-"""Keyed randomness: a random stream belongs to what it is for, never to the rank or process that
-happens to draw from it.
+"""Keyed randomness: each random stream belongs to its purpose, never to the rank or process that
+draws from it.
 
     shared stream       (seed)                  initialisation: equal on all ranks
     step stream         (seed, step, slot)      dropout: belongs to the micro-batch
     update stream       (seed, step)            an optimizer that draws: equal on all ranks
     sample stream       (seed, epoch, index)    augmentation: belongs to the sample
-    collate stream      (seed, epoch, index)    masking, mixing: belongs to the micro-batch that begins with this sample
+    collate stream      (seed, epoch, index)    masking, mixing: belongs to the micro-batch that
+                                                begins with this sample
 
-A stream is entered by seeding torch, numpy and `random` with a number derived from the key, so
+To enter a stream, torch, numpy and `random` are seeded with a number derived from the key, so
 ordinary code draws from it. Adding the rank to a seed instead makes collisions (seed 0 rank 1 =
 seed 1 rank 0) and ties the training to the number of ranks. What cannot be keyed: generators that
 seed themselves from the operating system, such as `numpy.random.default_rng()` without a seed.
 
-For plain scripts, one seed for all ranks, and blocks that draw from a stream of their own:
+Plain scripts use one seed for all ranks, and blocks that draw from their own stream:
 
     lockstep.seed(0)                            # the model is built equal on all ranks
     model = Net()
     with lockstep.stream("rank"):               # on purpose different on every rank
         noise = torch.randn(8)
-    with lockstep.stream("sample", epoch, 17):  # the same on whichever rank draws it, in this epoch
+    with lockstep.stream("sample", epoch, 17):  # in this epoch the same on any rank that draws it
         image = augment(image)
 """
 
@@ -44,17 +45,18 @@ from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size
 
 _MASK = 2**64 - 1
-# part of every recorded run: add to them, never renumber
+# every recorded run depends on these: add numbers, never renumber
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
 WITNESS = 17
-"""Which steps are computed again, and by whom: no stream."""
-_UPDATE = 2**62  # in the place of a slot
+"""Key for the choice of the steps to compute again, and of the ranks that do it. It is no stream.
+"""
+_UPDATE = 2**62  # stands where other keys have a slot
 
 
 def derive(seed: int, *key: int) -> int:
-    """64 bits from a seed and a key: equal for equal keys on every machine, unrelated for different
-    ones.
+    """Return a 64-bit number from a seed and a key. It is equal for equal keys on every machine,
+    and unrelated for different keys.
 
     Each number is mixed in by splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014). Numbers
     count modulo 2^64. Not for secrets.
@@ -88,7 +90,8 @@ def seed_all(value: int) -> None:
 
     _seed_host(value)
     if torch.accelerator.is_available():
-        # else torch.manual_seed only costs: it formats a stack trace for a GPU that never comes
+        # without an accelerator torch.manual_seed wastes time: it formats a stack trace for a later
+        # GPU
         torch.manual_seed(value & _MASK)
 
 
@@ -98,7 +101,7 @@ def _seed_host(value: int) -> None:
 
 
 def shared(seed: int) -> None:
-    """Enter the shared stream: what is drawn next is equal on all ranks."""
+    """Enter the shared stream: the next draws are equal on all ranks."""
     seed_all(derive(seed, _SHARED))
 
 
@@ -109,8 +112,8 @@ def step(seed: int, step: int, slot: int) -> None:
 
 @contextmanager
 def update(seed: int, number: int) -> Iterator[None]:
-    """The block, a step's update, draws from a stream of its own: equal on all ranks, of any
-    number of them. What the process draws after it does not depend on it.
+    """Run a step's update in a stream of its own. It is equal on all ranks, and for any number of
+    ranks. The block does not change what the process draws after it.
     """
     with preserved(devices=True):
         step(seed, number, _UPDATE)
@@ -118,45 +121,45 @@ def update(seed: int, number: int) -> Iterator[None]:
 
 
 def sample(seed: int, epoch: int, index: int) -> None:
-    """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb
-    what the GPU draws for the model.
+    """Enter the stream of one sample in one epoch. It seeds the CPU only: loading a sample must not
+    disturb the GPU's draws for the model.
     """
     _seed_host(sample_key(seed, epoch, index))
 
 
 def collate(seed: int, epoch: int, index: int) -> None:
-    """Enter the stream in which samples are made a batch, of the micro-batch whose first sample
-    is `index`. On the CPU only.
+    """Enter the stream in which samples are collated to the micro-batch whose first sample is
+    `index`. It seeds the CPU only.
     """
     _seed_host(collate_key(seed, epoch, index))
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:
-    """The number that `sample` seeds with. Nothing is seeded."""
+    """Return the number that `sample` seeds with. Nothing is seeded."""
     return _extend(_prefix(seed, _SAMPLE, epoch), index)
 
 
 def collate_key(seed: int, epoch: int, index: int) -> int:
-    """The number that `collate` seeds with. Nothing is seeded."""
+    """Return the number that `collate` seeds with. Nothing is seeded."""
     return derive(seed, _COLLATE, epoch, index)
 
 
 def rank(seed: int, rank: int, *key: int) -> None:
-    """Enter a stream that belongs to a rank: for what shall differ between them and need not be
-    the same at another world size.
+    """Enter a stream that belongs to a rank: for draws that shall differ between ranks and may
+    change with the world size.
     """
     seed_all(derive(seed, _RANK, rank, *key))
 
 
 def order(seed: int, epoch: int) -> int:
-    """The key of an epoch's order. A number, not a stream: nothing is seeded."""
+    """Return the key of an epoch's order. It is a number, not a stream: nothing is seeded."""
     return derive(seed, _ORDER, epoch)
 
 
 @contextmanager
 def preserved(*, devices: bool = False) -> Iterator[None]:
-    """Put the CPU states of torch, numpy's global generator and `random` back after the block,
-    also when it raises; with `devices` the GPUs' too.
+    """Restore the CPU states of torch, numpy's global generator and `random` after the block, also
+    when it raises. With `devices`, restore the GPUs' states too.
     """
     back = kept(devices=devices)
     try:
@@ -166,7 +169,7 @@ def preserved(*, devices: bool = False) -> Iterator[None]:
 
 
 def kept(*, devices: bool = False) -> Callable[[], None]:
-    """What puts them back as they are now."""
+    """Return a function that restores the random states of now."""
     looks = [(generator, generator.look()) for generator in _host_generators()]
     gpus = (
         [(generator, generator.get_state()) for generator in _gpu_generators()] if devices else []
@@ -189,15 +192,15 @@ def _host_generators() -> Sequence[Generator]:
 
 
 def _gpu_generators() -> Sequence[torch.Generator]:
-    """Of all GPUs of the process; none before it has used one."""
+    """Return the generators of all GPUs; none before this process has used a GPU."""
     import torch
 
     return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def sampler(seed: int, epoch: int) -> int:
-    """Enter the stream in which a user's sampler draws an epoch, on the CPU, and return the
-    number that it was seeded with.
+    """Enter the stream in which a user's sampler draws an epoch, on the CPU. Return the number that
+    it is seeded with.
     """
     key = derive(seed, _SAMPLER, epoch)
     _seed_host(key)
@@ -205,15 +208,15 @@ def sampler(seed: int, epoch: int) -> int:
 
 
 def component_key(seed: int, component: int, cycle: int) -> int:
-    """The key of one component's order, in a mixture, while it is gone through for the
-    `cycle`-th time. Nothing is seeded.
+    """Return the key of a mixture component's order in the `cycle`-th pass over it. Nothing is
+    seeded.
     """
     return derive(seed, _COMPONENT, component, cycle)
 
 
 def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A uniform number in the open interval (0, 1) for each of `numbers`, of 52 bits; float64,
-    same shape. `derive(key, number)`, scaled.
+    """Return a uniform number in the open interval (0, 1) for each of `numbers`: float64 with 52
+    random bits, same shape. It is `derive(key, number)`, scaled.
     """
     import numpy as np
 

@@ -1,10 +1,10 @@
-"""What SLURM says about the process that reads it: which task of which job step this is. Pure: an
-environment goes in.
+"""SLURM's variables for this process: which task of which job step it is. Pure: the functions read
+only the environment they are given.
 
-SLURM sets the same names in three places, and they mean different things there. In a task of `srun`
-they are the task's own. In a batch script's shell they describe the job, of which no task runs yet:
-SLURM_PROCID is 0 there, and SLURM_NTASKS what was asked for. In the shell of `salloc` there is no
-SLURM_PROCID, or the step is the one that carries the shell.
+SLURM sets the same variables in three places, with different meanings. In a task of `srun` they
+describe the task. In a batch script's shell they describe the job, of which no task runs yet:
+SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks asked for. In the shell of `salloc` there
+is no SLURM_PROCID, or the step is the one that runs the shell.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RANK, SIZE, LOCAL_RANK = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
 _ASKED_PER_NODE = "SLURM_NTASKS_PER_NODE"
 _STEP = "SLURM_STEP_ID"
 _SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-# numbers of steps that are a batch script, an interactive shell and the like
+# step numbers that SLURM reserves for a batch script, an interactive shell and the like
 _SHELLS = range(2**32 - 16, 2**32)
 _ENTRY = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+")
-_PORTS = range(10_000, 32_749)  # neither privileged nor ephemeral, and a prime number of them
+_PORTS = range(10_000, 32_749)  # neither privileged nor ephemeral; the number of ports is prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +39,36 @@ class Step:
     job: str
     """The job's id."""
     number: int
-    """Of the step in its job."""
+    """The number of the step in its job."""
     nodelist: str
     """The step's hosts, rank 0's first, as SLURM writes them."""
 
     @property
     def name(self) -> str:
-        """Equal on all ranks of the step, and on no other step's: "7.0"."""
+        """A name that all ranks of the step share and no other step has: "7.0"."""
         return f"{self.job}.{self.number}"
 
     @property
     def port(self) -> int:
-        """Where ranks on several hosts meet."""
+        """The port of the rendezvous of ranks on several hosts."""
         return port(self.job, self.number)
 
 
 def port(job: str, step: int) -> int:
-    """The port of a job step: above the privileged ones, below those that systems hand out. Other
-    for steps of one job, and for jobs that follow each other.
+    """Return the port of a job step: above the privileged ports, below the ephemeral ones.
+    Different steps of a job and consecutive jobs have different ports.
     """
     number = int(job) if job.isdigit() else sum(job.encode())
     return _PORTS[(number * 101 + step) % len(_PORTS)]
 
 
 def step(env: Mapping[str, str]) -> Step | None:
-    """The task that this process is; None outside of SLURM, and in a shell of a job that has one
-    task.
+    """Return the task that this process is. None outside of SLURM, in an interactive shell, and in
+    the batch script's shell of a job that has one task.
 
     Raises:
-        UsageError: this is a batch script's own shell in a job of several tasks, or fewer tasks
-        were started than were asked for.
+        UsageError: this is a batch script's own shell in a job of several tasks, fewer tasks were
+        started than were asked for, or a variable is missing or unreadable.
     """
     rank = number_of(env, RANK)
     number = number_of(env, _STEP)
@@ -114,8 +114,8 @@ def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
 
 
 def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -> None:
-    """--ntasks-per-node is what the fullest host shall run; `srun -n 1` and `--ntasks=1` beside
-    it start fewer.
+    """Raise UsageError if the fullest host runs fewer tasks than --ntasks-per-node. `srun -n 1` and
+    `--ntasks=1` beside it cause that.
     """
     asked = number_of(env, _ASKED_PER_NODE)
     nodes = _nodes(env)
@@ -144,7 +144,7 @@ def _on_node(env: Mapping[str, str], node: int, size: int, spread: list[int] | N
 
 
 def _counts(name: str, text: str) -> list[int]:
-    """`2(x3),1` as 2, 2, 2, 1."""
+    """Parse `2(x3),1` as 2, 2, 2, 1."""
     counts: list[int] = []
     for each in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(\(x(\d+)\))?\s*", each)
@@ -155,8 +155,8 @@ def _counts(name: str, text: str) -> list[int]:
 
 
 def number_of(env: Mapping[str, str], name: str) -> int | None:
-    """A launcher's variable; None where it is unset or empty. Raises UsageError where it is no
-    whole number.
+    """Return a launcher's variable as a number; None if it is unset or empty. Raises UsageError if
+    it is not a whole number.
     """
     text = env.get(name, "").strip()
     if not text:
@@ -165,7 +165,7 @@ def number_of(env: Mapping[str, str], name: str) -> int | None:
 
 
 def address(step: Step) -> tuple[str, str]:
-    """MASTER_ADDR and MASTER_PORT of a step. Raises UsageError where SLURM names no hosts."""
+    """Return MASTER_ADDR and MASTER_PORT of a step. Raises UsageError if SLURM names no hosts."""
     if step.local_size == step.size:
         return "127.0.0.1", str(step.port)
     if not step.nodelist:
@@ -178,10 +178,10 @@ def address(step: Step) -> tuple[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Where rank 0 of a job runs that has `nodelist`, as SLURM writes it: n03 of `n[03-04,07],b2`.
+    """Return the host of rank 0 from a SLURM `nodelist`: n03 of `n[03-04,07],b2`.
 
-    `scontrol show hostnames` says the same, but is not there in every container, and costs a
-    process in every rank.
+    `scontrol show hostnames` gives the same, but some containers lack it, and it costs a process in
+    every rank.
     """
     first = _ENTRY.match(nodelist.lstrip(","))
     if first is None or not _ENTRY.sub("", nodelist).strip(",") == "":

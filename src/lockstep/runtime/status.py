@@ -1,14 +1,14 @@
-"""What this rank is doing, on a page of memory in a file: its launcher reads it without asking,
-also where the rank hangs or is dead.
+"""What this rank is doing, in a page of memory that is mapped to a file. Its launcher reads the
+page without asking the rank, even if the rank hangs or is dead.
 
     page    one block of fixed fields (step, phase, since when, latest collective, ...) and a ring
             of the last collectives in words
     phase   start, data, forward, backward, reduce, optimizer, checks, checkpoint, evaluate; "loop"
             is the user's code between steps; "end": the program is over
 
-Without a launcher of ours there is no page. The clock of a training's steps (step_clock.py) hears
-the same. Only the main thread notes: what threads of a library do beside it does not say where a
-rank is. Nothing here takes a lock or may raise.
+Without Lockstep's launcher there is no page. The clock of a training's steps (step_clock.py) is
+told the same. Only the main thread writes: what a library's threads do does not show where a rank
+is. No function here takes a lock or may raise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RING = 16
 _TEXT = 232  # bytes
 _MEMBERS = 128  # bytes: a bit for each of 1,024 ranks
 EVERYBODY = bytes(_MEMBERS)
-"""As the members of a call: all ranks."""
+"""The mask that stands for all ranks, as members of a call."""
 
 
 class _Collective(ctypes.Structure):
@@ -39,31 +39,31 @@ class _Collective(ctypes.Structure):
 
 
 class _Fields(ctypes.Structure):
-    """A page. All times in ns."""
+    """The layout of a page. All times are in ns."""
 
     ticks: int
-    """Grows with everything that is noted: whoever sees it stand still sees a rank that does."""
+    """A counter that grows with every entry. If it stops, the rank makes no progress."""
     phase: int
     waits: int
-    """1 in a collective, 2 for messages."""
+    """1 while it waits in a collective, 2 while it waits for messages, else 0."""
     step: int
     since: int
     """When the phase began, on the monotonic clock."""
     number: int
-    """Of the latest collective."""
+    """The number of the latest collective."""
     waited: int
-    """In all."""
+    """Total time spent waiting for other ranks."""
     opened: int
     totals: ctypes.Array[ctypes.c_uint64]
-    """In each phase, in all."""
+    """Total time in each phase."""
     plain: int
-    """1 once it has called a function of torch.distributed itself."""
+    """1 after the rank has called a function of torch.distributed itself."""
     among: ctypes.Array[ctypes.c_uint8]
-    """A bit for each rank that the call below waits for; none: all ranks."""
+    """A bit for each rank that the call below waits for. No bit set: all ranks."""
     call: bytes
-    """The function of torch.distributed in which the main thread waits; or "" """
+    """The function of torch.distributed in which the main thread waits, or ""."""
     native: bytes
-    """A collective for which the main thread waits in native code; or "" """
+    """The collective for which the main thread waits in native code, or ""."""
     ring: ctypes.Array[_Collective]
     """The last collectives."""
     _fields_ = (
@@ -81,7 +81,7 @@ class _Fields(ctypes.Structure):
 
 
 class Page:
-    """This rank's, to be written by its main thread."""
+    """This rank's page. Its main thread writes it."""
 
     def __init__(self, file: Path) -> None:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -92,7 +92,7 @@ class Page:
             os.close(handle)
         self._owner = threading.get_ident()
         self._began_to_wait = 0
-        self._plain = 0  # numbers that calls of torch.distributed have taken
+        self._plain = 0  # collective numbers used by calls of torch.distributed
         self._ring = list(self._fields.ring)
         self._among = EVERYBODY
         self.enter(INDEX["start"], time.monotonic_ns())
@@ -122,12 +122,12 @@ class Page:
 
     def _list(self, number: int, text: bytes) -> None:
         entry = self._ring[number % _RING]
-        entry.number = 0  # not to be read while it changes
+        entry.number = 0  # marks the entry as unreadable while it changes
         entry.text = text
         entry.number = self._fields.number = number
 
     def call(self, text: bytes, among: bytes, numbered: bool) -> None:
-        """A function of torch.distributed begins. `numbered`: all ranks call it."""
+        """Record that a torch.distributed function begins. `numbered`: all ranks call it."""
         fields = self._fields
         if numbered:
             self._plain += 1
@@ -135,11 +135,11 @@ class Page:
         self._wait_among(among)
         self._began_to_wait = time.monotonic_ns()
         fields.call, fields.plain, fields.waits = text, 1, 1
-        fields.native = b""  # it has gone on since
+        fields.native = b""  # the earlier native collective is over
         fields.ticks += 1
 
     def called(self) -> None:
-        """It has ended."""
+        """Record that the call has ended."""
         fields, now = self._fields, time.monotonic_ns()
         fields.waited += now - self._began_to_wait
         fields.waits, fields.call, fields.since = 0, b"", now
@@ -151,15 +151,15 @@ class Page:
             self._among = ranks
 
     def in_native(self, text: bytes, among: bytes = EVERYBODY) -> None:
-        """The main thread waits in native code for this collective; b"": it does not. Another
-        thread says so.
+        """Record that the main thread waits in native code for collective `text`; b"": it does not
+        wait. Another thread calls this.
         """
         if not self._fields.waits:
             self._wait_among(among)
             self._fields.native = text
 
     def moved(self) -> None:
-        """Native code has begun or ended a collective. Another thread says so."""
+        """Record that native code has begun or ended a collective. Another thread calls this."""
         self._fields.native = b""
         self._fields.ticks += 1
 
@@ -180,27 +180,27 @@ class Page:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread is the one that notes."""
+        """Whether the current thread is the one that writes this page."""
         return threading.get_ident() == self._owner
 
 
 _page: Page | None = None
 _clock: StepClock | None = None
-# called with (step, phase) whenever a phase begins: testing.faults
+# called with (step, phase) whenever a phase begins; testing.faults sets it
 _hook: Callable[[int, str], None] | None = None
 _step = 0
 _opened = False
 
 
 def open_page(directory: Path, rank: int) -> None:
-    """From now on this process, rank `rank`, notes what it does. Called by its main thread."""
+    """Open the page of this process, rank `rank`. The main thread calls this."""
     global _page
     _page = Page(file_of(directory, rank))
 
 
 def open_clock(clock: StepClock) -> None:
-    """From now on this one hears of phases. Where another did, what passed in between is none of
-    its steps'.
+    """Report phases to `clock` from now on. If another clock was in use, the time until now belongs
+    to no step of `clock`.
     """
     global _clock
     if clock is not _clock:
@@ -209,7 +209,7 @@ def open_clock(clock: StepClock) -> None:
 
 
 def opened() -> None:
-    """This process has had a process group. Any thread may say so."""
+    """Record that this process has had a process group. Any thread may call this."""
     global _opened
     _opened = True
     if _page is not None:
@@ -217,28 +217,28 @@ def opened() -> None:
 
 
 def was_opened() -> bool:
-    """Whether it is known that this process has had a process group."""
+    """Whether this process is known to have had a process group."""
     return _opened
 
 
 def on_phase(hook: Callable[[int, str], None] | None) -> None:
-    """Have `hook(step, phase)` called as each phase begins; None: nobody."""
+    """Have `hook(step, phase)` called when a phase begins; None removes the hook."""
     global _hook
     _hook = hook
 
 
 def page() -> Page | None:
-    """This process's own, if it has a launcher."""
+    """Return this process's page; None without a launcher."""
     return _page
 
 
 def noted() -> bool:
-    """Whether anybody looks: what is costly to say need not be said otherwise."""
+    """Whether this process has a page. Without one, callers can skip costly descriptions."""
     return _page is not None
 
 
 def enter(phase: str) -> str:
-    """A phase begins; gives the one that it ends."""
+    """Record that a phase begins, and return the name of the phase that it ends."""
     before = _enter(INDEX[phase])
     if _hook is not None:
         _hook(_step, phase)
@@ -257,9 +257,9 @@ def _enter(phase: int) -> int:
     return before
 
 
-class inside:  # in a third of the time that a generator's context manager takes
-    """A phase within another. An exception that leaves it leaves it noted: that is where it came
-    from.
+class inside:  # takes a third of the time of a generator-based context manager
+    """A phase within another phase. If an exception leaves it, this phase stays noted, because the
+    exception came from it.
     """
 
     __slots__ = "_before", "_phase"
@@ -272,11 +272,11 @@ class inside:  # in a third of the time that a generator's context manager takes
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
-            _enter(INDEX[self._before])  # goes on: no hook hears of it
+            _enter(INDEX[self._before])  # the outer phase continues, so the hook is not called
 
 
 def step(number: int) -> None:
-    """The optimizer step that is being computed, from 1."""
+    """Note the number of the optimizer step that is being computed, from 1."""
     global _step
     _step = number
     if _page is not None and _page.mine:
@@ -284,15 +284,15 @@ def step(number: int) -> None:
 
 
 def collective(number: int, text: str) -> None:
-    """This rank is about to do `text` as its collective `number` of all ranks."""
+    """Record that this rank is about to do `text`, its collective `number` of all ranks."""
     page = _page
     if page is not None and page.mine:
         page.collective(number, text)
 
 
 def waits(begun: bool, *, messages: bool = False) -> None:
-    """It begins, or has ended, to wait for other ranks; for `messages` of them, which are no
-    collective.
+    """Record that this rank starts or stops waiting for other ranks. `messages`: it waits for
+    messages, not in a collective.
     """
     now = time.monotonic_ns()
     page, clock = _page, _clock
@@ -304,33 +304,35 @@ def waits(begun: bool, *, messages: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A page as somebody else reads it."""
+    """A page as another process reads it."""
 
     ticks: int
     phase: str
     step: int
-    """That is being computed, from 1; 0 before the first."""
+    """The step that is being computed, from 1; 0 before the first."""
     since_ns: int
     """When the phase began, on the host's monotonic clock."""
     number: int
-    """Of the latest collective of all ranks."""
+    """The number of the latest collective of all ranks."""
     waits: bool
-    """Whether it waits for other ranks."""
+    """Whether the rank waits for other ranks."""
     waited_ns: int
     totals_ns: Mapping[str, int]
-    """Spent in each phase, but for the one that is going on."""
+    """Time in each phase, without the current stay in the current phase."""
     collectives: Mapping[int, str]
-    """The last ones, in words."""
+    """The last collectives in words, by number."""
     messages: bool = False
-    """It waits for messages of other ranks, and in no collective."""
+    """Whether it waits for messages of other ranks, and not in a collective."""
     opened: bool = False
-    """It has had a process group."""
+    """Whether it has had a process group."""
     plain: bool = False
-    """It has called functions of torch.distributed itself."""
+    """Whether it has called functions of torch.distributed itself."""
     call: str = ""
-    """The one in which it waits, in words; "" where it waits in a collective of ours, or not."""
+    """The torch.distributed call in which it waits, in words. "" if it waits in one of Lockstep's
+    collectives, or does not wait.
+    """
     among: frozenset[int] = frozenset()
-    """The ranks that it waits for in it; none: all."""
+    """The ranks that it waits for in `call`. Empty: all ranks."""
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -338,7 +340,7 @@ def file_of(directory: Path, rank: int) -> Path:
 
 
 def read_ticks(file: Path) -> int | None:
-    """Whether something was noted since: a number that grows. None where there is no page yet."""
+    """Return the page's counter, which grows with every entry. None if there is no page yet."""
     try:
         with file.open("rb", buffering=0) as stream:
             octets = stream.read(8)
@@ -348,10 +350,10 @@ def read_ticks(file: Path) -> int | None:
 
 
 def read(file: Path) -> View | None:
-    """What stands on a page; None where there is none yet."""
+    """Return the content of a page; None if there is none yet."""
     try:
         page = _Fields.from_buffer_copy(file.read_bytes())
-    except (OSError, ValueError):  # ValueError: it is being made
+    except (OSError, ValueError):  # the page is being created
         return None
     if page.phase >= len(PHASES):
         return None
@@ -376,24 +378,26 @@ def read(file: Path) -> View | None:
 
 
 def shortened(text: str) -> bytes:
-    """As it fits on a page."""
+    """Return `text` encoded, and cut to the length that a page holds."""
     return text.encode(errors="replace")[:_TEXT]
 
 
 def mask(ranks: Iterable[int]) -> bytes:
-    """`ranks` as the members of a call; all ranks where there are too many to say it."""
+    """Return the mask of `ranks`, the members of a call. Ranks too high for a mask give the mask of
+    all ranks.
+    """
     bits = sum(1 << rank for rank in ranks)
     return EVERYBODY if bits.bit_length() > 8 * _MEMBERS else bits.to_bytes(_MEMBERS, "little")
 
 
 def members(mask: bytes) -> Iterator[int]:
-    """The ranks of a mask."""
+    """Return the ranks of a mask."""
     bits = int.from_bytes(mask, "little")
     return (rank for rank in range(bits.bit_length()) if bits >> rank & 1)
 
 
 def short_dtype(dtype: object) -> str:
-    """`f32`, `bf16`, `i64`."""
+    """Return a short name of a torch dtype: `f32`, `bf16`, `i64`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (
         ("bfloat", "bf"),

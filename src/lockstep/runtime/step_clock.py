@@ -1,13 +1,14 @@
-"""Where the time of a step goes on this rank: a running clock of phases, and what it comes to when
-a step has ended.
+"""Where the time of a step goes on this rank: a clock of phases, and the totals of each step that
+has ended.
 
     phase   data, forward, backward, reduce, optimizer, checks; "loop" is the user's code between
             steps; evaluate and checkpoint are pauses
     waits   time within a phase in which this rank could only wait for other ranks or the network
 
-Always on: a phase that begins costs a fraction of a microsecond, on the main thread, without a
-lock. On a GPU the host runs ahead of the work, so a phase ends where its work does in the device's
-stream: events are left there, and read when a later step finds them passed.
+The clock always runs. Beginning a phase costs a fraction of a microsecond on the main thread, and
+takes no lock. On a GPU the host runs ahead of the work, so a phase ends where its work ends in the
+device's stream. The clock records events there, and reads them once a later step finds them
+complete.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ INDEX = {name: number for number, name in enumerate(PHASES)}
 PAUSES = ("checkpoint", "evaluate")
 _NONE = 0  # no wait is under way
 _SECOND = 1e9  # ns
-_MOST = 64  # steps whose events have not passed; more means that nobody reads them
-_MOST_MARKS = 10_000  # of a step
+_MOST = 64  # maximum number of steps with incomplete events; with more, nobody reads the clock
+_MOST_MARKS = 10_000  # maximum number of marks of a step
 
 
 class PhaseSpan(NamedTuple):
@@ -52,40 +53,40 @@ class PhaseSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """One optimizer step of this rank, in seconds. All but `hidden` and the pauses add up to
-    `seconds`.
+    """The times of one optimizer step on this rank, in seconds. All of them except `hidden`,
+    `evaluate` and `checkpoint` add up to `seconds`.
     """
 
     step: int
-    """Number of the step, from 1; at a parameter server, where ranks go on by themselves, of
-    this rank's own.
-    """
+    """The number of the step, from 1. With a parameter server each rank counts its own steps."""
     data: float
     forward: float
     backward: float
     moving: float
-    """Its own work in communication that nothing was computed behind: adding, copying, sending."""
+    """This rank's own work in communication that does not overlap with computation: adding,
+    copying, sending.
+    """
     waits: float
-    """Spent waiting for other ranks or the network."""
+    """Time spent waiting for other ranks or the network."""
     optimizer: float
     checks: float
     other: float
-    """The user's own code between steps, and records."""
+    """The user's own code between steps, and writing records."""
     hidden: float | None = 0.0
-    """Communication that went on while this rank computed; None where it is not known."""
+    """Communication during this rank's computation; None if it is not known."""
     evaluate: float = 0.0
     checkpoint: float = 0.0
     spans: Sequence[PhaseSpan] = ()
-    """Where they were asked for, and known."""
+    """The pieces of the step, if they were asked for and are known."""
 
     @property
     def exposed(self) -> float:
-        """Communication that this rank could not compute behind."""
+        """Communication that did not overlap with this rank's computation."""
         return self.moving + self.waits
 
     @property
     def busy(self) -> float:
-        """What it computed of the model."""
+        """Time spent computing the model: forward and backward."""
         return self.forward + self.backward
 
     @property
@@ -94,14 +95,14 @@ class StepTimes:
 
 
 class Event(Protocol):
-    """A mark in a device's stream: torch.cuda.Event, recorded."""
+    """A recorded event in a device's stream: a torch.cuda.Event."""
 
     def query(self) -> bool: ...
     def elapsed_time(self, end: Any) -> float: ...
 
 
 class _Mark(NamedTuple):
-    """From here on it is in this phase, and waits or not."""
+    """The begin of a piece of time: its phase, and whether the rank waits."""
 
     phase: int
     waits: bool
@@ -110,11 +111,11 @@ class _Mark(NamedTuple):
 
 
 class StepClock:
-    """This process's. `enter` and `waits` are told by its main thread (status.py); `end` ends a
-    step, `finished` hands out what steps came to.
+    """The clock of this process. Its main thread calls `enter` and `waits` through status.py; `end`
+    ends a step, and `finished` returns the times of ended steps.
 
-    `event` leaves a mark in a device's stream; then phases are those of the device, and so are
-    spans, counted from where the host began the step.
+    `event` records an event in a device's stream. With it, phases and spans are those of the
+    device, counted from where the host began the step.
     """
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
@@ -123,15 +124,16 @@ class StepClock:
         self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE
         self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
         self._marks: list[_Mark] | None = None
-        self._keeps = False  # the spans of this step
-        # ended here, and not yet on the device
+        self._keeps = False  # whether to keep this step's spans
+        # steps that have ended on the host, and not yet on the device: step, marks, hidden, keep
+        # spans
         self._open: deque[tuple[int, list[_Mark], float | None, bool]] = deque(maxlen=_MOST)
         self._finished: list[StepTimes] = []
         self.begin()
 
     @property
     def mine(self) -> bool:
-        """Whether this thread is the one that tells."""
+        """Whether the current thread is the one that reports to this clock."""
         return threading.get_ident() == self._owner
 
     def enter(self, phase: int, now: int) -> None:
@@ -150,8 +152,8 @@ class StepClock:
             self._mark(now)
 
     def begin(self, *, spans: bool = False) -> None:
-        """What passed until now belongs to no step. `spans`: of the next one, keep where each
-        piece lies.
+        """Begin a step: the time until now belongs to no step. `spans`: keep the position of each
+        piece of the step.
         """
         now = time.monotonic_ns()
         self._since, self._began_to_wait = now, _NONE
@@ -162,8 +164,8 @@ class StepClock:
             self._mark(now)
 
     def end(self, step: int, hidden: float | None = 0.0, *, spans: bool = False) -> None:
-        """A step has ended here, and the next one begins. `hidden`: seconds of communication
-        behind computation; `spans`: of the next step, keep them.
+        """End a step and begin the next. `hidden`: seconds of communication during computation.
+        `spans`: keep the spans of the next step.
         """
         self.enter(self.phase, time.monotonic_ns())
         marks = self._marks
@@ -175,13 +177,13 @@ class StepClock:
         self.begin(spans=spans)
 
     def paused(self) -> dict[str, float]:
-        """Seconds of each kind of pause since the last step ended, on the host."""
+        """Return the host's seconds of each kind of pause since the last step ended."""
         self.enter(self.phase, time.monotonic_ns())
         return {name: self._spent[INDEX[name]] / _SECOND for name in PAUSES}
 
     def finished(self) -> list[StepTimes]:
-        """Steps that have come to an end since this was asked last, in order. On a GPU only
-        those whose work is done.
+        """Return the steps that have ended since the last call, in order. On a GPU: those whose
+        work is done.
         """
         while self._open and (event := self._open[0][1][-1].event) is not None and event.query():
             step, marks, hidden, keeps = self._open.popleft()
@@ -193,7 +195,7 @@ class StepClock:
 
     def _mark(self, now: int) -> None:
         assert self._marks is not None
-        if len(self._marks) == _MOST_MARKS:  # no step ends: this is no training any more
+        if len(self._marks) == _MOST_MARKS:  # no step ends, so this is not a training any more
             self._marks = None
             return
         event = None
@@ -203,7 +205,7 @@ class StepClock:
 
 
 def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
-    """ns spent in each phase, and waited in it, between the marks in a device's stream."""
+    """Return the ns spent, and the ns waited, in each phase between marks in a device's stream."""
     spent, waited = [0] * len(PHASES), [0] * len(PHASES)
     for mark, following in itertools.pairwise(marks):
         assert mark.event is not None
@@ -214,8 +216,8 @@ def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
 
 
 def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
-    """The same marks at the times at which the device came to them, if it came to the first one
-    as the host left it.
+    """Return the marks at the times when the device reached them. Assumes that the device reached
+    the first mark when the host recorded it.
     """
     first = marks[0]
     assert first.event is not None
@@ -226,7 +228,7 @@ def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
 
 
 def _spans(marks: Sequence[_Mark]) -> list[PhaseSpan]:
-    """The pieces between the marks; neighbours that are alike are one."""
+    """Return the pieces between the marks, with equal neighbours merged."""
     found: list[PhaseSpan] = []
     for mark, following in itertools.pairwise(marks):
         span = PhaseSpan(PHASES[mark.phase], mark.waits, mark.ns / _SECOND, following.ns / _SECOND)

@@ -1,5 +1,5 @@
-"""The actor of a node: passes the driver's orders to the node's process, and what that says and
-prints to the driver.
+"""The actor of a node. It passes the driver's orders to the node's process, and that process's
+messages and output to the driver.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from lockstep.launcher.rank import Target
 
 _PIECE = 2**16
 _NOT_FOR_RANKS = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONUNBUFFERED", "RAY_AUTH_TOKEN")
-"""Ray sets the first to the CPUs of an actor, which has all ranks of its node, and the next two
-for its own workers. The last opens the cluster.
+"""Variables that ranks must not inherit. Ray sets the first to the number of CPUs of an actor,
+which has all ranks of its node. Ray sets the next two for its own workers. The last opens the
+cluster.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What the driver asks a node before it takes part."""
+    """What the driver asks a node before the node takes part."""
 
     versions: Mapping[str, str]
     seconds: float
-    """Since the epoch, on this node's clock."""
+    """The time since the epoch, on this node's clock."""
     monotonic_ns: int
     same_code: bool
     """Whether the driver's folder is here too, with the same task or script in it."""
@@ -53,17 +54,17 @@ def versions() -> dict[str, str]:
 
 
 def digest(file: Path) -> str:
-    """Of a file's bytes; "" where there is none."""
+    """Return the SHA-256 of a file's bytes; "" if there is no file."""
     return sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 class Node:
-    """Of two groups of threads: one passes orders on, in their order, the other waits for what
-    comes. First it says ("facts", NodeFacts).
+    """The actor. It has two groups of threads: one passes orders on, in their order, and the other
+    waits for messages. First it reports ("facts", NodeFacts).
     """
 
     def __init__(self, folder: str, code: str | None, code_digest: str) -> None:
-        """`folder`: the driver's, in which the file `code` has this digest."""
+        """`folder` is the driver's, and there the file `code` has this digest."""
         self._said: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         facts = NodeFacts(
@@ -75,7 +76,7 @@ class Node:
         self._said.put(("facts", facts))
 
     def start(self, job: Job, address: str) -> None:
-        """`address`: this node's, as the others reach it."""
+        """Start the node's process. `address`: this node's, as the others reach it."""
         here, there = Pipe()
         environment = {
             name: value for name, value in os.environ.items() if name not in _NOT_FOR_RANKS
@@ -104,7 +105,7 @@ class Node:
         self._connection.send((kind, content))
 
     def take(self, seconds: float) -> list[tuple[str, object]]:
-        """What has been said since the last call, in its order; after at most `seconds`."""
+        """Return the messages since the last call, in their order; after at most `seconds`."""
         taken = []
         try:
             taken.append(self._said.get(timeout=seconds))
@@ -120,7 +121,9 @@ class Node:
             self._process.wait()
 
     def _listen(self) -> None:
-        """What was printed before a message comes before it."""
+        """Queue the process's messages and output. What was printed before a message comes before
+        it.
+        """
         assert self._process is not None
         streams = {
             stream.fileno(): kind
@@ -135,7 +138,7 @@ class Node:
                 while data := _read(descriptor):
                     self._said.put((streams[descriptor], data))
                 if data is not None:
-                    del streams[descriptor]  # its end
+                    del streams[descriptor]  # end of file
             if self._connection in ready:
                 try:
                     self._said.put(self._connection.recv())
@@ -147,7 +150,7 @@ class Node:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """None where there is nothing to read now."""
+    """Read what there is; None if there is nothing to read now."""
     try:
         return os.read(descriptor, _PIECE)
     except BlockingIOError:
@@ -156,30 +159,30 @@ def _read(descriptor: int) -> bytes | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PickledCall:
-    """A function that every rank calls, in the place of a program. What it returns goes to the
-    driver, pickled.
+    """A function that every rank calls, in place of a program. Its results go to the driver,
+    pickled.
     """
 
     pickled: bytes
-    """The function and its arguments. Only ranks and the driver know the modules of what is
-    pickled: importing them takes seconds.
+    """The function and its arguments. Only ranks and the driver import the modules that unpickling
+    needs, because that takes seconds.
     """
     imports: Sequence[str]
     variables: Sequence[Mapping[str, str]] | None = None
-    """Of each rank, if they have some of their own: then each is a fresh interpreter."""
+    """The variables of each rank, if ranks have their own: then each is a fresh interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One for the whole run, the same for all nodes."""
+    """The description of the whole run, the same for all nodes."""
 
     cluster: str
-    """Its address."""
+    """The cluster's address."""
     least: int
     most: int
     """Ranks over all nodes."""
     each: int | None = None
-    """Ranks of a node, at most."""
+    """Maximum ranks per node."""
     gpus: bool | None = None
     """Whether each rank takes a GPU, or a CPU; None: a GPU where the cluster has one."""
     restarts: int = 0
@@ -187,26 +190,27 @@ class Job:
     target: Target
     call: PickledCall | None = None
     environment: Mapping[str, str]
-    """Variables for ranks, over the node's own."""
+    """Variables for ranks. They replace the node's own."""
     folder: str
-    """Where the ranks work; relative paths of `target` begin here. On a node without it, "":
-    where the actor does, to which Ray has brought the code.
+    """The folder in which ranks work; relative paths of `target` begin here. "" if a node lacks it:
+    then ranks work in the actor's folder, to which Ray has brought the code.
     """
     code: Path | None = None
     """The file of the task or script."""
     console: Console
     logs: Path | None = None
     mark: tuple[str, str] | None = None
-    """A file in the run directory, and what the driver has written into it: all nodes must see
+    """A file in the run directory, and its text, which the driver has written: all nodes must see
     it.
     """
     wanted: Path | None = None
-    """The driver touches it when more nodes are ready: ranks end at their next checkpoint."""
+    """A file that the driver creates once more nodes are ready: ranks end at the next checkpoint.
+    """
     grow: Path | None = None
-    """There where the ranks have ended for that."""
+    """A file that exists if the ranks have ended for that reason."""
     launch: Launch = field(default_factory=Launch)
     heeds: bool = False
-    """Ranks save and leave when they are asked to stop."""
+    """Whether ranks save and exit when they are asked to stop."""
 
     @property
     def elastic(self) -> bool:
@@ -218,7 +222,7 @@ class Job:
         return Path(self.folder) if self.code is None else self.code.parent
 
     def without_folder(self) -> Job:
-        """The same for such nodes."""
+        """Return the job for such nodes."""
         if self.code is None:
             return replace(self, folder="")
         target, name = self.target, self.code.name

@@ -1,4 +1,4 @@
-"""What a run asks of Ray. The only file that imports it, and only once a cluster is asked for."""
+"""What a run asks of Ray. Only this file imports Ray, and only once a cluster is asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEAD_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node of the cluster, with room for so many ranks of this job."""
+    """A node of the cluster, with room for `slots` ranks of this job."""
 
     id: str
     label: str
@@ -37,12 +37,12 @@ class Place:
 
 @contextmanager
 def connected(address: str, folder: Path | None = None) -> Iterator[None]:
-    """Be a driver of the cluster at `address` ("auto": RAY_ADDRESS, else the one of this host)
-    until the block's end.
+    """Connect to the cluster at `address` as a driver, until the block's end. "auto": RAY_ADDRESS,
+    else this host's cluster.
 
     `folder`: Ray brings it to every node, where it is the actors' working directory.
 
-    Raises UsageError where Ray is not installed, and where there is no cluster.
+    Raises UsageError if Ray is not installed, or if there is no cluster.
     """
     if find_spec("ray") is None:
         raise extras.missing(RAY, "Ray", "ray")
@@ -53,8 +53,8 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
 
     where = "on this host" if address == "auto" else f"at {address}"
     brought = None if folder is None else {"working_dir": str(folder)}
-    # Ray prints there what a raylet that has died has logged, twenty lines of it. What a run needs
-    # to know of nodes the driver says.
+    # Ray would print twenty lines of a dead raylet's log to stdout. The driver itself reports what
+    # a run needs to know of nodes.
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         try:
             ray.init(
@@ -75,8 +75,8 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
 
 
 class Head:
-    """The cluster's head node. Where it has gone Ray itself ends this process after a minute,
-    with a message of its own.
+    """The cluster's head node. If it has gone, Ray itself ends this process after a minute, with a
+    message of its own.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Head:
         self._heard = time.monotonic()
 
     def check(self) -> None:
-        """Raises LockstepError where it has not been reached for half a minute."""
+        """Raise LockstepError if the head node has not been reached for half a minute."""
         try:
             socket.create_connection(host_and_port(self.address, RAY), timeout=1.0).close()
             self._heard = time.monotonic()
@@ -96,12 +96,12 @@ class Head:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes. Raises UsageError where nobody listens."""
+    """Raise UsageError if nobody listens at `address`. Ray itself tries for minutes."""
     host, port = host_and_port(address, RAY)
     try:
         with socket.create_connection((host, port), timeout=_REACH_SECONDS) as way:
             if ip_address(way.getpeername()[0]).is_loopback:
-                # else Ray takes another address of this host for it
+                # otherwise Ray replaces it by another address of this host
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     except OSError as error:
         raise UsageError(
@@ -110,10 +110,10 @@ def _check_reachable(address: str) -> None:
 
 
 def places(*, gpus: bool) -> list[Place]:
-    """The living nodes with room for at least one rank: a GPU each, or a CPU."""
+    """Return the living nodes with room for at least one rank: a GPU each, or a CPU."""
     import ray
 
-    # there is no public way to ask; Ray Train asks in this one
+    # Ray has no public function for this; Ray Train uses this one
     from ray._private.state import state
 
     kind = "GPU" if gpus else "CPU"
@@ -144,12 +144,13 @@ def has_gpus() -> bool:
 
 
 def actor(kind: type, args: Sequence[object], place: Place, count: int, *, gpus: bool) -> Any:
-    """`kind(*args)` as an actor on this node, with the resources of `count` ranks."""
+    """Start `kind(*args)` as an actor on this node, with the resources of `count` ranks."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
-        ray.remote(concurrency_groups={"words": 1})(kind)  # type: ignore[call-overload]  # its stubs lack it
+        # Ray's stubs lack concurrency_groups
+        ray.remote(concurrency_groups={"words": 1})(kind)  # type: ignore[call-overload]
         .options(
             num_gpus=count if gpus else 0,
             num_cpus=0 if gpus else count,
@@ -167,7 +168,9 @@ def kill(actor: Any) -> None:
 
 
 def wait(references: Sequence[Any], seconds: float, *, all_of_them: bool = False) -> list[Any]:
-    """Those that are ready, at most `seconds` later; at the first one, or when all are."""
+    """Return the references that are ready. Waits at most `seconds`, for the first one or for all
+    of them.
+    """
     import ray
 
     if not references:
@@ -188,7 +191,7 @@ class Unable(str):
 
 
 def answer(reference: Any) -> Any:
-    """What an actor's method returned, or why it did not."""
+    """Return what an actor's method returned, or why it did not."""
     import ray
 
     try:
@@ -204,9 +207,7 @@ def _last_line(error: Exception) -> str:
 
 
 def request(count: int, *, gpus: bool) -> None:
-    """Ask the cluster's autoscaler for room for so many ranks, in the place of what was asked
-    before.
-    """
+    """Ask the cluster's autoscaler for room for `count` ranks. This replaces the last request."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[{"GPU" if gpus else "CPU": 1}] * count)

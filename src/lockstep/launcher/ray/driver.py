@@ -1,15 +1,16 @@
 """The command that runs a job on a Ray cluster: it asks Ray for nodes, gives them their ranks, and
-says in the end what went wrong.
+reports in the end what went wrong.
 
-    gathering   which nodes are there, and how many ranks does each take?    -> an actor a node, until there are enough ranks
-    running     every node is given its ranks; one opens the store that they meet through
-    stopping    a rank has failed, or a node has gone: the other nodes end theirs -> done, or
-                gathering again, from the newest checkpoint
+    gathering   which nodes are there, and how many ranks does each take?
+                -> an actor per node, until there are enough ranks
+    running     every node is given its ranks; one node opens the store for their rendezvous
+    stopping    a rank has failed, or a node has gone: the other nodes end their ranks
+                -> done, or gathering again, from the newest checkpoint
 
-Ray says which nodes live and what they have; it starts the actors and notices when one dies. It
-does not restart anything here: which nodes take part after a restart is decided in one place. A
-node that comes later is made ready while the others train, and used from the next checkpoint on.
-The ranks that were started together are a WorkerGroup; a restart starts another one.
+Ray says which nodes live and what they have. It starts the actors and notices when one dies. It
+restarts nothing here: only the driver decides which nodes take part after a restart. A node that
+comes later is prepared while the others train, and used from the next checkpoint on. The ranks that
+were started together are a WorkerGroup; a restart creates a new WorkerGroup.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from lockstep.launcher.supervise import Outcome, conclude
 
 @dataclass(eq=False, slots=True)
 class WorkerGroup:
-    """Its nodes, and what they have said."""
+    """The nodes of ranks that were started together, and what the nodes have reported."""
 
     members: Sequence[Member]
-    """By the numbers of their ranks."""
+    """In the order of their ranks."""
     told: QuietNodes = field(default_factory=QuietNodes)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
     asked_to_grow: bool = False
     leaving: str = ""
     """The node that is about to be taken away, because of which the ranks were asked to save and
-    leave.
+    exit.
     """
 
     def __post_init__(self) -> None:
@@ -66,8 +67,8 @@ class WorkerGroup:
                 member.send("stop")
 
     def hear(self, member: Member, kind: str, content: Any) -> None:
-        """What a node has said. Those whose ranks have ended, or that have none in this group,
-        say nothing about it.
+        """Handle a node's message. Messages about the ranks are ignored if the node's ranks have
+        ended, or if it has none in this group.
         """
         if kind == "store":
             member.store = content
@@ -87,7 +88,7 @@ class WorkerGroup:
             self._quiet(member, content)
 
     def _lose(self, member: Member, why: str) -> None:
-        """A node has gone, and its ranks with it."""
+        """Record that a node has gone, and its ranks with it."""
         ranks = member.ranks
         self.lost.append(
             Failure(
@@ -107,8 +108,8 @@ class WorkerGroup:
         member.outcome = Outcome(ExitCode.FAILED)
 
     def _quiet(self, member: Member, told: Quiet) -> None:
-        """A member's ranks do not progress: the others are asked, and when all have told, all
-        hear which rank the others wait for.
+        """Record that a member's ranks do not progress. The others are asked. When all have
+        reported, all are told which rank the others wait for.
         """
         if self.told.quiet(member.place.id, told):
             for other in self.running:
@@ -120,7 +121,7 @@ class WorkerGroup:
                 each.send("stall", stall)
 
     def outcome(self) -> Outcome:
-        """Of all of them, when they have ended: that of what failed first."""
+        """Return the outcome of the group, after all have ended: that of the first failure."""
         reported = [
             replace(
                 failure,
@@ -144,29 +145,29 @@ class WorkerGroup:
 
 
 _LOOK_SECONDS = 0.2
-_LATE_SECONDS = 10.0  # that enough nodes wait, at the beginning, for more of those that are there
+_LATE_SECONDS = 10.0  # seconds that enough nodes wait, at the beginning, for the other nodes
 _REMIND_SECONDS = 60.0
 
 Prepare = Callable[[int], None]
-"""Called before ranks are started, with their number."""
+"""Called before ranks are started, with the number of ranks."""
 
 
 class Driver:
-    """Of one job, until its exit code is known."""
+    """The driver of one job, until its exit code is known."""
 
     def __init__(self, job: Job, prepare: Prepare, stop: Stop, out: TextIO) -> None:
-        """`out`: where ranks print."""
+        """`out`: the stream to which the ranks' output goes."""
         self._job, self._prepare, self._stop = job, prepare, stop
         self._streams = {"out": out, "err": sys.stderr}
         self._members = Members(job)
         self.group = WorkerGroup([])
-        """The latest."""
+        """The latest group."""
         self._left = job.restarts
         self._signals = 0
         self.close = self._members.close
 
     def work(self) -> Outcome:
-        """Run ranks until they are not restarted any more."""
+        """Run ranks until they are not restarted any more. Return the last outcome."""
         while True:
             shares = self._gather()
             if shares is None:
@@ -179,8 +180,8 @@ class Driver:
             say(again)
 
     def _gather(self) -> Mapping[Member, int] | None:
-        """The nodes that take part and how many ranks each takes, once there are enough; None
-        where the driver was asked to stop.
+        """Return the nodes that take part and how many ranks each takes, once there are enough;
+        None if the driver was asked to stop.
         """
         said, since, enough = "", 0.0, 0.0
         began = time.monotonic()
@@ -191,7 +192,8 @@ class Driver:
             ready, now = self._members.ready(wanted), time.monotonic()
             if sum(ready.values()) >= self._job.least:
                 enough = enough or now
-                # Later, who is not ready yet is used from the next checkpoint on.
+                # After the first start, a node that is not ready yet is used from the next
+                # checkpoint on.
                 if (
                     len(ready) == len(wanted)
                     or not self._members.first
@@ -248,15 +250,15 @@ class Driver:
         return group.outcome()
 
     def _store(self, member: Member) -> tuple[str, int]:
-        """Where its node has opened the store that ranks meet through."""
+        """Return the address of the rendezvous store, which the member's node opens."""
         member.send("store")
         while member.store is None and member.outcome is None:
             self._turn()
         return member.store or ("", 0)
 
     def _look_for_leaving(self) -> None:
-        """Where Ray has announced that a node will be taken away, have all ranks save after this
-        step, and leave.
+        """If Ray has announced that a node will be taken away, tell all ranks to save after this
+        step, and to exit.
         """
         running = self.group.running
         leaving = next(
@@ -270,9 +272,7 @@ class Driver:
                 member.send("signal", signal.SIGUSR1)
 
     def _look_for_more(self) -> None:
-        """Make nodes ready that have come; when they are, have the ranks end at their next
-        checkpoint.
-        """
+        """Prepare new nodes. When they are ready, make the ranks end at their next checkpoint."""
         self._members.invite(self._members.wanted(), known=False)
         others = any(member.ready and member not in self.group.members for member in self._members)
         if (
@@ -285,7 +285,7 @@ class Driver:
             self._job.wanted.touch()
 
     def _again(self, outcome: Outcome) -> str | None:
-        """What is said before a restart; None where there is none."""
+        """Return the message before a restart; None if there is no restart."""
         if self._stop.number is not None:
             return None
         if self.group.leaving and outcome.exit_code == ExitCode.PREEMPTED:
@@ -313,8 +313,8 @@ class Driver:
         return f"{failures.summary(failure)}; resuming from the newest checkpoint ({restart})"
 
     def _excluding(self, failure: Failure) -> str | None:
-        """Leave out the node of a rank that computes wrong, for good; None where it is the only
-        one.
+        """Exclude for good the node of a rank that computes wrong, and return the message; None if
+        it is the only node.
         """
         if len(self.group.members) == 1:
             say("--on-corruption exclude: the run is on one node, and nothing is left without it")
@@ -328,7 +328,7 @@ class Driver:
         return f"{failures.summary(failure)}; resuming without node {member.place.label}"
 
     def _turn(self) -> None:
-        """Pass signals on, and hear what Ray and the nodes have to say."""
+        """Pass signals on, and handle what Ray and the nodes report."""
         if self._stop.number is not None and self._signals < self._stop.times:
             self._signals = self._stop.times
             if self._signals == 1 and self._job.heeds:
@@ -357,8 +357,8 @@ class Driver:
 
 
 def call_on_cluster(job: Job) -> list[Any]:
-    """Have all ranks call the job's function; what each returned, by rank. Raises WorkerFailed
-    for the first that failed.
+    """Make all ranks call the job's function, and return the results by rank. Raises WorkerFailed
+    for the first rank that failed.
     """
     outcome, group = _run(job, lambda size: None, reports=False)
     if outcome.failure is not None:
@@ -371,11 +371,11 @@ def call_on_cluster(job: Job) -> list[Any]:
 def run_on_cluster(
     job: Job, prepare: Prepare = lambda size: None, *, reports: bool = True
 ) -> Outcome:
-    """Run `job` on the cluster until its end, and print how it ended where it did not end well
-    (`reports`).
+    """Run `job` on the cluster until its end. With `reports`, print how it ended if it did not end
+    well.
 
-    Where a node does not see the folder of the task or script as the driver does, Ray brings it to
-    all nodes.
+    If a node does not see the folder of the task or script as the driver does, Ray brings it to all
+    nodes.
     """
     try:
         return _run(job, prepare, reports=reports)[0]

@@ -1,8 +1,7 @@
 """Which nodes of the cluster take part, and with how many ranks each.
 
-invited    an actor is started there, with the resources of its ranks
-admitted   its versions and its files are the driver's: its process imports what ranks need
-ready      ranks can be started there
+invited an actor is started there, with the resources of its ranks admitted it has the driver's
+versions and files: its process imports what ranks need ready ranks can be started there
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from lockstep.launcher.ray.actor import Job, Node, NodeFacts, digest, versions
 from lockstep.launcher.ray.cluster import Place
 from lockstep.launcher.supervise import Outcome
 
-# that an actor waits for something to tell, before it answers that there is nothing
+# seconds that an actor waits for a message, before it answers that there is none
 _WAIT_SECONDS = 10.0
-_SURVEY_SECONDS = 1.0  # between two looks at the cluster's nodes
-_SILENT_SECONDS = 15.0  # after which a node that does not answer is named
-_DOUBT_SECONDS = 30.0  # that a node is left alone whose actor has gone: Ray may list it for a while
-_CLOCKS_SECONDS = 1.0  # by which two nodes' clocks may differ before logs become confusing
+_SURVEY_SECONDS = 1.0  # seconds between two looks at the cluster's nodes
+_SILENT_SECONDS = 15.0  # seconds after which a node that does not answer is named
+# seconds that a node is not used after its actor has gone: Ray may list it for a while
+_DOUBT_SECONDS = 30.0
+_CLOCKS_SECONDS = 1.0  # seconds by which two nodes' clocks may differ before logs become confusing
 
 
 class NoFolder(Exception):
@@ -38,19 +38,19 @@ class Member:
 
     place: Place
     reserved: int
-    """Ranks that it has resources for."""
+    """The number of ranks that it has resources for."""
     actor: Any
     pending: Any = None
-    """What Ray will answer next: what the actor and its process have said."""
+    """Ray's reference to the actor's next answer: messages of the actor and its process."""
     admitted: bool = False
     ready: bool = False
     shift_ns: int = 0
-    """From its monotonic clock to the driver's."""
+    """The ns to add to its monotonic clock to get the driver's."""
     ranks: LocalRanks | None = None
     store: tuple[str, int] | None = None
     outcome: Outcome | None = None
     results: Sequence[bytes] = ()
-    """What its ranks have returned, where they call a function."""
+    """What its ranks have returned, if they call a function."""
 
     def send(self, kind: str, content: object = None) -> None:
         self.actor.send.remote(kind, content)
@@ -60,29 +60,29 @@ class Member:
 
 
 class Members:
-    """All of them, as Ray and they themselves say."""
+    """All nodes that take part, as Ray and the nodes themselves report."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._gpus = cluster.has_gpus() if job.gpus is None else job.gpus
         self._head = cluster.Head()
         self._surveyed = 0.0
-        self._barred: dict[str, float] = {}  # by node: until when it is left alone
+        self._barred: dict[str, float] = {}  # by node: the time until which it is not used
         self._members: dict[str, Member] = {}
         self._gone: list[Member] = []
         self._places: Sequence[Place] = ()
         self.leaving: set[str] = set()
         """Nodes that Ray is draining: their machines are about to be taken away."""
         self.first = True
-        """No rank has been started yet: what does not fit ends the command. Later the run does
-        without.
+        """Whether no rank has been started yet. Until then a node that does not fit ends the
+        command. Later the run continues without such a node.
         """
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._members.values()))
 
     def survey(self, every: float = _SURVEY_SECONDS) -> None:
-        """Ask Ray which nodes there are, at most once in so many seconds."""
+        """Ask Ray which nodes there are, at most once in `every` seconds."""
         now = time.monotonic()
         if now - self._surveyed < every:
             return
@@ -95,7 +95,7 @@ class Members:
             if self._barred.get(place.id, 0.0) < now
         ]
         self.leaving = {place.id for place in found if place.leaves}
-        # Who takes part already comes first, and keeps its ranks; then the largest.
+        # Nodes that take part already come first, and keep their ranks; then the largest nodes.
         places = sorted(
             found,
             key=lambda place: (
@@ -107,13 +107,13 @@ class Members:
         self._gone += [self._members[name] for name in set(known) - {place.id for place in found}]
 
     def wanted(self) -> dict[Place, int]:
-        """How many ranks each node is to take, of those that there are."""
+        """Return how many ranks each of the present nodes is to take."""
         each = self._job.each or self._job.most
         counts = shared([min(place.slots, each) for place in self._places], self._job.most)
         return {place: count for place, count in zip(self._places, counts, strict=True) if count}
 
     def ready(self, wanted: Mapping[Place, int]) -> dict[Member, int]:
-        """Those of them that can take their ranks now."""
+        """Return the nodes of `wanted` that can take their ranks now."""
         found = {self._members.get(place.id): count for place, count in wanted.items()}
         return {
             member: count
@@ -122,7 +122,7 @@ class Members:
         }
 
     def invite(self, wanted: Mapping[Place, int], *, known: bool = True) -> None:
-        """Have an actor on each of these nodes. `known`: also where there is one with too few
+        """Start an actor on each of these nodes. `known`: also replace one that has too few
         resources.
         """
         for place, count in wanted.items():
@@ -143,7 +143,7 @@ class Members:
             invited.listen()
 
     def heard(self, seconds: float) -> Iterator[tuple[Member, str, Any]]:
-        """What nodes say, waiting for it at most that long, and ("gone", why) of those that have
+        """Yield what nodes report, after at most `seconds`, and ("gone", why) for nodes that have
         gone.
         """
         while self._gone:
@@ -167,7 +167,7 @@ class Members:
                 member.listen()
 
     def _silent(self, member: Member, why: str) -> Iterator[tuple[Member, str, Any]]:
-        """An actor answers no more."""
+        """Handle an actor that does not answer any more."""
         lives = any(place.id == member.place.id for place in cluster.places(gpus=self._gpus))
         if isinstance(why, cluster.Unable) and not member.admitted and lives:
             self._refuse(
@@ -181,7 +181,7 @@ class Members:
         yield member, "gone", why
 
     def _admit(self, member: Member, facts: NodeFacts) -> None:
-        """Have a node that fits start its process."""
+        """Start the process of a node that fits."""
         label, ours = member.place.label, versions()
         if name := next(
             (name for name, value in ours.items() if facts.versions[name] != value), None
@@ -213,8 +213,8 @@ class Members:
         say(f"warning: {error}; the run does without it")
 
     def missing(self, wanted: Mapping[Place, int], seconds: float) -> str:
-        """A sentence about the resources or nodes that the run has waited for so long; "" if all
-        nodes are starting as they should.
+        """Return a sentence about the resources or nodes that the run has waited for, for
+        `seconds`; "" if all nodes are starting as they should.
         """
         kind, job = "GPUs" if self._gpus else "CPUs", self._job
         lacking = job.least - sum(wanted.values())
@@ -236,11 +236,11 @@ class Members:
         return ""
 
     def request(self, ranks: int) -> None:
-        """Ask the cluster's autoscaler for room for so many ranks; 0: for no more."""
+        """Ask the cluster's autoscaler for room for `ranks` ranks. 0 withdraws the request."""
         cluster.request(ranks, gpus=self._gpus)
 
     def bar(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
-        """Leave its node alone for so long."""
+        """Do not use the member's node for `seconds`."""
         self._barred[member.place.id] = time.monotonic() + seconds
         self.dismiss(member)
 
@@ -258,8 +258,8 @@ class Members:
 
 
 def shared(slots: Sequence[int], most: int) -> list[int]:
-    """How many of at most `most` ranks each node takes, which has room for so many. Pure: nodes
-    are filled in their order.
+    """Return how many of at most `most` ranks each node takes; `slots` is each node's room. Pure:
+    nodes are filled in their order.
     """
     counts = []
     for each in slots:

@@ -1,11 +1,11 @@
 """One node: a process that starts and watches the node's ranks as `lockstep run` does on one host,
-at the word of the driver.
+when the driver tells it to.
 
     driver --Ray--> actor --pipe--> this process --fork server--> ranks
 
-It is the actor's child, and no thread of it: the main thread of a process has its signals, and what
-Ray sets in its workers is left behind. When the actor dies, for example with its raylet, the pipe
-ends, and this process and its ranks with it.
+It is the actor's child process, and not one of its threads. Only the main thread of a process can
+handle its signals, and a process of its own is free of what Ray sets in its workers. When the actor
+dies, for example with its raylet, the pipe ends, and this process and its ranks with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.launcher.supervise import Outcome, Share, supervise
 
 
 class _Orders:
-    """The driver's orders, read by a thread: those about running ranks act at once, the others
+    """The driver's orders, read by a thread. Orders about running ranks act at once; the others
     wait for `next`.
     """
 
@@ -54,7 +54,7 @@ class _Orders:
         return self._waiting.get()
 
     def share(self, ranks: LocalRanks) -> Share:
-        """New ranks, which nobody has called off."""
+        """Return the `Share` of new ranks, which are not called off."""
         return Share(
             ranks=ranks,
             called_off=lambda: self._called_off,
@@ -66,7 +66,7 @@ class _Orders:
             try:
                 kind, content = self._connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the ranks die with the fork server, and that with this process
+                os._exit(1)  # the ranks die with the fork server, and it dies with this process
             if kind == "stop":
                 self._called_off = True
             elif kind == "stall":
@@ -80,9 +80,9 @@ class _Orders:
 
 
 def main(descriptor: int, address: str) -> None:
-    """Until the driver says so, or the pipe ends."""
+    """Follow the driver's orders until it says "end", or the pipe ends."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
-        # while there are no ranks a signal of the driver's is about nothing
+        # while there are no ranks, the driver's signals have no effect
         signal.signal(number, lambda *_: None)
     connection = Connection(descriptor)
     job: Job = connection.recv()
@@ -133,7 +133,7 @@ def _outcome(
             reports=False,
         )
     except Exception as error:
-        # what a node cannot do is a failure like that of a rank: the driver hears of it
+        # an error of the node itself is reported to the driver like a rank's failure
         failure = failures.of_exception(error, ranks.first_rank)
         return Outcome(
             failure.code, replace(failure, where="") if isinstance(error, UsageError) else failure
@@ -163,8 +163,8 @@ def _on_rank(pickled: bytes) -> bytes:
 
 
 def _check_shared(file: Path, mark: str) -> None:
-    """Raises UsageError where this node has another folder under the name of the run directory,
-    or none.
+    """Raise UsageError if this node has another folder under the name of the run directory, or
+    none.
     """
     if not file.exists() or file.read_text(encoding="utf-8") != mark:
         raise UsageError(
