@@ -90,8 +90,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             each rank keeps its own, and `sync_buffers()` averages BatchNorm's statistics.
         checks: "full" compares the replicas at the forwards after steps 1, 2 and every 100th;
             "start" only compares the set-up; "off" compares nothing.
-        reduce: the algorithm that sums gradients: "auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory" or
-            "hierarchical".
+        reduce: the algorithm that sums gradients: "auto", "native", "central", "ring", "tree",
+            "halving_doubling", "shared_memory" or "hierarchical".
         world: default: the world of torch's process group.
         more: other keywords raise an error, which names the Stepper for its options.
 
@@ -317,7 +317,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # -- forward and backward ---------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # compiling the wrapper compiles the module
+    # recursive=False: torch.compile of the wrapper compiles the module
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._ready(args, kwargs)
         with cut_by_buckets(

@@ -1,4 +1,4 @@
-"""Scale a learning rate to another global batch, and warm it up. Lockstep applies neither by itself.
+"""Learning rates for another global batch, and warm-up. Lockstep never applies them on its own.
 
 The learning rate belongs to the global batch, not to the number of workers: with a fixed global
 batch it stays the same at any number of ranks. For a changed batch two rules are common. Both hold

@@ -1,12 +1,12 @@
 """Every stage of data parallelism in one process: a master copy, replicas, chunks of a batch, an
 average, equal updates.
 
-                    batch ── cut into chunks ──┬──────────────┬──────────────┐
-    master (CPU) ── copied to ──>          replica 0      replica 1      replica 2      each on its device
-                                           forward        forward        forward        gather: outputs in order
-                                           backward       backward       backward
-                                               └── gradients averaged: ring, central ... ──┘
-                                           update         update         update         the same sum, the same step
+              batch ── cut into chunks ──┬────────────┬────────────┐
+    master (CPU) ── copied to ──>    replica 0    replica 1    replica 2    each on its device
+                                     forward      forward      forward      gather: outputs in order
+                                     backward     backward     backward
+                                         └── gradients averaged: ring, central ... ──┘
+                                     update       update       update       same sum, same step
     master <── weights of replica 0 ──
 
 `torch.nn.DataParallel` copies the module to the devices in every forward and brings all gradients

@@ -128,7 +128,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             for number, each in enumerate(trained)
         ]
         layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
-        return Shards(trained, layout, self._group)  # type: ignore[arg-type]  # an optimizer takes tensors for parameters
+        # the ignore: an optimizer may also hold plain tensors
+        return Shards(trained, layout, self._group)  # type: ignore[arg-type]
 
     @property
     def _pieces(self) -> CutOptimizer[Shards | Dealt]:
