@@ -1,7 +1,7 @@
 """The collective work of lockstep.DistributedDataParallel: before a forward, at the end of a
 backward, and in steps in which some ranks have no inputs left.
 
-Uneven inputs: a rank without inputs joins the collectives of the others with zeros, until no rank
+Uneven inputs: a rank without inputs takes part in the others' collectives with zeros, until no rank
 has inputs. torch's `Join` finds out which ranks still have inputs, and calls the hooks of all
 participants: this wrapper's, a ShardedOptimizer's, a user's own. Before each forward that will be
 reduced, the wrapper counts the ranks with inputs, because the mean may be over these only.
@@ -128,7 +128,7 @@ class Averaging:
         self._unused()
 
     def shadow(self, reduced: bool) -> None:
-        """Join the collectives of a step for which only other ranks have inputs."""
+        """Take part in the collectives of a step for which only other ranks have inputs."""
         if reduced:
             self.before_forward()
         self.share_buffers(after_forward=False, mine=False)

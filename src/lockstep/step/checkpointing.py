@@ -69,8 +69,7 @@ class Checkpoints:
     either complete or absent.
 
     Replicas are compared before every save (`Stepper.check_replicas`). If they differ, nothing
-    is saved, and checkpoints from after the last good comparison are set aside: `resume` ignores
-    them.
+    is saved, and checkpoints after the last good comparison are set aside: `resume` ignores them.
 
     Every rank creates one, and all ranks call the same methods in the same order. If a background
     save fails, the next call raises a LockstepError on all ranks.
@@ -350,8 +349,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, compared: int | None) -> str:
-        """Set aside the checkpoints from after step `compared`, the last step at which replicas
-        or witness agreed: they may be wrong. Return a sentence for the error's message.
+        """Set aside the checkpoints after step `compared`, the last step at which the replicas
+        or the witness agreed: they may be wrong. Return a sentence for the error message.
         """
         with suppress(LockstepError):
             self._saver.wait()

@@ -57,7 +57,7 @@ class Replicas:
         devices: devices of the replicas. A list that is too short is repeated. Default: every GPU,
             else the CPU. Replicas on one CPU share its cores: no faster than one, and the same
             arithmetic.
-        algorithm: the all-reduce of the gradients: "ring" (every replica sends and receives
+        algorithm: the all-reduce algorithm for gradients: "ring" (every replica sends and receives
             2(N-1)/N of the gradient), "central" (all to replica 0 and back), "tree",
             "recursive_doubling", "halving_doubling" or "direct".
 

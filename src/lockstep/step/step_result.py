@@ -91,9 +91,9 @@ class Outcomes:
 
     On a CPU the outcome of a step is known immediately. On a GPU it is read when the next window
     opens or the replicas synchronize, so that no step waits for the device; with a scheduler it is
-    read immediately. With a server other ranks apply the windows, and this class only warns of the
-    skipped ones. `trace` inspects the gradients of the window after a skipped one; the Stepper sets
-    a new `trace` for each new reducer.
+    read immediately. With a server other ranks apply the windows; this class only counts them and
+    warns of skipped ones. `trace` inspects the gradients of the window after a skipped one; the
+    Stepper sets a new `trace` for each new reducer.
     """
 
     trace: NonFiniteTrace

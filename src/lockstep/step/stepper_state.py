@@ -71,7 +71,9 @@ def take(stepper: Stepper) -> Taken:
 
 
 def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
-    """Return the averaged model if this is the last rank, which writes it; else None."""
+    """Return the averaged model on the last rank, which writes it. Return None on other ranks, or
+    if nothing was averaged yet.
+    """
     average, world = stepper.average, stepper.world
     if average is None or average.n_averaged == 0 or world.rank != world.size - 1:
         return None
