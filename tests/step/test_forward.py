@@ -60,6 +60,14 @@ def test_inputs_may_be_keywords() -> None:
         inside.inputs(BATCH)
 
 
+@pytest.mark.parametrize("several", [tuple, list])
+def test_without_inputs_the_first_part_or_a_lone_tensor_is_the_argument(several: type) -> None:
+    x, _ = BATCH
+    inside = forward()
+    assert torch.equal(inside(x), inside.model(x))
+    assert torch.equal(inside(several(BATCH)), inside.model(x))
+
+
 def test_inputs_that_are_no_arguments() -> None:
     with refused("wrong-return-type", TaskError, function="Task: inputs", type="Tensor"):
         forward(inputs=lambda batch: batch[0])(BATCH)

@@ -55,7 +55,8 @@ class EarlyStopping:
 
 
 def first_part(batch: Any) -> tuple[Any, ...]:
-    return (batch[0],)
+    """The first part of a tuple or list. Any other batch is the one argument itself."""
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch,)
 
 
 @documented
@@ -99,8 +100,8 @@ class Task:
     name: str | None = None
     """Shown and used for the run directory; default: the bundled name or the file's."""
     inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = first_part
-    """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. By default
-    the batch's first part is the one.
+    """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. Default: the
+    first part of a batch that is a tuple or list; a batch that is one tensor is the argument.
     """
     collate: Callable[[list[Any]], Any] | None = None
     """List of samples -> batch; default: torch's."""
