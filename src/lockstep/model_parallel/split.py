@@ -228,7 +228,7 @@ class ModelNames:
         return min([first, *(other for other, its in self._first.items() if its == first)])
 
     def find(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of a part of the model, by all their names in the whole model."""
+        """Return the parameters of a part of the model, by their names there and first names."""
         found = dict(module.named_parameters(remove_duplicate=False))
         return {self.first(name): parameter for name, parameter in found.items()} | found
 
