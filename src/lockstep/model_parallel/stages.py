@@ -38,7 +38,8 @@ def stage_module(layers: Layers, part: range) -> nn.Module:
     if part.stop == len(layers):
         for name, owner, field in _unused(layers):
             _put(stage, name, owner, field)
-    stage.layer_names = layers.names[part.start : part.stop]  # type: ignore[assignment]  # a plain attribute, not a module
+    # the ignores: these are plain attributes, not modules
+    stage.layer_names = layers.names[part.start : part.stop]  # type: ignore[assignment]
     stage.last_class = layers.class_of(part.stop - 1)  # type: ignore[assignment]
     return stage
 
