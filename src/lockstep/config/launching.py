@@ -33,7 +33,9 @@ class RunChoice:
             common=True,
         ),
     ] = None
-    """Number of ranks over all hosts. N:M starts up to M, and continues while N or more are left."""
+    """Number of ranks over all hosts. N:M starts up to M, and continues while N or more are
+    left.
+    """
     run: Annotated[
         Path | None, Knob("run", unit="DIR", default="runs/TASK-DATE-TIME", common=True)
     ] = None

@@ -322,7 +322,7 @@ class Parallelism:
 
     @property
     def world_size_free(self) -> bool:
-        """Whether the result does not depend on the number of ranks, beyond the rounding of sums."""
+        """Whether the number of ranks has no effect on the result, beyond the rounding of sums."""
         return not self.alone and self.compress is None
 
     def recipe(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Parallelism:
         return DEFAULT_STALENESS if self.staleness is None else float(self.staleness)
 
     def describe(self) -> str:
-        """Describe how parameters are updated, for the last line of a run."""
+        """Return a short description of how parameters are updated."""
         if self.local is not None:
             return f"local steps, synchronized every {self.sync_every} steps, {self.local}"
         if self.server is not None:
