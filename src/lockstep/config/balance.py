@@ -1,5 +1,5 @@
 """The option `balance`: how many of a step's micro-batches each rank computes, for ranks of
-different speed. It does not import torch.
+different speed. This file does not import torch.
 
     auto      measured: shares follow the time per micro-batch on each rank (data/balancer.py)
     2,1,1     given: one number for each rank; micro-batches are divided in this proportion

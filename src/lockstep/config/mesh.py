@@ -1,4 +1,4 @@
-"""The ranks of a run as a grid with four axes. It does not import torch.
+"""The ranks of a run as a grid with four axes. This file does not import torch.
 
     data       replicas of the model, each with its own micro-batches; gradients are summed along it
     shard      ranks with their own micro-batches that share one model: each holds a part of every

@@ -170,8 +170,8 @@ DEFAULT_STALENESS = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """The options of parallelism. Raises UsageError for invalid values and for options that cannot
-    be combined.
+    """The options that decide how the ranks' work is combined. Raises UsageError for invalid values
+    and for options that cannot be combined.
     """
 
     reduce: Annotated[Reduce, Knob("gradients", tuned=True)] = "auto"

@@ -178,7 +178,7 @@ class Settings(Config):
 
     @classmethod
     def of(cls, config: Config, **own: Any) -> Settings:
-        """Build Settings from the user's options and what the launcher adds (task, workers, ...)."""
+        """Build Settings from the user's options and the launcher's own: task, workers, ..."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(Config)}, **own)
 
     def on_one_host(self, workers: int) -> Settings:

@@ -5,10 +5,10 @@ need not support DTensor.
                              -> Parameter [320, 160] in the same memory
 
 torch's optimizers that update many tensors at once refuse a list that mixes DTensors with plain
-tensors; they accept plain tensors only.
+tensors. They accept a list of plain tensors.
 
-A box, a range in each dim, describes which elements of a parameter a rank holds. It writes these
-elements to a checkpoint, and takes them from a whole tensor.
+A box, a range in each dim, describes which elements of a parameter a rank holds. The rank writes
+these elements to a checkpoint, and takes them from whole tensors in one.
 
     tensor axis   cuts one dim into equal parts (tensor.py)
     shard axis    cuts dim 0 of the remaining part; as with torch.chunk, the last parts may be
