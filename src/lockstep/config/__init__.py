@@ -1,1 +1,1 @@
-"""Every choice of a training: the task, how it is spread over ranks, how it is run."""
+"""The configuration of a training: the task, its distribution over ranks, and how it is run."""

@@ -1,11 +1,11 @@
-"""What was asked for about ranks of different speed: who computes how many of a step's
-micro-batches. No torch here.
+"""The option `balance`: how many of a step's micro-batches each rank computes, for ranks of
+different speed. This file does not import torch.
 
-    auto      as measured: shares follow what a micro-batch takes on each rank (data/balancer.py)
-    2,1,1     as given: a number for each rank, in proportion to which micro-batches are dealt out
+    auto      measured: shares follow the time per micro-batch on each rank (data/balancer.py)
+    2,1,1     given: one number for each rank; micro-batches are divided in this proportion
 
-The micro-batches stay the same, and so do the samples, the dropout and the order of addition of
-exact mode: only who computes them moves.
+The micro-batches stay the same, and so do the samples, the dropout and exact mode's order of
+addition. Only the rank that computes a micro-batch changes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Raises UsageError for weights that cannot be shares."""
+    """The shares of the ranks. Raises UsageError for weights that cannot be shares."""
 
     weights: tuple[float, ...] | None = None
-    """Of each rank, in their order; None: as measured."""
+    """One number for each rank, in the order of ranks; None: measured shares."""
 
     def __post_init__(self) -> None:
         if self.weights is None:
@@ -38,7 +38,7 @@ class Balance:
 
     @classmethod
     def of(cls, given: str | Sequence[float]) -> Balance:
-        """`auto`, `2,1,1`, or the numbers themselves. Raises UsageError."""
+        """Read `auto`, `2,1,1`, or a sequence of numbers. Raises UsageError for other values."""
         if given == AUTO:
             return cls()
         try:
@@ -53,7 +53,7 @@ class Balance:
         return self.weights is None
 
     def check(self, method: Parallelism, ranks: int) -> None:
-        """Raise a UsageError where it does not go together with the method, or has another
+        """Raise a UsageError if it cannot be combined with the method, or has weights for another
         number of ranks.
         """
         self.check_count(ranks)
@@ -68,14 +68,14 @@ class Balance:
             raise UsageError("balance-with-mesh", balance=balance, mesh=str(method.mesh))
 
     def check_count(self, ranks: int) -> None:
-        """Raise a UsageError for weights of another number of ranks."""
+        """Raise a UsageError if the weights are for another number of ranks."""
         if self.weights is not None and len(self.weights) != ranks:
             raise UsageError(
                 "balance-of-other-count", balance=str(self), given=len(self.weights), workers=ranks
             )
 
     def __str__(self) -> str:
-        """As `of` takes it."""
+        """Return the text that `of` reads."""
         return (
             AUTO
             if self.weights is None

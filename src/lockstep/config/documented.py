@@ -1,5 +1,5 @@
-"""The strings under a dataclass's fields, which Python forgets, as the Args list of its
-docstring: written once, and there for help().
+"""Add the docstrings under a dataclass's fields to the class's docstring, as its Args list, so that
+help() shows them. Python itself discards them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def documented(cls: type[C]) -> type[C]:
-    """A decorator, over @dataclass. Without source or docstrings (python -OO) the docstring
-    stays as it is.
+    """Add the Args list to the docstring of `cls`. Place this decorator above @dataclass. Without
+    source or docstrings (python -OO) it changes nothing.
     """
     if cls.__doc__ is not None:
-        cls.__doc__ = _Docstring(cls, cls.__doc__)  # type: ignore[assignment]  # a string for whoever reads it
+        # the ignore: a descriptor that returns a string
+        cls.__doc__ = _Docstring(cls, cls.__doc__)  # type: ignore[assignment]
     return cls
 
 
 def takes_fields(cls: type, *, leaves_out: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """A decorator, over a class or function whose `**keywords` are fields of `cls`: help() and
-    completion show them by name.
+    """Return a decorator for a class or function whose `**keywords` are fields of `cls`. help() and
+    completion then show the fields' names.
 
-    `<fields>` in its docstring stands for their lines of the Args list.
+    In its docstring, `<fields>` is replaced by the fields' lines of the Args list.
     """
 
     def shown(to: F) -> F:
@@ -57,7 +58,9 @@ def takes_fields(cls: type, *, leaves_out: tuple[str, ...] = ()) -> Callable[[F]
 
 
 class _Docstring:
-    """Made when it is read: to parse the source takes longer than the rest of the import."""
+    """A docstring that is built when it is first read, because parsing the source takes longer than
+    the rest of the import.
+    """
 
     def __init__(self, cls: type[Any], own: str) -> None:
         self._cls, self._own = cls, own
@@ -80,8 +83,8 @@ def _with_arguments(cls: type[Any], own: str) -> str:
 
 
 def field_docstrings(cls: Any) -> Mapping[str, str]:
-    """The strings under the fields of a dataclass and of its bases; none where there is no
-    source.
+    """Return the strings under the fields of a dataclass and of its bases, by field; empty if
+    there is no source.
     """
     inherited = {
         name: text
@@ -94,8 +97,8 @@ def field_docstrings(cls: Any) -> Mapping[str, str]:
 
 @cache
 def _declared_in(module: str) -> Mapping[str, dict[str, str]]:
-    """By a class's qualified name, for all of a module: it is read once, since finding a class's
-    own source walks through everything that is imported.
+    """Return the field docstrings of all classes of a module, by qualified name. It parses the
+    module once, because finding the source of one class searches all imported modules.
     """
     found = sys.modules[module]
     lines = linecache.getlines(getattr(found, "__file__", None) or "", vars(found))
@@ -120,7 +123,7 @@ def _strings(body: Sequence[ast.stmt], scope: str = "") -> Iterator[tuple[str, d
 
 
 def _field(statement: ast.stmt, below: ast.stmt) -> Iterator[tuple[str, str]]:
-    """A field's name and the string under it, where these two statements are that."""
+    """Yield (name, string) if `statement` declares a field and `below` is a string."""
     match statement, below:
         case (
             ast.AnnAssign(target=ast.Name(id=name)),

@@ -1,13 +1,13 @@
-"""A knob: a field of a frozen dataclass that says, once, its type, default, help, unit and group.
+"""A knob is a field of a frozen dataclass that defines an option: type, default, help, unit, group.
 
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own")] = None
 
-The help is the string under the field, one sentence. Read from here: the command line
-(cli/options.py), --config files, settings.json, the reference (docs/reference/options.md), and the
-checks that every value goes through, wherever it came from.
+The help is the string under the field, one sentence. The command line (cli/options.py), --config
+files, settings.json, the reference (docs/reference/options.md) and the checks of all values use
+this definition.
 
-Below them, the checks of a single value that all rooms share: `whole`, `number`, `chosen`, `known`,
-`pairs`.
+This file also has the checks of single values that all packages share: `whole`, `number`, `chosen`,
+`known`, `pairs`.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a field's annotation says beside its type."""
+    """The data about an option in its field's annotation, in addition to the type."""
 
     group: Group
     unit: str = ""
-    """What a value is, as the help shows it: STEPS, SECONDS, DIR; where a text is one of a few
-    forms, these: auto|2,1,1.
+    """The placeholder for a value in the help: STEPS, SECONDS, DIR; or the forms of a value, such
+    as auto|2,1,1.
     """
     default: str = ""
-    """In words, where the field's own default says too little."""
+    """The default in words, if the field's own default does not explain it."""
     flags: tuple[str, ...] = ()
-    """On the command line, in place of --name."""
+    """The command line flags, in place of --name."""
     least: float = -math.inf
     above: float = -math.inf
     common: bool = False
-    """Whether it is among those that most people use, and so in the short help."""
+    """Whether most people use it: the short help lists only these options."""
     tuned: bool = False
     """Whether `lockstep tune` looks for its fastest value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A knob in its place."""
+    """A knob together with its field."""
 
     name: str
     type: Any
-    """Without None."""
+    """The field's type, without None."""
     optional: bool
     """Whether None is a value."""
     default: Any
     knob: Knob
     owner: Any
-    """The dataclass."""
+    """The dataclass of the field."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -83,12 +83,12 @@ class Field:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it is given as key=value, several times."""
+        """Whether it is given as key=value, and may be repeated."""
         return get_origin(self.type) is collections.abc.Mapping
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it is a list, an option for each."""
+        """Whether it is a list, given as one option for each element."""
         return get_origin(self.type) is collections.abc.Sequence
 
     @property
@@ -101,12 +101,12 @@ class Field:
 
     @property
     def unit(self) -> str:
-        """As help shows what a value is."""
+        """The placeholder for a value in the help."""
         return self.knob.unit or "|".join(self.choices)
 
     @property
     def help(self) -> str:
-        """The sentence, and the default where there is one to tell."""
+        """The field's docstring, followed by the default if there is one to show."""
         told = self.knob.default or (
             ""
             if self.default is None or self.type is bool or self.is_mapping or self.is_repeated
@@ -118,8 +118,8 @@ class Field:
         return f"{sentence} Default: {told}." if told else sentence
 
     def check(self, value: Any) -> Any:
-        """The value. Raises UsageError, naming the field, the value and what is expected, for one
-        that it cannot have.
+        """Return the value. For an invalid one it raises a UsageError, which names the field, the
+        value and the expected values.
         """
         if value is None and self.optional:
             return None
@@ -141,7 +141,7 @@ class Field:
 
 
 def knobs(cls: Any) -> Mapping[str, Field]:
-    """The knobs of a dataclass, in their order."""
+    """Return the knobs of a dataclass by name, in the order of its fields."""
     return _knobs(cls)
 
 
@@ -171,7 +171,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def check(configured: object) -> None:
-    """Look at every knob's value. Raises UsageError."""
+    """Check the value of every knob of `configured`. Raises UsageError for an invalid one."""
     for name, field in knobs(type(configured)).items():
         object.__setattr__(configured, name, field.check(getattr(configured, name)))
 
@@ -184,7 +184,7 @@ def whole(
     unit: str = "",
     error: type[UsageError] = UsageError,
 ) -> int:
-    """`value` as an int. Raises `error` for what is not a whole number, or is below `least`."""
+    """Return `value` as an int. Raises `error` if it is no whole number, or below `least`."""
     try:
         if not isinstance(value, bool) and operator.index(value) >= least:
             return operator.index(value)
@@ -205,7 +205,7 @@ def number(
     unit: str = "",
     error: type[UsageError] = UsageError,
 ) -> float:
-    """`value` as a float. Raises `error` for what is not a finite number, or lies outside the bounds."""
+    """Return `value` as a float. Raises `error` if it is no finite number, or out of bounds."""
     numeric = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if numeric and math.isfinite(value) and above < value < below and least <= value <= most:
         return float(value)
@@ -222,20 +222,20 @@ def _range(kind: str, unit: str, bounds: Mapping[str, float]) -> str:
 def chosen(
     name: str, value: Any, choices: Iterable[Any], *, error: type[UsageError] = UsageError
 ) -> None:
-    """Raise `error` for a value that is none of the choices."""
+    """Raise `error` if `value` is not one of the choices."""
     every = list(choices)
     if value not in every:
         raise error("unknown-choice", name=name, value=value, choices=every)
 
 
 def known(names: Iterable[str], given: Iterable[str], where: str, what: str = "option") -> None:
-    """Raise a UsageError for a name that is not known, with the nearest one that is.
+    """Raise a UsageError for an unknown name. The error suggests the closest known name.
 
     Args:
-        names: that are known.
-        given: names to look at.
-        where: they were given, for the error's sentence.
-        what: the names are names of.
+        names: the known names.
+        given: the names to check.
+        where: the place in which the names were given, for the error message.
+        what: what the names stand for, for the error message.
     """
     every = list(names)
     for name in given:
@@ -246,13 +246,15 @@ def known(names: Iterable[str], given: Iterable[str], where: str, what: str = "o
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'digits'?)", or nothing where no known name is close."""
+    """Return text such as " (did you mean 'digits'?)", or "" if no known name is close."""
     close = get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def pairs(texts: Iterable[str], where: str) -> dict[str, str]:
-    """Of ["name=value", ...]. Raises UsageError for one without "=", and for a name given twice."""
+    """Return the names and values in ["name=value", ...]. Raises UsageError for a text without "=",
+    and for a name that is given twice.
+    """
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -266,7 +268,7 @@ def pairs(texts: Iterable[str], where: str) -> dict[str, str]:
 
 @contextmanager
 def within(where: str) -> Iterator[None]:
-    """What is refused in the block is said of `where`: an option inside an option, a file."""
+    """Add `where` to the message of a UsageError in the block: the enclosing option, or a file."""
     try:
         yield
     except UsageError as error:
@@ -274,7 +276,7 @@ def within(where: str) -> Iterator[None]:
 
 
 def value_of(text: str) -> int | float | str:
-    """A number where the text is one, for `whole` and `number` to look at."""
+    """Return the text as a number if it is one, else unchanged. `whole` and `number` check it."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -1,5 +1,5 @@
-"""How ranks are started: where, on which run directory, what happens on a fault. None of it
-changes a training.
+"""Options of the launcher: which run to start or resume, on which machines, and what to do on a
+fault.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OnCorruption = Literal["abort", "exclude"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunChoice:
-    """Which run `lockstep train` begins or resumes, on how many ranks. Raises UsageError for
-    values that cannot work.
+    """Which run `lockstep train` starts or resumes, on how many ranks. Raises UsageError for
+    invalid values.
     """
 
     workers: Annotated[
@@ -33,7 +33,9 @@ class RunChoice:
             common=True,
         ),
     ] = None
-    """Number of ranks over all hosts. N:M starts up to M, and continues while N or more are left."""
+    """Number of ranks over all hosts. N:M starts up to M, and continues while N or more are
+    left.
+    """
     run: Annotated[
         Path | None, Knob("run", unit="DIR", default="runs/TASK-DATE-TIME", common=True)
     ] = None
@@ -65,7 +67,7 @@ class RunChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How ranks are watched. Raises UsageError for values that cannot work."""
+    """How the launcher watches ranks and handles faults. Raises UsageError for invalid values."""
 
     max_restarts: Annotated[
         int | None, Knob("faults", least=0, default="3 with N:M workers, else 0")
@@ -90,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Other machines that take part: those of a Ray cluster, or a fixed set of nodes."""
+    """The machines of a run: those of a Ray cluster, or a fixed set of nodes."""
 
     ray: Annotated[
         str | None,

@@ -1,15 +1,14 @@
-"""Which rank stands where: the ranks of a run as a grid of four axes, and nothing else. No torch
-here.
+"""The ranks of a run as a grid with four axes. This file does not import torch.
 
     data       replicas of the model, each with its own micro-batches; gradients are summed along it
     shard      ranks with their own micro-batches that share one model: each holds a part of every
                parameter (FSDP)
     pipeline   ranks that hold consecutive layers
-    tensor     ranks that hold a part of the layers' matrices; the innermost, neighbours in the
-               numbering
+    tensor     ranks that hold a part of the layers' matrices; the innermost axis, so its ranks have
+               consecutive numbers
 
-Ranks are numbered like the digits of a number, tensor last. Everything that must know who does what
-asks this object.
+Ranks are numbered in row-major order: the coordinate on the tensor axis changes fastest. All code
+that needs the position of a rank uses `Mesh`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's place along every axis, from 0."""
+    """The position of a rank on every axis, from 0."""
 
     data: int
     shard: int
@@ -41,9 +40,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """How many ranks there are along each axis. Raises UsageError for what is no number of
-    ranks.
-    """
+    """The number of ranks along each axis. Raises UsageError for an invalid number."""
 
     data: int = 1
     shard: int = 1
@@ -57,7 +54,9 @@ class Mesh:
 
     @classmethod
     def read(cls, text: str) -> Mesh:
-        """`data=2,pipeline=2`; axes that are left out have one rank. Raises UsageError."""
+        """Read a text such as `data=2,pipeline=2`. Axes that are left out have one rank. Raises
+        UsageError for an invalid text.
+        """
         where = f"mesh={text!r}"
         found = knob.pairs(text.split(","), where)
         knob.known(AXES, found, where, "axis")
@@ -65,7 +64,7 @@ class Mesh:
             return cls(**{axis: knob.whole(axis, knob.value_of(found[axis])) for axis in found})
 
     def __str__(self) -> str:
-        """As `read` takes it, without axes of one rank."""
+        """Return the text that `read` takes, without axes of one rank."""
         return (
             ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
             or "data=1"
@@ -77,12 +76,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks of the whole mesh."""
+        """The number of ranks of the whole mesh."""
         return math.prod(self.shape)
 
     @property
     def replicas(self) -> int:
-        """In how many shares a step's micro-batches are dealt out: data x shard."""
+        """The number of shares into which a step's micro-batches are divided: data x shard."""
         return self.data * self.shard
 
     @property
@@ -91,7 +90,7 @@ class Mesh:
         return self.size == self.data
 
     def check_size(self, workers: int) -> None:
-        """Raise a UsageError where the mesh has another number of ranks than the run."""
+        """Raise a UsageError if mesh and run have different numbers of ranks."""
         if self.size != workers:
             product = str(self).replace("=", " ").replace(",", " x ")
             raise UsageError(
@@ -103,7 +102,7 @@ class Mesh:
             )
 
     def at(self, rank: int) -> Coordinates:
-        """Where a rank stands."""
+        """Return the coordinates of a rank."""
         assert 0 <= rank < self.size
         places = []
         for count in reversed(self.shape):
@@ -112,15 +111,15 @@ class Mesh:
         return Coordinates(*reversed(places))
 
     def rank(self, at: Coordinates) -> int:
-        """Who stands there."""
+        """Return the rank at these coordinates."""
         found = 0
         for axis in AXES:
             found = found * getattr(self, axis) + getattr(at, axis)
         return found
 
     def line(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in nothing but these axes, in order, `rank` among
-        them.
+        """Return the ranks whose coordinates differ from those of `rank` on these axes only, in
+        order. `rank` is one of them.
         """
         here = self.at(rank)
         places = (
@@ -129,8 +128,8 @@ class Mesh:
         return tuple(self.rank(Coordinates(*place)) for place in itertools.product(*places))
 
     def share(self, rank: int) -> int:
-        """Which of the `replicas` shares of a step this rank's model works on. Equal for all
-        ranks that hold parts of one layer stack.
+        """Return which of the `replicas` shares of a step `rank` works on. Ranks that differ only
+        on the pipeline and tensor axes work on the same share.
         """
         here = self.at(rank)
         return here.data * self.shard + here.shard

@@ -1,13 +1,12 @@
-"""How the ranks' work becomes one training: which of the ways are chosen, and which of them go
-together.
+"""The options that decide how the ranks' work is combined, and their valid combinations.
 
-    reduce      how gradients are summed           compress    in how many bits they travel
+    reduce      how gradients are summed           compress    how they are compressed for sending
     update      who applies them                   sync_every  how often replicas synchronize
-    exact       in one order of addition, at any number of ranks
-    mesh        who holds which part of the model
+    exact       one order of addition, at any number of ranks
+    mesh        which rank holds which part of the model
 
-A choice that has options of its own is one text, `name:option=value,...`. No torch here: the
-command line refuses before any rank starts.
+A value with options of its own is one text, `name:option=value,...`. This file does not import
+torch, so that the command line can check options before any rank starts.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ OUTERS = ("average", "nesterov")
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """`bf16`, `fp16`, `int8`, `powersgd:4` (the rank of the factors), `topk:0.01` (the share of
-    elements that travel).
+    """A value of `compress`: `bf16`, `fp16`, `int8`, `powersgd:4` (the rank of the factors) or
+    `topk:0.01` (the share of elements that are sent).
     """
 
     kind: str
@@ -49,7 +48,7 @@ class Compression:
     @classmethod
     @cache
     def read(cls, text: str) -> Compression:
-        """Raises UsageError."""
+        """Read the text of the option. Raises UsageError for an invalid one."""
         kind, colon, value = text.partition(":")
         if kind in _AMOUNTS and (colon or kind == text):
             expected, amount = _AMOUNTS[kind], knob.value_of(value)
@@ -70,22 +69,24 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """What a meeting makes of the replicas: their weighted average, or a step of SGD with
-    Nesterov momentum along it (DiLoCo).
+    """The outer optimizer. When replicas synchronize, it takes their weighted average, or a step of
+    SGD with Nesterov momentum towards this average (DiLoCo).
     """
 
     kind: str = "average"
     lr: float = 0.7
-    """Of Nesterov's step; as `momentum`, the values of the DiLoCo paper."""
+    """Learning rate of the Nesterov step. The defaults of `lr` and `momentum` are those of the
+    DiLoCo paper.
+    """
     momentum: float = 0.9
     after: int = 0
-    """Steps that are taken with every gradient summed before local ones begin (post-local SGD)."""
+    """Number of steps with summed gradients before local steps begin (post-local SGD)."""
     fragments: int = 1
-    """Parts of the model that meet one after the other, spread over the steps between two
-    meetings (Streaming DiLoCo).
+    """Number of parts of the model that synchronize one after the other, spread over the steps
+    between two synchronizations (Streaming DiLoCo).
     """
     overlap: int = 0
-    """Steps that are computed while a meeting's sums travel."""
+    """Number of steps that are computed while the sums of a synchronization are sent."""
 
     def __post_init__(self) -> None:
         knob.chosen("outer", self.kind, OUTERS)
@@ -100,15 +101,15 @@ class Outer:
     @classmethod
     @cache
     def read(cls, text: str) -> Outer:
-        """`average`, `nesterov:lr=0.7,momentum=0.9`, `nesterov:fragments=4,overlap=2`,
-        `average:after=100`. Raises UsageError.
+        """Read a text such as `average`, `nesterov:lr=0.7,momentum=0.9`, `average:after=100` or
+        `nesterov:fragments=4,overlap=2`. Raises UsageError for an invalid one.
         """
         kind, given = _options("outer", text, [each.name for each in fields(cls)[1:]])
         values: dict[str, Any] = {name: _number(value) for name, value in given.items()}
         return cls(kind, **values)
 
     def __str__(self) -> str:
-        """As `read` takes it, without what is as always."""
+        """Return the text that `read` takes, without default values."""
         given = [
             f"{each.name}={value if isinstance(value, str) else f'{value:g}'}"
             for each in fields(self)[1:]
@@ -119,19 +120,23 @@ class Outer:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """An asynchronous parameter server."""
+    """The options of an asynchronous parameter server."""
 
     shards: int | None = None
-    """The first so many ranks hold the parameters; None: all. A rank that holds none can be done
-    without when it dies.
+    """Number of ranks that hold the parameters, from rank 0; None: all ranks. The run can continue
+    without a rank that holds none, if that rank dies.
     """
     lr: str = "constant"
-    """by-age: a gradient that is `a` updates old is taken with 1 / (1 + a) of the learning rate."""
+    """constant; or by-age: multiply the learning rate by 1 / (1 + a) for a gradient that is `a`
+    updates old.
+    """
 
     @classmethod
     @cache
     def read(cls, text: str) -> ServerOptions:
-        """`server`, `server:shards=1`, `server:lr=by-age`. Raises UsageError."""
+        """Read a text such as `server`, `server:shards=1` or `server:lr=by-age`. Raises UsageError
+        for an invalid one.
+        """
         _, given = _options("update", text, [each.name for each in fields(cls)])
         with knob.within(f"update={text!r}"):
             lr = given.get("lr", "constant")
@@ -142,7 +147,7 @@ class ServerOptions:
 
 
 def _number(value: Any) -> Any:
-    """Of a text, a number where it is one; and a whole one as an int, however it is written:
+    """Convert a text to a number if it is one. A whole number becomes an int in any notation:
     2, 2.0, 1e2.
     """
     found = knob.value_of(value) if isinstance(value, str) else value
@@ -150,7 +155,9 @@ def _number(value: Any) -> Any:
 
 
 def _options(name: str, text: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """What is before the colon of `kind:option=value,option=value`, and the options."""
+    """Split `kind:option=value,option=value` into the kind and the options. Raises UsageError for
+    an option that is not in `known`.
+    """
     kind, colon, rest = text.partition(":")
     where = f"{name}={text!r}"
     given = knob.pairs(rest.split(",") if colon else (), where)
@@ -163,8 +170,8 @@ DEFAULT_STALENESS = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Raises UsageError, in one sentence, for values that cannot work and for choices that make
-    no sense together.
+    """The options that decide how the ranks' work is combined. Raises UsageError for invalid values
+    and for options that cannot be combined.
     """
 
     reduce: Annotated[Reduce, Knob("gradients", tuned=True)] = "auto"
@@ -210,7 +217,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name, value in (("compress", self.compress), ("outer", self.outer)):
             if value is not None:
-                # an object of its own class is as good as its text
+                # also accept a Compression or an Outer in place of its text
                 object.__setattr__(self, name, str(value))
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             object.__setattr__(self, "mesh", Mesh.read(self.mesh))
@@ -234,7 +241,7 @@ class Parallelism:
 
     @property
     def local(self) -> Outer | None:
-        """How replicas synchronize that step alone; None: gradients are summed in every step."""
+        """The outer optimizer of local steps; None without local steps."""
         return None if self.sync_every is None else Outer.read(self.outer or "average")
 
     @property
@@ -243,7 +250,9 @@ class Parallelism:
 
     @property
     def witnessed(self) -> float:
-        """The share of steps that are computed twice; 0 for none. Raises UsageError."""
+        """The share of steps that other ranks compute again; 0 for none. Raises UsageError for an
+        invalid share.
+        """
         if self.witness is None:
             return 0.0
         text = str(self.witness)
@@ -279,7 +288,7 @@ class Parallelism:
             knob.whole("staleness", value, 0, unit="steps (or inf)")
 
     def _refusals(self) -> dict[str, bool]:
-        """What makes no sense together: the code of its error, and whether it was asked for."""
+        """Return all invalid combinations: the code of each error, and whether it applies here."""
         local, compressed = self.sync_every is not None, self.compress is not None
         server = self.server is not None
         mesh = self.mesh or Mesh()
@@ -306,21 +315,19 @@ class Parallelism:
 
     @property
     def alone(self) -> bool:
-        """Whether a rank steps, or pushes, with gradients of its own: nothing is summed in a
-        step.
+        """Whether each rank steps, or pushes to a server, with its own gradients only: gradients
+        are not summed over ranks in a step.
         """
         return self.local is not None or self.server is not None
 
     @property
     def world_size_free(self) -> bool:
-        """Whether the number of ranks enters the mathematics nowhere, beyond the rounding of a
-        sum.
-        """
+        """Whether the number of ranks has no effect on the result, beyond the rounding of sums."""
         return not self.alone and self.compress is None
 
     def recipe(self) -> dict[str, Any]:
-        """What of it decides the weights, beyond the rounding of a sum. Empty for data
-        parallelism as everybody knows it.
+        """Return the options that decide the weights, beyond the rounding of sums. Empty for plain
+        data parallelism.
         """
         given: dict[str, Any] = {
             "compress": self.compression and str(self.compression),
@@ -333,14 +340,14 @@ class Parallelism:
 
     @property
     def bound(self) -> float:
-        """The staleness that is allowed."""
+        """The maximum staleness, in steps."""
         return DEFAULT_STALENESS if self.staleness is None else float(self.staleness)
 
     def describe(self) -> str:
-        """For the last line of a run: who updates, and what else is not the rule."""
+        """Return a short description of how parameters are updated."""
         if self.local is not None:
             return f"local steps, synchronized every {self.sync_every} steps, {self.local}"
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"
-        return self.update  # what travels compressed says so itself, as the name of the reduction
+        return self.update  # compression is in the name of the reduction

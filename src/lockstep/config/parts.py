@@ -1,6 +1,4 @@
-"""What a task says of where its model may be cut. Read by model_parallel/ only; a run without
---mesh never looks at it.
-"""
+"""Where a task's model may be cut. Only model_parallel/ uses it, in runs with --mesh."""
 
 from __future__ import annotations
 
@@ -21,27 +19,27 @@ STYLES = ("colwise", "rowwise")
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Where a model may be cut, for `Task.parts`. All of it is optional: most models can be cut
-    without. Only a training with --mesh reads it.
+    """Where a model may be cut, for `Task.parts`. All fields are optional: most models can be cut
+    without them. Only a training with --mesh uses them.
 
-    Raises TaskError for a value that cannot work.
+    Raises TaskError for an invalid value.
     """
 
     layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None
-    """model -> modules of it that, one applied after the other, are the model: for a forward
-    that cannot be followed. Each takes and gives one tensor.
+    """model -> a list of its modules. Applied one after the other they must compute the model. Each
+    takes and returns one tensor. Needed if torch.fx cannot trace the forward.
     """
     stages: Sequence[str] | None = None
-    """The layers (module names, such as "blocks.2") with which stages 1, 2, ... of a pipeline
-    begin; None: balanced.
+    """Module names, such as "blocks.2": the first layers of stages 1, 2, ... of a pipeline. None:
+    balanced stages.
     """
     tensor: Mapping[str, str] = field(default_factory=dict)
     """Module name (`*` stands for one part of it, as in "blocks.*.mixed") -> "colwise" or
     "rowwise": how its weight is split along the tensor axis.
     """
     heads: int | None = None
-    """Attention heads, where their projections are split: every rank of the tensor axis takes
-    whole ones.
+    """Number of attention heads, if their projections are split. Every rank of the tensor axis then
+    gets whole heads.
     """
 
     def __post_init__(self) -> None:

@@ -1,17 +1,16 @@
-"""In which order the ranks of a pipeline run the forwards and backwards of their stages. The orders
-are those of torch's own schedules.
+"""Pipeline schedules: the order in which ranks run the forwards and backwards of their stages. The
+orders are those of torch's own schedules.
 
-    naive          one micro-batch after the other, one rank at work at a time: the reference that
-                   everybody can follow
+    naive          one micro-batch after the other, one rank active at a time: a simple reference
     gpipe          all forwards, then all backwards (Huang et al., 2019)
-    1f1b           as gpipe, but each backward as early as it can be: as many bubbles, fewer
-                   activations held (PipeDream-Flush)
-    interleaved    1f1b with several stages a rank (2; "interleaved:3" for 3): shorter bubbles, more
-                   messages (Megatron-LM)
-    zero-bubble    1f1b whose backward is cut in two: for the inputs, which others wait for, and for
-                   the weights, which fills bubbles.
-                   ZB-H1 of Qi et al. (2023). torch's ZBV needs two stages a rank in a V, and is
-                   faster only where all three parts are equally long
+    1f1b           as gpipe, but each backward as early as possible: the same bubbles, fewer
+                   activations in memory (PipeDream-Flush)
+    interleaved    1f1b with several stages per rank (2; "interleaved:3" for 3): shorter bubbles,
+                   more messages (Megatron-LM)
+    zero-bubble    1f1b with each backward in two parts: gradients of the inputs, which other ranks
+                   wait for, and gradients of the weights, which fill bubbles.
+                   ZB-H1 of Qi et al. (2023). torch's ZBV needs two stages per rank in a V, and is
+                   faster only if forward and both parts take equally long
 
 Stage s is on rank s modulo the number of ranks.
 """
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward, backward; the two halves of a backward: for the inputs, for the weights."""
+"""F: forward, B: backward, I and W: the parts of a backward for the inputs and the weights."""
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 _PER_RANK = {"interleaved": 2}
 _SEVERAL = ("interleaved", "zero-bubble")
@@ -37,7 +36,7 @@ _SEVERAL = ("interleaved", "zero-bubble")
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """One thing a rank does."""
+    """One forward, backward, or part of a backward that a rank runs."""
 
     kind: Kind
     stage: int
@@ -56,7 +55,7 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str) -> PipelineSchedule:
-        """`1f1b`, `interleaved:3`. Raises UsageError."""
+        """Read a text such as `1f1b` or `interleaved:3`. Raises UsageError for an invalid one."""
         name, colon, stages = text.partition(":")
         knob.chosen("schedule", name, NAMES)
         fewest = _PER_RANK.get(name, 1)
@@ -75,15 +74,15 @@ class PipelineSchedule:
         )
 
     def count(self, ranks: int) -> int:
-        """Stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return ranks * self.per_rank
 
     def stages_of(self, rank: int, ranks: int) -> range:
-        """The stages that a rank holds."""
+        """Return the numbers of the stages that a rank holds."""
         return range(rank, self.count(ranks), ranks)
 
     def why_not(self, ranks: int, micro_batches: int) -> str:
-        """Why this number of micro-batches cannot be run in this order; "" where it can."""
+        """Return why this number of micro-batches cannot run in this order; "" if it can."""
         if self.name == "1f1b" and micro_batches < ranks:
             return (
                 f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} stages: 1f1b"
@@ -99,7 +98,7 @@ class PipelineSchedule:
         return ""
 
     def check(self, ranks: int, micro_batches: int) -> None:
-        """Raise a UsageError for numbers that cannot be run."""
+        """Raise a UsageError if this number of micro-batches cannot run in this order."""
         if ranks < 1 or micro_batches < 1:
             raise UsageError("empty-pipeline", ranks=ranks, micro_batches=micro_batches)
         reason = self.why_not(ranks, micro_batches)
@@ -107,18 +106,18 @@ class PipelineSchedule:
             raise UsageError("schedule-does-not-fit", schedule=str(self), reason=reason)
 
     def instead(self) -> PipelineSchedule:
-        """What runs any number of micro-batches over the same stages: all forwards, then all
-        backwards.
+        """Return the schedule that can run any number of micro-batches over the same stages:
+        gpipe.
         """
         return PipelineSchedule("gpipe", self.per_rank)
 
     def bubble(self, ranks: int, micro_batches: int, backward: float = 2.0) -> float:
-        """The fraction of a step in which a rank idles, by the textbook: all stages equal, messages
-        free.
+        """Return the fraction of a step in which a rank idles, by the textbook formula. It assumes
+        equal stages and free messages.
 
-        `backward` is how many forwards a backward takes. It matters to zero-bubble only: there a
-        gap of forward + backward for inputs - backward for weights is left for each rank but one
-        (Qi et al., 2023, section 2), never less than the backward for inputs.
+        `backward` is the time of a backward, in forwards. It matters only for zero-bubble: each
+        rank but one adds a gap of (forward + backward for inputs - backward for weights) (Qi et
+        al., 2023, section 2), but never less than the backward for inputs.
         """
         others = ranks - 1
         if self.name == "naive":
@@ -130,8 +129,8 @@ class PipelineSchedule:
 
     @property
     def formula(self) -> str:
-        """How `bubble` is worked out, with p ranks, m micro-batches and a backward of b
-        forwards.
+        """The formula of `bubble` as text: p ranks, m micro-batches, and a backward that takes as
+        long as b forwards.
         """
         times = "m" if self.per_rank == 1 else f"{self.per_rank}m"
         if self.name == "naive":
@@ -145,8 +144,8 @@ class PipelineSchedule:
     def made(
         self, stages: Sequence[PipelineStage], micro_batches: int, loss: Callable[..., Any] | None
     ) -> Any:
-        """torch's schedule over this rank's stages. Gradients are summed, not averaged. naive:
-        for one micro-batch, to be called for each.
+        """Return torch's schedule over this rank's stages. Gradients are summed, not averaged. For
+        naive, create it for one micro-batch, and call it once for each.
         """
         from torch.distributed.pipelining import (
             Schedule1F1B,
@@ -167,8 +166,8 @@ class PipelineSchedule:
         return several[self.name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
     def order(self, ranks: int, micro_batches: int) -> list[list[StageWork]]:
-        """What every rank does, in order: torch's own, which no process group is needed for.
-        Raises UsageError as `check`.
+        """Return the work of every rank, in order. It comes from torch's schedules, but needs no
+        process group. Raises UsageError like `check`.
         """
         self.check(ranks, micro_batches)
         if self.name == "naive":
@@ -190,7 +189,7 @@ _BOTH: tuple[Kind, Kind] = ("F", "B")
 
 
 class _StandIn:
-    """All that torch's schedules ask of a stage to make their order."""
+    """The attributes of a stage that torch's schedules read to build their order."""
 
     submod = None
 
@@ -201,7 +200,7 @@ class _StandIn:
 
 
 def _no_loss(*_: Any) -> None:
-    """An order needs none."""
+    """Stand in for the loss function, which is not needed to build an order."""
 
 
 def _work(action: Any) -> StageWork | None:
@@ -214,8 +213,8 @@ def _work(action: Any) -> StageWork | None:
 
 
 def _numbered(found: Sequence[StageWork | None]) -> list[StageWork]:
-    """The last stage of torch's Schedule1F1B counts its forwards from 1 in `pipeline_order` (not
-    when it runs): number them as they come.
+    """Number the forwards of every stage from 0. In `pipeline_order` (not when it runs) the last
+    stage of torch's Schedule1F1B numbers them from 1.
     """
     work = [each for each in found if each is not None]
     first: dict[int, int] = {}

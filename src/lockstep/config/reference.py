@@ -1,5 +1,5 @@
-"""The reference of options, docs/reference/options.md, from the knobs themselves: `python -m
-lockstep.config.reference > docs/reference/options.md`.
+"""Generate the reference of options from the knobs:
+`python -m lockstep.config.reference > docs/reference/options.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ These are the options of `lockstep train`, by group. Other commands take some of
 
 
 def page(*configurations: type[Any]) -> str:
-    """All knobs of these dataclasses, a table for each group."""
+    """Return the page with all knobs of these dataclasses, in a table for each group."""
     fields = [field for each in configurations for field in knobs(each).values()]
     parts = [_HEAD]
     for group in GROUPS:

@@ -1,8 +1,8 @@
-"""How a task is run: what must not change the weights, except where it says so. The launcher writes
-it, every rank reads it.
+"""The settings of a run. `Settings.differences` lists those that change the trained weights beyond
+the rounding of sums.
 
-One JSON file carries it from the command line to the ranks and stays in the run directory as the
-record of what was asked.
+The launcher writes them to one JSON file, and every rank reads it. The file stays in the run
+directory as a record of the options.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SPLIT: Split = "time"
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Parallelism):
-    """How a task is trained, as far as a user may choose it; docs/reference/options.md has the same
-    options.
+    """The options of a training that a user may choose. They are also in
+    docs/reference/options.md.
 
-    Raises UsageError, naming the option, for a value that cannot work.
+    Raises UsageError, naming the option, for an invalid value.
     """
 
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own", common=True)] = (
@@ -95,7 +95,9 @@ class Config(Parallelism):
     checkpoints: Annotated[str | None, Knob("checkpoints", unit="URL")] = None
     """Copy every checkpoint to this URL (s3://..., or a folder), and resume from there."""
     allow_changes: Annotated[bool, Knob("checkpoints")] = False
-    """Resume an --exact run even if the task's code or samples have changed since its checkpoint."""
+    """Resume an --exact run even if the task's code or samples have changed since its
+    checkpoint.
+    """
 
     def __post_init__(self) -> None:
         Parallelism.__post_init__(self)
@@ -116,13 +118,13 @@ class Config(Parallelism):
             check_parts(self.mesh, self.precision, compile=self.compile)
 
     def replaced(self, changes: Mapping[str, Any]) -> Self:
-        """The same with other values.
+        """Return a copy with some values changed.
 
         Args:
-            changes: values by the names of fields.
+            changes: new values, by the names of fields.
 
         Raises:
-            UsageError: a name that there is not, or a value that cannot work.
+            UsageError: an unknown name, or an invalid value.
         """
         knob.known(knob.knobs(type(self)), changes, "config")
         return replace(self, **changes)
@@ -130,27 +132,27 @@ class Config(Parallelism):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(Config):
-    """What `lockstep train` was asked for, and what its launcher adds. Raises UsageError for
-    values that cannot work.
+    """The options that `lockstep train` was given, and those that its launcher adds. Raises
+    UsageError for invalid values.
     """
 
     task: str
-    """A bundled name or the path of a file."""
+    """The name of a bundled task, or the path of a file."""
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """--set key=value: passed to `task(key=value)`, converted to the type that the parameter has
-    there.
+    """Values of --set key=value. They are passed to `task(key=value)`, converted to the type of the
+    parameter.
     """
     workers: Annotated[int, Knob("run", least=1)] = 1
-    """Ranks over all hosts."""
+    """Number of ranks over all hosts."""
     grow: bool = False
-    """End at the next checkpoint, so that the launcher can go on with more workers."""
+    """End at the next checkpoint, so that the launcher can resume with more workers."""
     grow_if_wanted: bool = False
-    """The same, where the launcher has asked for it by then: over several hosts, one may come at
-    any time.
+    """The same, but only if the launcher has asked for it by then. In a run on several hosts a new
+    host may join at any time.
     """
     settings_file: str | None = None
-    """The file of `lockstep tune` that some of these were taken from; they are as good as given
-    by hand.
+    """The file of `lockstep tune` from which some of these settings were loaded. They count like
+    options given by hand.
     """
 
     def __post_init__(self) -> None:
@@ -171,28 +173,26 @@ class Settings(Config):
                 )
 
     def method(self) -> Parallelism:
-        """How the ranks' work becomes one training, and nothing else."""
+        """Return only the options of Parallelism."""
         return Parallelism(**{each.name: getattr(self, each.name) for each in fields(Parallelism)})
 
     @classmethod
     def of(cls, config: Config, **own: Any) -> Settings:
-        """Of what was chosen, and what the launcher says beside: task, workers, ..."""
+        """Build Settings from the user's options and the launcher's own: task, workers, ..."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(Config)}, **own)
 
     def on_one_host(self, workers: int) -> Settings:
-        """With one host's ranks alone; a mesh is laid over all of them, and shares are dealt out
-        among all.
+        """Return a copy for `workers` ranks of one host, without mesh and balance, because these
+        are for the ranks of all hosts.
         """
         return replace(
             self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE, split=SPLIT
         )
 
     def differences(self, before: Settings) -> list[str]:
-        """In what a run with these settings would be another training than one with those of
-        `before`, in words.
-        """
+        """Describe each setting that decides the trained weights and differs from `before`."""
         decides = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
-        # in float32 the order of a sum, and so its last bits
+        # these two decide the order of float32 sums, and so their last bits
         decides += ["threads", "bucket_mb"] if self.exact else []
         pairs = [(name, getattr(before, name), getattr(self, name)) for name in decides]
         ours, theirs = self.recipe(), before.recipe()
@@ -204,20 +204,20 @@ class Settings(Config):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Every field by its name, as `of_json` takes it."""
+        """Return every field by its name, in the form that `read` loads."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {
             "mesh": None if self.mesh is None else str(self.mesh)
         }
 
     def write(self, directory: Path) -> None:
-        """As settings.json in `directory`."""
+        """Write settings.json in `directory`."""
         new = directory / f"{FILE}.unfinished"
         new.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         new.replace(directory / FILE)
 
     @classmethod
     def read(cls, directory: Path) -> Settings:
-        """From settings.json in `directory`. Raises UsageError where it is missing or not ours."""
+        """Read settings.json in `directory`. Raises UsageError if it is missing or foreign."""
         file = directory / FILE
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -238,7 +238,7 @@ class Settings(Config):
 def check_parts(
     mesh: Mesh, precision: Precision | None, *, compile: bool | None, average: bool = False
 ) -> None:
-    """Raise a UsageError for what a model in parts cannot be trained with."""
+    """Raise a UsageError for an option that a split model does not support."""
     if not mesh.only_data and precision == "fp16":
         raise UsageError("fp16-with-mesh", mesh=str(mesh))
     if not mesh.only_data and compile:
@@ -248,8 +248,8 @@ def check_parts(
 
 
 def _loggers(given: Sequence[str]) -> tuple[str, ...]:
-    """Of "wandb,csv" or ["wandb", "csv"]. Raises UsageError for an unknown name, and for one given
-    twice.
+    """Return the names in "wandb,csv" or ["wandb", "csv"]. Raises UsageError for an unknown name,
+    and for one that is given twice.
     """
     names = ",".join([given] if isinstance(given, str) else map(str, given))
     found = tuple(name.strip() for name in names.split(",") if name.strip())

@@ -1,7 +1,7 @@
-"""What is trained: everything that would change the weights on one worker, in one object.
+"""The definition of a training, in one object: everything that decides the weights on one worker.
 
-How it is run (workers, device, run directory) is Settings. A task says nothing about ranks, so any
-number of them can run it.
+`Settings` defines how it is run (workers, device, run directory). A task does not mention ranks, so
+any number of ranks can run it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class EarlyStopping:
     """
 
     metric: str
-    """A name that `Task.metrics` gives, or "loss"."""
+    """The name of a metric of `Task.metrics`, or "loss"."""
     mode: Mode
     """Whether the largest or the smallest value is the best."""
     patience: int
-    """Evaluations without a new best after which training ends, at least 1."""
+    """Number of evaluations without a new best value after which training ends, at least 1."""
 
     def __post_init__(self) -> None:
         knob.chosen("EarlyStopping.mode", self.mode, get_args(Mode), error=TaskError)
@@ -55,7 +55,7 @@ class EarlyStopping:
 
 
 def first_part(batch: Any) -> tuple[Any, ...]:
-    """The first part of a tuple or list. Any other batch is the one argument itself."""
+    """Return the model's one argument: the first part of a tuple or list, else the whole batch."""
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,)
 
 
@@ -65,8 +65,8 @@ class Task:
     """Everything that defines a training: model, data, loss, optimizer and batch. `lockstep train
     my_task.py` calls the file's `task()`, which returns a Task.
 
-    Only the lengths of the data are looked at here; the model is built later. Raises TaskError,
-    naming the field, for a value that cannot work.
+    Of the data, only the lengths are checked here. The model is built later. Raises TaskError,
+    naming the field, for an invalid value.
 
     Example::
 
@@ -84,21 +84,21 @@ class Task:
     model: Callable[[], nn.Module]
     """Builds the model. Called under the shared random stream, so that it is equal on all ranks."""
     train_data: Dataset[Any]
-    """Map-style (`__len__` and `__getitem__`), or iterable: a stream, whose epochs have no known
-    length.
+    """The training data: a map-style data set (`__len__` and `__getitem__`), or an iterable one (a
+    stream, whose epochs have no known length).
     """
     loss: Callable[[Any, Any], tuple[Tensor, float | Tensor]]
-    """(output, batch) -> (sum of the losses, weight); the weight is what the sum counts:
-    samples, tokens.
+    """(output, batch) -> (sum of the losses, weight). The weight is the number of samples or tokens
+    in the sum.
     """
     optimizer: Callable[[nn.Module], Optimizer]
-    """model -> the one optimizer. For several, write a loop with a Stepper each."""
+    """model -> its optimizer. For several optimizers, write a loop with one Stepper for each."""
     global_batch: int
     """Samples of an optimizer step, over all ranks."""
     micro_batch: int
-    """Samples of a forward: what BatchNorm sees."""
+    """Samples of a forward. BatchNorm computes its statistics over these."""
     name: str | None = None
-    """Shown and used for the run directory; default: the bundled name or the file's."""
+    """Name for messages and the run directory. Default: the name of the bundled task or file."""
     inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = first_part
     """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. Default: the
     first part of a batch that is a tuple or list; a batch that is one tensor is the argument.
@@ -111,12 +111,12 @@ class Task:
     length, a batch sampler) sets their sizes. A step has global_batch / micro_batch of them.
     """
     epochs: int = 1
-    """Passes over train_data; --epochs and --steps come before it."""
+    """Number of passes over train_data. --epochs and --steps override it."""
     seed: int = 0
-    """Keys initialisation, order, augmentation and dropout."""
+    """Seed of initialisation, order, augmentation and dropout."""
     scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
-    """(optimizer, how often the scheduler will be stepped) -> scheduler: all optimizer steps, or
-    all epochs with scheduler_per="epoch".
+    """(optimizer, number of scheduler steps) -> scheduler. The number is that of all optimizer
+    steps in the training, or of all epochs with scheduler_per="epoch".
     """
     scheduler_per: Literal["step", "epoch"] = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
@@ -129,23 +129,23 @@ class Task:
     epoch.
     """
     average_after: int = 0
-    """Steps before the first update; epochs with average_per="epoch". Until then evaluations use the
-    model itself.
+    """Number of steps before the first update; of epochs with average_per="epoch". Until then
+    evaluations use the model itself.
     """
     clip: float | None = None
-    """The largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     unused: Unused = "error"
-    """What a parameter is that gets no gradient on any rank: a mistake, one with a gradient of
-    zeros, or one that is left alone.
+    """How to treat a parameter that gets no gradient on any rank. "error": stop with an error;
+    "zeros": its gradient is zeros; "skip": do not update it.
     """
     precision: Precision = "fp32"
-    """bf16 and fp16 run the forward under autocast (fp16 with a loss scale); tf32 allows it in
+    """bf16 and fp16 run the forward under autocast (fp16 with a loss scale). tf32 allows TF32 in
     float32 matrix products.
     """
     compile: bool = False
     """Compile the model with torch.compile."""
     eval_data: Dataset[Any] | None = None
-    """Evaluated after every epoch, each sample once. Map-style."""
+    """A map-style data set that is evaluated after every epoch, each sample once."""
     eval_micro_batch: int | None = None
     """Samples of a forward in evaluation; default: `micro_batch`."""
     metrics: (
@@ -153,18 +153,18 @@ class Task:
         | Mapping[str, Any]
         | None
     ) = None
-    """(output, batch) -> {name: (sum, weight)}, on `eval_data`; or torchmetrics objects by name. Each
-    object is alone or a pair (object, function): (output, batch) -> the arguments of its update().
-    Default: (output, batch[1]). The loss is always evaluated, as "loss".
+    """(output, batch) -> {name: (sum, weight)}, on `eval_data`; or torchmetrics objects by name. In
+    place of an object, a pair (object, function) also works: (output, batch) -> the arguments of
+    update(). Default: (output, batch[1]). The loss is always evaluated, as "loss".
     """
     best: str | None = None
-    """The metric whose best value keeps its checkpoint beside the newest one."""
+    """The metric that selects the best checkpoint, which is kept in addition to the newest ones."""
     best_mode: Mode | None = None
     """Whether the largest or the smallest value of `best` is the best; needed with `best`."""
     early_stopping: EarlyStopping | None = None
-    """When training ends before its epochs are over: a lockstep.EarlyStopping."""
+    """A lockstep.EarlyStopping: when to end training before all epochs."""
     on_step: Callable[[Record], None] | None = None
-    """Called with the record of every optimizer step, as it stands in metrics.jsonl."""
+    """Called with the record of every optimizer step, as written to metrics.jsonl."""
     on_evaluate: Callable[[Record], None] | None = None
     """Called with the record of every evaluation."""
     callbacks_on: Literal["first", "all"] = "first"
@@ -174,7 +174,7 @@ class Task:
 
     @property
     def metric_objects(self) -> dict[str, Any] | None:
-        """The torchmetrics objects of `metrics` by name; None where it is a function."""
+        """The torchmetrics objects of `metrics` by name; None if `metrics` is a function."""
         found: Any = self.metrics
         if hasattr(found, "items"):
             return dict(found.items())
@@ -243,7 +243,7 @@ class Task:
                 raise TaskError("eval-data-not-map-style", kind=kind)
             elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
                 raise TaskError("not-a-dataset", kind=kind)
-            elif self.order is not None:  # a stream: whether it is empty is seen when it is read
+            elif self.order is not None:  # a stream may be empty: that is only known later
                 raise TaskError("stream-with-order", kind=kind)
 
     def _check_evaluation(self) -> None:

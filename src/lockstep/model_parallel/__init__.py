@@ -1,3 +1,1 @@
-"""A model laid over a mesh of ranks, on torch's engines: what each rank holds of it, and how it
-is run.
-"""
+"""Split a model over a mesh of ranks and run it, with torch's pipelining, FSDP and DTensor."""

@@ -1,15 +1,15 @@
-"""A model as consecutive layers: where nothing but one tensor goes from what is before to what
-comes after, it may be cut.
+"""Divide a model into consecutive layers. A cut is possible where exactly one tensor passes from
+the operations before it to those after it.
 
-The forward is followed by torch.fx, into nn.Sequential but not into other modules, and the places
-are found where a single value is alive:
+torch.fx traces the forward; it enters nn.Sequential, but no other module. The cuts are where only
+one value is live:
 
     text -> bytes ──┐
          -> positions ── + ─|─ blocks.0 ─|─ blocks.1 ─|─ norm ─|─ head          | may be cut
 
-A residual connection around several modules leaves no place between them. What has no module (an
-addition) joins the layer before it, at the very beginning the one after it. A forward that cannot
-be followed needs `Parts(layers=...)`, which names the modules itself.
+A residual connection around several modules allows no cut between them. Operations without a module
+(an addition) belong to the layer before them; at the beginning of the model, to the first layer. If
+torch.fx cannot trace a forward, `Parts(layers=...)` must list the modules.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ _NO_TENSOR = ("size", "dim", "numel", "stride", "element_size")
 
 @dataclass(frozen=True, slots=True)
 class CutLayer:
-    """What lies between two places where the model may be cut."""
+    """The part of a model between two neighbouring cuts."""
 
     name: str
-    """The dotted name of the first module in it; that of a module's second call has ":2" behind
-    it.
-    """
+    """The dotted name of the first module in it. At a module's second call, ":2" is appended."""
     nodes: tuple[fx.Node, ...] = ()
-    """Where the forward was followed: its piece of the graph; its last node is the tensor that
-    goes on.
+    """Its part of the graph, if the forward was traced. The last node is the tensor that passes to
+    the next layer.
     """
     module: nn.Module | None = None
-    """Where Parts gave the layers: the module."""
+    """The module, if Parts listed the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Layers(Sequence[CutLayer]):
     model: nn.Module
     layers: tuple[CutLayer, ...]
     graph: fx.Graph | None = None
-    """None where Parts gave the layers."""
+    """The graph of the forward; None if Parts listed the layers."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -65,7 +63,7 @@ class Layers(Sequence[CutLayer]):
         return tuple(layer.name for layer in self.layers)
 
     def class_of(self, number: int) -> str:
-        """The class of the last module of a layer, for messages."""
+        """Return the class name of the last module of a layer, for messages."""
         layer = self.layers[number]
         if layer.module is not None:
             return type(layer.module).__name__
@@ -78,11 +76,11 @@ class Layers(Sequence[CutLayer]):
 
 
 def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | None = None) -> Layers:
-    """The layers of `model`. `arguments`: with how many positional ones it is called; None: with
-    those that have no default.
+    """Return the layers of `model`. `arguments`: the number of positional arguments of a call;
+    None: only those without a default.
 
-    Raises TaskError for a forward that cannot be followed, or `parts.layers` that are not the
-    model's.
+    Raises TaskError if the forward cannot be traced, or if `parts.layers` are not modules of the
+    model.
     """
     if parts is not None and parts.layers is not None:
         return Layers(model, tuple(_given(model, parts.layers)))
@@ -111,19 +109,19 @@ def _given(
 
 
 class _Tracer(fx.Tracer):
-    """Goes into nn.Sequential and into nothing else: modules keep their own train() and eval()."""
+    """Traces into nn.Sequential only, so that other modules still react to train() and eval()."""
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return type(module).forward is not nn.Sequential.forward
 
 
 def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
-    """The forward as a graph; the same in training and in evaluation, or it is refused: a graph
-    has room for one of them.
+    """Return the graph of the forward. Raises TaskError if it differs between training and
+    evaluation, because one graph cannot represent both.
     """
     training = model.training
     try:
-        model.training = True  # that of the root alone: no other module's forward is run
+        model.training = True  # of the root only: tracing calls no other forward that reads it
         graph = _graph(model, arguments)
         model.training = False
         evaluating = _graph(model, arguments)
@@ -144,7 +142,7 @@ def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
     }
     try:
         with warnings.catch_warnings():
-            # "was not able to add an assertion": they are taken out again
+            # fx warns that it could not add an assertion; `_without` removes assertions anyway
             warnings.simplefilter("ignore")
             graph = _Tracer().trace(model, concrete_args=fixed or None)
     except Exception as error:
@@ -156,13 +154,13 @@ def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
     for node in [
         node for node in graph.nodes if not node.users and _name(node) in ("getitem", "getattr")
     ]:
-        # `out, state = lstm(x)` takes the state out also where nobody reads it
+        # `out, state = lstm(x)` has a node for the state even if nothing uses it
         graph.erase_node(node)
     return graph
 
 
 def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
-    """Take out arguments that keep their defaults, and what fx put in to check that they do."""
+    """Remove arguments that keep their defaults, and the nodes with which fx checks them."""
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
         if node.target.lstrip("*") in fixed or any(
             str(node.target) == f"{name}_1" for name in fixed
@@ -175,8 +173,8 @@ def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
 
 
 def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The graph's nodes, in pieces between the places where one tensor is alive; parameters of
-    the root are where they are used.
+    """Yield the graph's nodes in pieces, which end where only one tensor is live. Parameters of
+    the root are in no piece: each stage adds those that it uses.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     last_use = {node: max((order[user] for user in node.users), default=-1) for node in graph.nodes}
@@ -198,7 +196,9 @@ def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _may_be_a_tensor(node: fx.Node) -> bool:
-    """No shape, and nothing that is taken apart by a number or a name, as tuples are."""
+    """Whether a node's value may be a tensor. It is not a shape, and no node indexes it with a
+    number or a name, as one does with tuples and dicts.
+    """
     if node.op == "call_function" and node.target is getattr:
         return False
     if node.op == "call_method" and node.target in _NO_TENSOR:
@@ -212,7 +212,9 @@ def _name(node: fx.Node) -> str:
 
 
 def _joined(pieces: Iterator[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Pieces that call a module; the others join the one before, at the beginning the one after."""
+    """Join each piece that calls no module to the piece before it; at the beginning, to the first
+    piece that calls one.
+    """
     layers: list[list[fx.Node]] = []
     waiting: list[fx.Node] = []
     for piece in pieces:

@@ -1,20 +1,22 @@
-"""The parameters that this rank really holds, as plain tensors: what sums gradients and updates
-parameters need not know DTensor.
+"""The part of each parameter that this rank holds, as a plain tensor: the reducer and the optimizer
+need not support DTensor.
 
-    blocks.0.layer.0.weight   DTensor [640, 160] over 2 tensor ranks   ->   Parameter [320, 160] in the same memory
+    blocks.0.layer.0.weight     DTensor [640, 160] over 2 tensor ranks
+                             -> Parameter [320, 160] in the same memory
 
-torch's optimizers that update many tensors at once refuse lists in which some are DTensors and some
-are not; plain ones they take.
+torch's optimizers that update many tensors at once refuse a list that mixes DTensors with plain
+tensors. They accept a list of plain tensors.
 
-Which elements of a parameter that is, and so what it writes of it and what it takes from
-the whole: a box, a range in each dim.
+A box, a range in each dim, describes which elements of a parameter a rank holds. The rank writes
+these elements to a checkpoint, and takes them from whole tensors in one.
 
-    tensor axis   cuts one dim into equal parts                    (tensor.py)
-    shard axis    cuts dim 0 of what is left, the last parts shorter or empty, as torch.chunk does    (sharded_parameters.py)
+    tensor axis   cuts one dim into equal parts (tensor.py)
+    shard axis    cuts dim 0 of the remaining part; as with torch.chunk, the last parts may be
+                  shorter or empty (sharded_parameters.py)
 
-The box follows from how the two cut, and asks no rank: a checkpoint of any mesh loads at any other.
-Checkpoints know intervals of elements (checkpoints/pieces.py); a box that is none is first joined
-with those of the other tensor ranks, one parameter at a time.
+A rank computes its box from these rules, without communication. So a checkpoint of any mesh loads
+on any other mesh. Checkpoints store intervals of elements (checkpoints/pieces.py). A box that is no
+interval is first joined with the boxes of the other tensor ranks, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class Box:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     tensor: tuple[int, int] | None = None
-    """Which dim the tensor axis cuts, over how many ranks."""
+    """(dim, ranks): the dim that the tensor axis cuts, and the number of ranks; None if uncut."""
     sharded: bool = False
     """Whether the shard axis cuts dim 0."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """What is in the box. A tensor of another shape, such as an optimizer's count of steps,
-        is whole everywhere.
+        """Return the part of `whole` in the box. A tensor of another shape, such as an optimizer's
+        count of steps, is not cut, and returned whole.
         """
         if tuple(whole.shape) != self.shape:
             return whole
@@ -62,13 +64,13 @@ class Box:
         return whole.contiguous()
 
     def counts(self, at: Coordinates) -> bool:
-        """Whether this rank is the first of those that hold these same elements of one replica."""
+        """Whether this rank is the first one in its replica that holds these elements."""
         return (self.tensor is not None or at.tensor == 0) and (self.sharded or at.shard == 0)
 
     @property
     def interval(self) -> tuple[int, int] | None:
-        """[start, stop) of its elements in the order of memory of the whole; None where they do
-        not lie in a row.
+        """[start, stop) of the box's elements in the memory order of the whole tensor; None if the
+        elements are not contiguous.
         """
         if 0 in self.sizes:
             return 0, 0
@@ -83,7 +85,7 @@ class Box:
 
 
 def box_of(parameter: Tensor, at: Coordinates) -> Box:
-    """Where a module's parameter, cut or not, has its part that is on this rank."""
+    """Return the box of this rank's part of a module's parameter, which may be cut or not."""
     shape = tuple(parameter.shape)
     starts, sizes = [0] * len(shape), list(shape)
     tensor, sharded = None, False
@@ -107,11 +109,11 @@ def box_of(parameter: Tensor, at: Coordinates) -> Box:
 
 
 def pieces(name: str, box: Box, local: Tensor, at: Coordinates, tensor: Group) -> list[TensorPiece]:
-    """What this rank writes of a parameter, or of optimizer state beside it: over one replica every
-    element once.
+    """Return what this rank writes of a parameter, or of its optimizer state. Over one replica
+    every element is written once.
 
-    All ranks of one replica that hold the parameter call it, in the same order; `tensor` is their
-    Group along that axis. State of another shape than the parameter's part is whole everywhere, and
+    All ranks of one replica that hold the parameter call it, in the same order. `tensor` is their
+    Group along the tensor axis. State with another shape than the parameter's part is not cut, and
     the first rank writes it.
     """
     if tuple(local.shape) != box.sizes or local.dim() == 0:
@@ -138,7 +140,7 @@ def _written(name: str, box: Box, local: Tensor, at: Coordinates) -> list[Tensor
 
 
 def _joined(box: Box) -> Box:
-    """That of all ranks of the tensor axis together."""
+    """Return the box of all ranks of the tensor axis together."""
     assert box.tensor is not None
     starts, sizes = list(box.starts), list(box.sizes)
     dim = box.tensor[0]
@@ -147,7 +149,7 @@ def _joined(box: Box) -> Box:
 
 
 def _join(box: Box, local: Tensor, tensor: Group) -> Tensor:
-    """What the ranks of the tensor axis hold, side by side. Their parts are equally large."""
+    """Gather the parts of all ranks of the tensor axis, and join them. All have the same size."""
     assert box.tensor is not None
     dim, count = box.tensor
     parts = tensor.all_gather(local.detach().movedim(dim, 0).contiguous(), place="for a checkpoint")
@@ -155,25 +157,25 @@ def _join(box: Box, local: Tensor, tensor: Group) -> Tensor:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In elements."""
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A parameter that is cut, and its part that is here. Both lie in the same memory."""
+    """A parameter that is cut, and this rank's part of it. Both use the same memory."""
 
     whole: DTensor
     here: nn.Parameter
 
 
 class Locals:
-    """Of a module that was split (tensor.py), sharded (sharded_parameters.py), both or neither;
-    made before its first forward.
+    """This rank's parts of a module that was split (tensor.py), sharded (sharded_parameters.py),
+    both or neither. Create it before the module's first forward.
 
-    `module` is a tree with the names of the original's parameters and buffers, and no forward: for
-    the reducer, the optimizer, checkpoints. Parameters that are not cut, and all buffers, are the
-    original's own objects.
+    `module` is a tree of modules without a forward, for the reducer, the optimizer and checkpoints.
+    Its parameters and buffers have the original's names. Parameters that are not cut, and all
+    buffers, are the original's own objects.
     """
 
     def __init__(self, module: nn.Module, at: Coordinates) -> None:
@@ -182,7 +184,7 @@ class Locals:
         self._pairs: dict[int, _Pair] = {}
         self.module = self._copied(module)
         self.boxes: dict[str, Box] = {}
-        """By parameter name: which elements of the whole are here."""
+        """By parameter name: the box of the elements that this rank holds."""
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self.boxes[name] = box_of(parameter, at)
 
@@ -208,8 +210,8 @@ class Locals:
         return pair.here
 
     def collect(self) -> None:
-        """After a backward: what gradients the cut parameters have been given go to the plain
-        ones, added to what these have.
+        """Add the gradients of the cut parameters to those of the plain parameters, after a
+        backward.
         """
         for pair in self._pairs.values():
             gradient = pair.whole.grad
@@ -217,7 +219,7 @@ class Locals:
                 continue
             assert isinstance(gradient, DTensor)
             if gradient.placements != pair.whole.placements:
-                # torch may leave a sum over the ranks to whoever needs it
+                # torch may leave the sum over the ranks to the reader of a gradient
                 gradient = gradient.redistribute(placements=pair.whole.placements)
             mine = _local(gradient)
             assert mine.shape == pair.here.shape
@@ -228,11 +230,10 @@ class Locals:
             pair.whole.grad = None
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Have an optimizer that was made for the original's parameters, and has no state yet,
-        update those that are here; its options stay.
+        """Replace the original's parameters in an optimizer by this rank's parts; its options stay.
 
-        Raises UsageError for one whose update of an element depends on others: it would see only a
-        part of them.
+        Raises UsageError if it already has state, if it holds other parameters, or if its update of
+        an element depends on other elements: it would see only a part of these.
         """
         if optimizer.state:
             raise UsageError("optimizer-has-state", optimizer=type(optimizer).__name__)
@@ -252,22 +253,22 @@ class Locals:
 
     def counted(self, name: str) -> bool:
         """Whether this rank's part of a parameter counts in a sum over all ranks of the shard
-        and tensor axes: each element does once.
+        and tensor axes, in which each element must count once.
         """
         return self.boxes[name].counts(self._at)
 
     def cut_by_tensor(self, name: str) -> bool:
-        """Whether the tensor axis cuts a parameter. `name` may also be that of optimizer state
-        beside one ("exp_avg/head.weight"), or of a buffer, which is never cut.
+        """Whether the tensor axis cuts a parameter. `name` may also name the optimizer state of a
+        parameter ("exp_avg/head.weight"), or a buffer, which is never cut.
         """
         box = self.boxes.get(name) or self.boxes.get(name.partition("/")[2])
         return box is not None and box.tensor is not None
 
     def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[TensorPiece]:
-        """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over
-        one replica every element once.
+        """Return what this rank writes of a parameter, of its optimizer state, or of a buffer. Over
+        one replica every element is written once.
 
-        `tensor` is this rank's part, or whole where there are no parts. The ranks along the tensor
+        `tensor` is this rank's part, or the whole tensor if it is not cut. The ranks of the tensor
         axis (`along`) call it in the same order.
         """
         box = self.boxes.get(name)
@@ -280,21 +281,21 @@ class Locals:
         return pieces(prefix + name, box, tensor, self._at, along)
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, buffer, or piece of the optimizer's state
-        beside one. Asks no other rank.
+        """Return this rank's part of a whole parameter, of its optimizer state, or of a buffer.
+        No communication.
         """
         return self.boxes[name].take(whole) if name in self.boxes else whole
 
     def let_go(self) -> None:
-        """Let go of what FSDP has gathered: after a forward without a backward it keeps the
-        root's, and would compute with old values.
+        """Free the parameters that FSDP has gathered. After a forward without a backward FSDP
+        keeps those of the root, and would compute with old values.
         """
         for module in self._original.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors into what is here of them, by name."""
+        """Copy this rank's parts of whole tensors into its own tensors, by name."""
         self.let_go()
         state = self.module.state_dict(keep_vars=True)
         with torch.no_grad():
@@ -303,5 +304,5 @@ class Locals:
 
 
 def _local(tensor: DTensor) -> Tensor:
-    found: Any = tensor._local_tensor  # to_local() under grad is another tensor
+    found: Any = tensor._local_tensor  # with grad enabled, to_local() makes a new tensor
     return found.wait() if isinstance(found, AsyncCollectiveTensor) else found.detach()

@@ -1,13 +1,13 @@
-"""Consecutive layers on consecutive ranks: a window's micro-batches go through them in a schedule
-of torch's, forward and backward.
+"""Pipeline parallelism: consecutive layers on consecutive ranks. One of torch's schedules runs the
+forwards and backwards of a window's micro-batches.
 
-A rank holds one stage, or several; only activations and their gradients travel, between neighbours.
-Gradients end in `.grad` as sums over the micro-batches, as in a loop over them on one process.
+A rank holds one or more stages. Only activations and their gradients are sent, between neighbours.
+`.grad` ends as the sum over the micro-batches, as in a loop over them in one process.
 
-torch cuts up a batch along its first dimension; ours is a list of micro-batches of any structure.
-So it is given their numbers as the batch, as a keyword that every stage gets, and each stage looks
-up what it needs. The last stage ends in the loss: what torch sees of its output is one number,
-whatever the model returns.
+torch splits a batch along its first dimension, but a Lockstep window is a list of micro-batches of
+any structure. So torch gets the numbers of the micro-batches as its batch, in a keyword that every
+stage receives, and each stage looks up its inputs by number. The last stage also computes the loss:
+its output is one number for torch, whatever the model returns.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from lockstep.runtime import status
 
 @dataclass(slots=True)
 class Calls:
-    """What the caller gave for the window that is being run."""
+    """The caller's arguments for the window that is being run."""
 
     inputs: Sequence[Sequence[Any]]
     finish: Callable[[int, Any], Tensor]
-    """(micro-batch, output) -> what the backward starts from, on the last stage."""
+    """(micro-batch, output) -> the tensor on which backward is called, on the last stage."""
     begin: Callable[[int, int], None]
     autocast: Callable[[], AbstractContextManager[Any]]
     problem: Exception | None = None
-    """What the caller's code raised, before torch wraps it."""
+    """The exception that the caller's code raised, before torch wraps it."""
 
 
 class StageTurn(nn.Module):
-    """What torch calls for stage `number` with a micro-batch's number and, after the first
-    stage, what has arrived.
+    """The module that torch calls for stage `number`, with a micro-batch's number. All stages but
+    the first also get the received activation.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StageTurn(nn.Module):
         super().__init__()
         self.stage = stage
         self._number = number
-        self._gives = gives  # None: it is the last
+        self._gives = gives  # None for the last stage
         self._calls = calls
         self._in_place = any(getattr(module, "inplace", False) for module in stage.modules())
 
@@ -85,8 +85,8 @@ class StageTurn(nn.Module):
             raise
 
     def _ready(self, arrived: Tensor) -> Tensor:
-        """What arrived, in a form whose gradient can be sent, and that may be written into where
-        a layer does.
+        """Return the received tensor in a form whose gradient is contiguous, and so can be sent.
+        It is a copy if a layer of the stage works in place.
         """
         if not (arrived.requires_grad and torch.is_grad_enabled()):
             return arrived
@@ -95,8 +95,8 @@ class StageTurn(nn.Module):
         return ready
 
     def _checked(self, output: Any, gives: Shape) -> Tensor:
-        """The output, in a form that can be sent and that torch may detach in place, which it
-        does not do to views.
+        """Return the output as a contiguous tensor that is no view: torch detaches it in place,
+        which is impossible for views.
         """
         tensor = check_tensor(output, *last_layer(self.stage, self._number))
         if Shape.of(tensor) != gives:
@@ -115,11 +115,11 @@ class StageTurn(nn.Module):
 
 
 class ActionTimer:
-    """How long a rank was at work, without making it wait: on a GPU by events in its stream, read
-    when everything is done.
+    """Measures how long a rank computes. On a GPU it records events in the stream and reads them
+    when all work is done, so that the host need not wait.
 
-    `busy` around pieces of work, `read` for their seconds. Pieces inside a piece do not count
-    twice.
+    Enclose pieces of work in `busy`; `read` returns their seconds. A piece inside another piece is
+    not counted twice.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,8 +130,8 @@ class ActionTimer:
 
     @contextmanager
     def busy(self, phase: str) -> Iterator[None]:
-        """Count the block, a piece of this phase. Between two pieces a rank waits for others:
-        `waiting` around them all.
+        """Count the time of the block, a piece of this phase. Between two pieces the rank waits for
+        other ranks: enclose all of them in `waiting`.
         """
         if self._inside:
             yield
@@ -156,8 +156,8 @@ class ActionTimer:
 
     @contextmanager
     def waiting(self, *, notes: bool) -> Iterator[None]:
-        """In this block, what is not busy waits for other stages. `notes`: pieces are phases of
-        a step.
+        """In this block, time outside of `busy` counts as waiting for other stages. `notes`:
+        whether pieces are also recorded as phases of a step.
         """
         self._notes = notes
         status.waits(True)
@@ -167,7 +167,7 @@ class ActionTimer:
             status.waits(False)
 
     def read(self) -> float:
-        """Seconds since the last reading. On a GPU: waits until the work is done."""
+        """Return the seconds since the last call. On a GPU it waits until the work is done."""
         if self._events:
             torch.cuda.synchronize()
         found: float = (
@@ -186,13 +186,14 @@ class ActionTimer:
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, its work counted by a clock, and three things made right.
+    """torch's PipelineStage, with a timer and three corrections.
 
-    A backward in halves loses the weights' gradients where the input has none (token ids that
-    arrive from a stage before), because torch follows the graph from the input: there the first
-    half is the whole. It makes what autograd returns the `.grad`, and that may be one tensor for
-    two parameters (in x + a + b), or the place where the next gradient arrives: each gets memory of
-    its own. And neighbouring stages on one rank can be evaluated, which torch's cannot.
+    - torch follows the graph from the input when it computes a backward in halves. If the input has
+      no gradient (token ids from an earlier stage), the weights' gradients are lost. Here the first
+      half of such a stage is the whole backward.
+    - torch uses the tensor from autograd as `.grad`. It may be one tensor for two parameters (in
+      x + a + b), or a buffer that receives the next gradient. Here each parameter gets a copy.
+    - Neighbouring stages on one rank can be evaluated; torch's cannot.
     """
 
     def __init__(
@@ -207,7 +208,9 @@ class TimedStage(PipelineStage):
         takes: Shape | None,
         gives: Shape | None,
     ) -> None:
-        """`takes` and `gives` are None before the first stage and after the last."""
+        """`takes`: the input's shape, None for the first stage. `gives`: the output's shape, None
+        for the last stage.
+        """
         arriving = () if takes is None else (takes.example(),)
         leaving = torch.empty((), device="meta") if gives is None else gives.example()
         super().__init__(turn, number, count, device, arriving, leaving, group=group)
@@ -252,16 +255,16 @@ class TimedStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-_KEPT = 8  # shapes of micro-batches for which the places of what arrives are kept
+_KEPT = 8  # schedule objects that are kept, each with its receive buffers
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, and how they are run.
+    """Runs this rank's stages of a pipeline.
 
-    `stages` are this rank's, by number, of `count` on all ranks of `group` (stage s on rank s
-    modulo its size); they are on `device` already. What every rank's `train` and `forward` are
-    given must be equal on all ranks of the group but for values: the same number of micro-batches,
-    of the same shapes. Raises UsageError for stages that do not go with the schedule.
+    `stages` holds this rank's stages by number, of `count` stages on all ranks of `group` (stage s
+    is on rank s modulo the group's size). They must already be on `device`. The arguments of
+    `train` and `forward` may differ between ranks only in values: the number of micro-batches and
+    their shapes must be equal. Raises UsageError for stages that do not fit the schedule.
     """
 
     def __init__(
@@ -290,8 +293,8 @@ class Pipeline:
         self.stages = dict(sorted(stages.items()))
         self.count, self.group, self.device = count, group, device
         self.busy = self.wall = 0.0
-        """Seconds of the last `train`: in forwards and backwards, and in all. Both exclude
-        working out new shapes.
+        """Seconds of the last `train`: `busy` in forwards and backwards, `wall` in total. Both
+        exclude the time to find the shapes between stages.
         """
         self._autocast = autocast
         self._clock = ActionTimer(device)
@@ -302,13 +305,13 @@ class Pipeline:
 
     @property
     def idle(self) -> float:
-        """The fraction of the last `train` in which this rank waited. Rank 0 begins first and
-        ends last: its is the textbook's.
+        """The fraction of the last `train` in which this rank waited. Compare the value of rank 0,
+        which begins first and ends last, with `expected_idle`.
         """
         return 1 - self.busy / self.wall if self.wall else 0.0
 
     def expected_idle(self, micro_batches: int, backward: float = 2.0) -> float:
-        """What `idle` is by the textbook's formula."""
+        """Return the value of `idle` by the textbook formula (PipelineSchedule.bubble)."""
         return self._runs(micro_batches).bubble(self.group.size, micro_batches, backward)
 
     def train(
@@ -319,16 +322,16 @@ class Pipeline:
     ) -> None:
         """Run all micro-batches forward and backward. Collective.
 
-        `inputs` are the model's arguments, a tuple a micro-batch; only the first stage looks at
-        their values. `loss(micro-batch, output)` is called on the last stage and gives the scalar
-        to differentiate; gradients of all micro-batches are added up in `.grad`.
-        `begin(micro-batch, stage)` is called just before each forward of a stage: seed its
-        randomness there. What a stage's own code, `loss` or `begin` raises is raised as it is, on
-        its rank; the others wait for messages, until their process group's timeout.
+        `inputs` are the model's arguments, a tuple for each micro-batch; only the first stage uses
+        their values. `loss(micro-batch, output)` is called on the last stage and returns the scalar
+        to differentiate; `.grad` gets the sum of the gradients of all micro-batches.
+        `begin(micro-batch, stage)` is called just before each forward of a stage: seed its random
+        numbers there. An exception from a stage's own code, `loss` or `begin` is raised unchanged
+        on its rank; the other ranks wait for messages, until the timeout of their process group.
         """
 
         def finish(number: int, output: Any) -> Tensor:
-            # torch detaches in place what it has gone back through
+            # after its backward, torch detaches this tensor in place
             return loss(number, output).clone()
 
         self.wall = 0.0
@@ -346,8 +349,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Sequence[Any]], done: Callable[[int, Any], None]) -> None:
-        """Run all micro-batches forward only; `done(micro-batch, output)` is called on the last
-        stage. Collective.
+        """Run only the forwards of all micro-batches; `done(micro-batch, output)` is called on the
+        last stage. Collective.
         """
 
         def finish(number: int, output: Any) -> Tensor:
@@ -362,8 +365,8 @@ class Pipeline:
             self._run(made.eval, numbers, train=False)
 
     def _alike(self, inputs: Sequence[Sequence[Any]]) -> list[list[int]]:
-        """The micro-batches' numbers, those of one shape together: a schedule has one size of
-        places for what arrives.
+        """Return the micro-batches' numbers, grouped by shape, because the receive buffers of a
+        schedule have one size. Find the shapes between stages for new ones.
         """
         found: dict[Any, list[int]] = {}
         for number, arguments in enumerate(inputs):
@@ -377,8 +380,8 @@ class Pipeline:
         return list(found.values())
 
     def _runs(self, micro_batches: int) -> PipelineSchedule:
-        """The schedule that runs so many. Another one does the same work with more waiting; that
-        is said once.
+        """Return a schedule that can run this number of micro-batches. If the chosen one cannot,
+        return another with the same result and more waiting, and warn once.
         """
         reason = self.schedule.why_not(self.group.size, micro_batches)
         if not reason:
@@ -403,8 +406,8 @@ class Pipeline:
         *,
         train: bool,
     ) -> Any:
-        """torch's schedule object for so many micro-batches of this shape, which holds a place
-        for everything that arrives.
+        """Return torch's schedule object for this number of micro-batches of this shape. It holds
+        the receive buffers.
         """
         shape = signature(arguments)
         key = schedule, micro_batches, shape, train
@@ -431,24 +434,24 @@ class Pipeline:
         )
 
     def _run(self, step: Callable[..., object], numbers: Sequence[int], *, train: bool) -> None:
-        """Run torch's schedule over micro-batches, and raise what the user's code raised in
-        place of torch's words about it.
+        """Run torch's schedule over micro-batches. If the user's code raises, raise its exception
+        in place of torch's.
         """
         indices = torch.tensor(numbers)
         try:
             with self._clock.waiting(notes=train):
                 step(number=indices, target=indices, return_outputs=False)
         except Exception as error:
-            self._made.clear()  # they are in the middle of something
+            self._made.clear()  # schedule objects are unusable after an exception
             if self._calls.problem is not None:
                 raise self._calls.problem from None
             if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None  # from a backward
+                raise error.__cause__ from None  # an exception in a backward
             raise
 
 
 def _the_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage ends in the loss already."""
+    """Return the last stage's output, which is already the loss."""
     return output
 
 

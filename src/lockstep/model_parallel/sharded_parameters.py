@@ -1,13 +1,13 @@
 """Sharded parameters (FSDP; ZeRO-3): each rank of the shard axis keeps a part of every parameter,
 its gradient and its optimizer state.
 
-    forward    all-gather a unit's parameters, compute, let go of them
+    forward    all-gather a unit's parameters, compute, free them
     backward   all-gather them again, compute, sum the gradients and keep this rank's part of the
                sum (reduce-scatter)
 
-torch's `fully_shard` does it (Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020).
-Here it is told what a unit is, and to sum gradients: who divides by the weight of the step is not
-its business.
+torch's `fully_shard` does this (Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020).
+This file chooses the units, and makes torch sum gradients without a division: the Stepper divides
+by the weight of the step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Unit = list[nn.Module]
 
 
 def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
-    """Cut every parameter of `module` along its first dim. Every rank of the axis holds the same
-    module, with the same values.
+    """Cut every parameter of `module` along its first dim. Every rank of the axis must hold the
+    same module, with the same values.
 
-    After a backward the gradients are sums over the ranks of the axis. Layers that are cut along
-    the tensor axis may be cut once more. All ranks must run the module equally often, forward and
+    After a backward the gradients are sums over the ranks of the axis. Layers that are already cut
+    along the tensor axis may be cut again. All ranks must run the module equally often, forward and
     backward: see `take_part`. Raises TaskError for parameters that cannot be cut.
     """
     if shard_mesh.size() == 1:
@@ -45,9 +45,9 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)
-            # or torch multiplies by 1 in NCCL, which gloo cannot
+            # else torch asks the backend to sum and multiply by 1, which gloo cannot do
             each.set_force_sum_reduction_for_comms(True)
-    # or ranks that use different parameters would add up different ones
+    # else ranks that use different parameters would add gradients of different parameters
     root.set_reduce_scatter_unused_params(True)
 
 
@@ -64,11 +64,11 @@ def _check(name: str, parameter: Tensor) -> None:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """What is gathered together: the repeated blocks of a model, the members of its outermost
-    nn.Sequential and nn.ModuleList.
+    """Return the units of `module`; the parameters of a unit are gathered together. A unit is a
+    repeated block: a member of an outermost nn.Sequential or nn.ModuleList.
 
-    A block of a traced model is no module that is called; then it is those of its modules that are.
-    What belongs to no unit, or has a parameter in common with something outside its own, is
+    In a traced model a block itself is not called. Its unit consists of the modules in it that are
+    called. Parameters outside of units, and blocks that share a parameter with other modules, are
     gathered with the root.
     """
     found = [
@@ -102,7 +102,7 @@ def _units(module: nn.Module) -> Iterator[Unit]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or what is in it where it only holds others under its name."""
+    """Yield the module; or, if it is only a container, the modules in it that are called."""
     if not _is_folder(module):
         yield module
     else:
@@ -115,11 +115,11 @@ def _is_folder(module: nn.Module) -> bool:
 
 
 def take_part(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Go along with the other ranks of the shard axis in a micro-batch that this rank has not:
+    """Take part in the collectives of a micro-batch that only other ranks of the shard axis have.
     `run` is a forward on any valid input.
 
-    It adds zeros to the gradients, and `module`'s buffers are put back. The others' forwards and
-    backwards wait for this rank's, unit by unit, so it must have taken part as often as the rank
+    It adds zeros to the gradients, and restores `module`'s buffers. The forwards and backwards of
+    the other ranks wait for this rank, unit by unit. So every rank must run as many as the rank
     with the most micro-batches.
     """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -1,9 +1,9 @@
-"""Which layers make a stage: by the user's word, else balanced by what the layers cost. Pure
-functions, and one that measures.
+"""Assign layers to pipeline stages: as the user says, else balanced by the cost of each layer. Also
+the names and gradients of parameters that several stages share.
 
-A parameter may have several names, and be on several stages, such as an embedding that is the head
-too. The names are noted before the model is cut, so that a rank that has some of its tensors still
-speaks of them as one process would.
+A parameter may have several names, and be on several stages, such as an embedding that is also the
+head. The names are recorded before the model is cut, so that a rank with a part of the model uses
+the same names as one process would.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lockstep.step.model_shard import forms_of
 def cut(
     layers: Layers, stages: int, parts: Parts | None = None, costs: Sequence[float] | None = None
 ) -> list[range]:
-    """The layers of every stage: as `parts.stages` says, else balanced by `costs` (by default
-    the numbers of parameters). Raises UsageError.
+    """Return the layers of every stage: from `parts.stages` if it is given, else balanced by
+    `costs` (by default the numbers of parameters). Raises UsageError for impossible stages.
     """
     if parts is not None and parts.stages is not None:
         return _as_named(layers.names, parts.stages, stages)
@@ -42,11 +42,11 @@ def cut(
 
 
 def balanced(costs: Sequence[float], stages: int, names: Sequence[str] = ()) -> list[range]:
-    """Consecutive ranges, none empty, whose largest sum of `costs` is as small as can be; of these,
-    with the smallest sum of squares.
+    """Return consecutive, non-empty ranges of layers with the smallest maximum sum of `costs`.
+    Among these it chooses the smallest sum of squares, then the earliest cuts.
 
-    Where several are left, the one that cuts earliest. `names` are the layers' in the error's
-    words. Raises UsageError for more stages than layers.
+    `names` are the names of the layers for the error message. Raises UsageError for more stages
+    than layers.
     """
     count = len(costs)
     if not 1 <= stages <= count:
@@ -64,13 +64,13 @@ def balanced(costs: Sequence[float], stages: int, names: Sequence[str] = ()) -> 
 def _smallest(
     sums: Sequence[float], stages: int, add: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Of all ways to cut, the smallest value and where its stages begin; of equal ones the
-    first.
+    """Return the smallest value over all ways to cut, and the first layer of each of its stages.
+    Among equal values it returns the earliest cuts. `sums` are the prefix sums of the costs.
     """
 
     @cache
     def best(stop: int, count: int) -> tuple[float, list[int]]:
-        """Of the first `stop` layers in `count` stages."""
+        """Return the same for the first `stop` layers in `count` stages."""
         if count == 0:
             return (0.0 if stop == 0 else math.inf), []
         found = math.inf, list[int]()
@@ -111,8 +111,8 @@ def _as_named(names: Sequence[str], begins: Sequence[str], stages: int) -> list[
 
 
 def by_parameters(layers: Layers) -> list[float]:
-    """The number of parameters of each layer. Equal everywhere; far from the time where layers
-    without parameters work.
+    """Return the number of parameters of each layer. It is equal on all ranks, but a poor estimate
+    of time if layers without parameters take long.
     """
     each = (stage_module(layers, range(number, number + 1)) for number in range(len(layers)))
     return [float(sum(parameter.numel() for parameter in module.parameters())) for module in each]
@@ -121,12 +121,12 @@ def by_parameters(layers: Layers) -> list[float]:
 def by_time(
     layers: Layers, arguments: Sequence[Any], group: Group, repeats: int = 5
 ) -> list[float]:
-    """Seconds that each layer's forward and backward take on one micro-batch (the model's
-    positional arguments), the median of `repeats`.
+    """Return the seconds of each layer's forward and backward on one micro-batch (the model's
+    positional arguments): the median of `repeats`.
 
-    Measured on the group's first rank, on copies, one layer at a time, so that no gradient, buffer
-    or random stream is touched; then told to all, because all must cut alike. Collective. Raises
-    TaskError for a layer that does not give one tensor.
+    The group's first rank measures copies of the layers, one at a time, so that no gradient, buffer
+    or random stream changes. It broadcasts the result, because all ranks must cut at the same
+    places. Collective. Raises TaskError for a layer that does not return one tensor.
     """
     found = torch.zeros(len(layers), dtype=torch.float64)
     problem: Exception | None = None
@@ -149,7 +149,7 @@ def _timed(layers: Layers, arguments: tuple[Any, ...], repeats: int) -> list[flo
     seconds = []
     device = next((argument.device for argument in arguments if isinstance(argument, Tensor)), None)
     for number in range(len(layers)):
-        # the model is on the host still
+        # the model is still on the CPU
         layer = copy.deepcopy(stage_module(layers, range(number, number + 1))).train().to(device)
         times = []
         for _ in range(repeats):
@@ -160,7 +160,7 @@ def _timed(layers: Layers, arguments: tuple[Any, ...], repeats: int) -> list[flo
                         each.clone() if isinstance(each, Tensor) and each.requires_grad else each
                         for each in arguments
                     )
-                )  # it may work in place
+                )  # clones, because a layer may work in place
                 tensor = (
                     output
                     if number + 1 == len(layers)
@@ -183,8 +183,8 @@ def _now(arguments: tuple[Any, ...]) -> float:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that are one tensor under several names, each with the first
-    of them: {"head.weight": "bytes.weight"}.
+    """Return the first name of each tied parameter, by its further names:
+    {"head.weight": "bytes.weight"}.
     """
     first: dict[nn.Parameter, str] = {}
     found = {}
@@ -195,8 +195,8 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def shared(layers: Layers, ranges: Sequence[range]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages use, by their first name in the model, and these stages.
-    Their gradients must be added up across stages.
+    """Return the parameters that several stages use: the numbers of these stages, by the
+    parameter's first name. Their gradients must be summed over the stages.
     """
     names = {parameter: name for name, parameter in layers.model.named_parameters()}
     users: dict[str, list[int]] = {}
@@ -207,37 +207,35 @@ def shared(layers: Layers, ranges: Sequence[range]) -> dict[str, tuple[int, ...]
 
 
 class ModelNames:
-    """Of `model`, which is whole."""
+    """The names, shapes and dtypes of the tensors of `model`, taken before it is cut."""
 
     def __init__(self, model: nn.Module) -> None:
         self.forms = forms_of(weights(model).items())
-        """Shape and dtype of all tensors, under the names that checkpoints give them."""
+        """Shape and dtype of all tensors, by their names in checkpoints."""
         self.parameters = tuple(name for name, _ in model.named_parameters())
-        """Each once, in the model's order."""
+        """The first name of each parameter, in the model's order."""
         self.size = sum(parameter.numel() for parameter in model.parameters())
-        """Numbers in all parameters."""
+        """The number of elements of all parameters."""
         self._first = tied(model)
 
     def first(self, name: str) -> str:
-        """Of a tensor's several names the one that comes first in the model, under which its
-        optimizer state is known.
-        """
+        """Return the first name of a tensor in the model. Its optimizer state has this name."""
         return self._first.get(name, name)
 
     def in_checkpoints(self, name: str) -> str:
-        """The one under which checkpoints know the tensor (`identity.weights`)."""
+        """Return the name of the tensor in checkpoints (`identity.weights`)."""
         first = self.first(name)
         return min([first, *(other for other, its in self._first.items() if its == first)])
 
     def find(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of a part of the model, also by the first name of each."""
+        """Return the parameters of a part of the model, by their names there and first names."""
         found = dict(module.named_parameters(remove_duplicate=False))
         return {self.first(name): parameter for name, parameter in found.items()} | found
 
 
 class TiedStages:
-    """`ranks`: of the pipeline, by the first name of each such parameter. `module` holds this
-    rank's parameters.
+    """The parameters that several stages share. `ranks`: the ranks of the pipeline that use such a
+    parameter, by its first name. `module` holds this rank's parameters.
     """
 
     def __init__(
@@ -256,13 +254,13 @@ class TiedStages:
         }
 
     def is_first(self, name: str) -> bool:
-        """Whether no earlier rank of the pipeline has the same parameter."""
+        """Whether no earlier rank of the pipeline holds the same parameter."""
         ranks = self._ranks.get(self._names.first(name))
         return ranks is None or self._pipeline.rank == ranks[0]
 
     def sum_gradients(self) -> None:
-        """Over all stages that use a parameter. Ranks that have none of it add zeros. A
-        collective.
+        """Sum the gradient of each shared parameter over the stages that use it. Ranks without the
+        parameter add zeros. Collective.
         """
         for name, parameter in self._here.items():
             self._sum(name, parameter)

@@ -1,14 +1,13 @@
-"""A split model's state in checkpoints, on the ranks of a mesh: the names and whole tensors of an
-unsplit one, so that any mesh goes on from any other.
+"""Checkpoints of a split model, with the names and whole tensors of the unsplit model: a run can
+resume on any other mesh. Also the groups of a mesh's axes, and the SHA-256 of the weights.
 
-Every rank writes what it alone has, or what it has as the first of several; every rank reads whole
-tensors, one after the other, and takes its part of each. And which weights these are: the SHA-256
-that one process would compute (checkpoints/identity.py).
+Each element is written by the first rank that holds it. Every rank reads whole tensors, one after
+the other, and takes its part of each. The SHA-256 is the one that a single process would compute
+(checkpoints/identity.py).
 
-A mesh is a DeviceMesh for torch, and here a Group along every axis that has a use. torch's process
-groups carry what torch sends by itself (DTensor, FSDP, from threads of autograd); the Groups carry
-what this library sends, and are others, so that the two never meet on one process group in another
-order on each rank.
+torch gets the mesh as a DeviceMesh; Lockstep has a Group for each line of ranks. The two use
+different process groups. torch sends on its own (DTensor and FSDP, from autograd's threads); on a
+shared process group, its collectives and Lockstep's could run in a different order on each rank.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from lockstep.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """This rank's lines of the mesh. Lines of the same ranks are one Group, and the line of all
-    ranks is the world's.
+    """The Groups along this rank's lines of the mesh. Lines with the same ranks share one Group; a
+    line of all ranks uses the world's.
     """
 
     data: Group
-    """Ranks that hold the same part of the model: gradients are summed along it."""
+    """Ranks that hold the same part of the model. Gradients are summed over them."""
     shard: Group
     pipeline: Group
     tensor: Group
     model: Group
-    """All ranks that hold one replica between them: shard x pipeline x tensor."""
+    """All ranks that together hold one replica: shard x pipeline x tensor."""
 
 
 def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:
-    """Both for the ranks of a world; every rank calls it, and the world closes them. Raises
-    UsageError where the mesh has not its size.
+    """Create the DeviceMesh and the Axes of a world. Every rank calls it. The world closes both.
+    Raises UsageError if mesh and world have different sizes.
     """
     mesh.check_size(world.size)
     with loopback(world.local_size == world.size):
@@ -65,11 +64,11 @@ def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The mesh in the form that torch takes, with the names of the axes. Every rank of torch's
-    default process group calls it.
+    """Return the mesh as torch's DeviceMesh, with named axes. Every rank of torch's default process
+    group calls it.
 
-    No axis is given the default process group itself, which belongs to the world. `timeout` is for
-    what torch sends along the axes.
+    No axis uses the default process group itself, which belongs to the world. `timeout` is for
+    torch's collectives along the axes.
     """
     backend = dist.get_backend()
     devices = init_device_mesh(
@@ -82,8 +81,8 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
 
 def axes_of(mesh: Mesh, world: World) -> Axes:
-    """The Groups of this rank. Every rank calls it: each round makes one on every rank, so that
-    torch names them alike everywhere.
+    """Create this rank's Groups. Every rank calls it and creates the same number of groups, so that
+    torch gives them the same names on all ranks.
     """
     made: dict[tuple[Axis, ...], Group] = {}
 
@@ -104,9 +103,7 @@ def axes_of(mesh: Mesh, world: World) -> Axes:
 
 
 class SplitForm:
-    """Of a Stepper that trains this rank's part of a model (step/model_shard.py:
-    CheckpointForm).
-    """
+    """The CheckpointForm (step/model_shard.py) of a Stepper that trains a part of a model."""
 
     def __init__(
         self,
@@ -118,8 +115,8 @@ class SplitForm:
         *,
         writes: bool,
     ) -> None:
-        """`tensor`: the ranks along that axis; `writes`: whether this rank's replica is the one
-        that is saved.
+        """`tensor`: the ranks along the tensor axis; `writes`: whether this rank's replica is the
+        replica that is saved.
         """
         self._stepper = stepper
         self._names = names
@@ -155,13 +152,14 @@ class SplitForm:
                 replace(each, name=piece.name)
                 for each in self._pieces(f"{state}/", local.get(name, name), piece.data)
             ]
-        for piece in mine:  # of the sharded update: what no other rank along the data axis has
+        # sharded update: pieces that no other rank along the data axis holds
+        for piece in mine:
             if self._tied.is_first(piece.name.partition("/")[2]):
                 found.append(piece)
         return found
 
     def _pieces(self, prefix: str, name: str, tensor: Tensor) -> list[TensorPiece]:
-        """What this rank writes of a tensor; all ranks along the tensor axis are here together."""
+        """Return what this rank writes of a tensor. All ranks along the tensor axis call it."""
         pieces = self._here.pieces(prefix, name, tensor, self._tensor)
         return pieces if self._writes and self._tied.is_first(name) else []
 
@@ -207,11 +205,12 @@ class SplitForm:
 
 
 def sha256(here: Locals, axes: Axes, names: Collection[str]) -> str:
-    """64 hexadecimal digits, on every rank. All ranks of a replica (`axes.model`) call it.
+    """Return the SHA-256 of the weights, as 64 hexadecimal digits, on every rank. All ranks of a
+    replica (`axes.model`) call it.
 
-    The tensors come to its first rank one after the other, by sorted name; no rank has more than
-    one of them whole at a time. `names` are those of the whole model (`weights(model)` before it
-    was cut): of a tensor that has several names in several stages, only one counts.
+    The replica's first rank receives the tensors one after the other, by sorted name. No rank holds
+    more than one whole tensor at a time. `names` are those of the whole model (`weights(model)`
+    before it was cut): a tensor with several names in several stages counts under only one.
     """
     mine = weights(here.module)
     digest = hashlib.sha256()
@@ -224,8 +223,8 @@ def sha256(here: Locals, axes: Axes, names: Collection[str]) -> str:
 
 
 def _arriving(group: Group, pieces: list[TensorPiece]) -> list[Tensor]:
-    """One tensor's bytes on the group's first rank, in order, from whoever has them; nothing on
-    the others.
+    """Gather one tensor's bytes, in order, on the group's first rank. Other ranks return an empty
+    list.
     """
     assert len(pieces) <= 1, "a rank holds one interval of a tensor"
     octets = [
@@ -235,7 +234,7 @@ def _arriving(group: Group, pieces: list[TensorPiece]) -> list[Tensor]:
     table = group.all_gather(told, place="for the weights' SHA-256").view(-1, 2).tolist()
     parts: dict[int, Tensor] = {}
     for rank, (start, size) in sorted(enumerate(table), key=lambda row: row[1]):
-        if start == -1 or start in parts:  # nothing, or what another stage has too
+        if start == -1 or start in parts:  # no piece, or one that another stage also has
             continue
         parts[start] = octets[0] if rank == group.rank else torch.empty(size, dtype=torch.uint8)
         if size and rank != 0 and group.rank == 0:

@@ -1,14 +1,14 @@
-"""This rank's part of a task's model, laid over a mesh: built, cut, and run.
+"""Build, cut and run this rank's part of a task's model on a mesh.
 
-    built whole, once, on the host     under the shared random stream, so that its weights are those
-                                       of one process
-    pipeline                           the stages of this rank stay, the rest is let go           (layers.py, split.py, stages.py)
-    tensor                             this rank's part of their matrices                         (tensor.py)
-    shard                              its part of every parameter                                (sharded_parameters.py)
+    build       the whole model, on the CPU, under the shared random stream: the weights are those
+                of one process
+    pipeline    keep this rank's stages, and free the rest (layers.py, split.py, stages.py)
+    tensor      keep this rank's part of their matrices (tensor.py)
+    shard       keep this rank's part of every parameter (sharded_parameters.py)
 
-What is left are plain tensors of this rank (local.py), with which Stepper and optimizer work as
-they do with a whole model. A rank walks its micro-batches with those that hold the rest of the
-model: one after the other, or all through a pipeline.
+The result is a set of plain tensors of this rank (local.py). Stepper and optimizer use them as they
+use a whole model. The ranks that hold one model compute their micro-batches together: one after the
+other, or all at once through a pipeline.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from lockstep.world.world import World
 
 @contextmanager
 def buffers_stay(modules: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Buffers that a forward moves are averaged by the weights of whole models; here they would
-    differ between ranks, or stand still.
+    """Raise a TaskError if a forward in this block changes a buffer.
 
-    Raises TaskError for one that moves within the block. Of no interest where ranks with the same
-    buffers see the same samples.
+    Such buffers are averaged by the weights of micro-batches, for whole models only. With a
+    pipeline or shard axis they would differ between ranks, or never change. Without these axes,
+    ranks with the same buffers compute the same samples, and nothing is checked.
     """
     if mesh.pipeline == 1 and mesh.shard == 1:
         yield
@@ -69,8 +69,8 @@ def buffers_stay(modules: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 class InTurn:
-    """One micro-batch after the other. A rank of the shard axis that has fewer than another
-    takes part in the other's, with zeros.
+    """Computes one micro-batch after the other. A rank of the shard axis with fewer micro-batches
+    takes part in those of the others with zeros.
     """
 
     def __init__(
@@ -82,13 +82,14 @@ class InTurn:
         example: Callable[[], Any],
         device: torch.device,
     ) -> None:
-        """`share`: this rank's of the data; `example()`: a micro-batch."""
+        """`share`: number of this rank's share of the data. `example()` returns a micro-batch."""
         self._modules, self._mesh, self._share, self._shard = modules, mesh, share, shard
         self._example, self._device = example, device
-        self._spare: Any = None  # a micro-batch, to take part with where this rank has none
+        self._spare: Any = None  # a micro-batch for `take_part`, if this rank has none left
 
     def train(self, stepper: Stepper, window: Any, forward: Forward) -> None:
-        lacking = self._lacking(len(window))  # before the first: a forward waits for the others'
+        # a collective: call it before the first forward, which waits for the other ranks
+        lacking = self._lacking(len(window))
         for batch in stepper.micro_batches(window):
             with buffers_stay(self._modules, self._mesh):
                 output = forward(batch)
@@ -99,7 +100,9 @@ class InTurn:
             take_part(self._modules, lambda: forward(self._spare_batch()))
 
     def _lacking(self, walked: int) -> int:
-        """How many micro-batches less than another rank of the shard axis this one had."""
+        """Return how many micro-batches fewer than the busiest rank of the shard axis this rank
+        has. Collective.
+        """
         if self._mesh.shard == 1:
             return 0
         most = torch.tensor(walked, device=self._device)
@@ -112,7 +115,7 @@ class InTurn:
         for piece, output in outputs(forward, rows, seed):
             self._spare = piece.batch
             yield piece, output
-        # batches' numbers go round the shares: some have one more
+        # batches go to the shares in turn: the first shares may have one more
         if self._mesh.shard > 1 and 0 < rows.count % self._mesh.replicas <= self._share:
             forward(self._spare_batch())
 
@@ -126,11 +129,11 @@ class InTurn:
 
 
 class ThroughPipeline:
-    """All of a window at once, as the pipeline's schedule has them."""
+    """Computes all micro-batches of a window at once, in the order of the pipeline's schedule."""
 
     def __init__(self, pipeline: Pipeline, modules: nn.Module, mesh: Mesh, rank: int) -> None:
         self._pipeline, self._modules, self._mesh, self._rank = pipeline, modules, mesh, rank
-        # of every window: seconds busy, in all, and its micro-batches
+        # one entry a window: (busy seconds, seconds in total, micro-batches)
         self._times: list[tuple[float, float, int]] = []
 
     def train(self, stepper: Stepper, window: Any, forward: Forward) -> None:
@@ -162,7 +165,9 @@ class ThroughPipeline:
                 yield pieces[place], as_float32(output)
 
     def idle(self) -> str | None:
-        """Beside the textbook's formula. The first window, which warms up, is left out."""
+        """Return a line with the measured idle time and that of the textbook formula. The first
+        window is a warm-up and is not counted.
+        """
         if len(self._times) < 2:
             return None
         busy, wall = (sum(each[place] for each in self._times[1:]) for place in (0, 1))
@@ -177,21 +182,21 @@ class ThroughPipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What a rank has of a model that is cut into stages, or not."""
+    """The pipeline stages of a rank."""
 
     modules: dict[int, nn.Module] = field(default_factory=dict)
-    """By number; empty where it is not cut."""
+    """This rank's stages by number; empty if the model is not cut into stages."""
     count: int = 1
-    """On all ranks."""
+    """The number of stages on all ranks."""
     layers: dict[str, list[str]] = field(default_factory=dict)
-    """Their names, by number."""
+    """The names of the layers of each stage, by the stage's number."""
     tied: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameters of several stages, and the ranks of the pipeline that have them."""
+    """The ranks of the pipeline that hold a parameter, for parameters that several ranks hold."""
 
 
 class SplitModel:
-    """Made by every rank from the same whole model, which it takes apart. It answers what a
-    WholeModel does (training/assembled.py).
+    """This rank's part of a model. Every rank creates it from the same whole model, which is taken
+    apart. It has the interface of WholeModel (training/assembled.py).
     """
 
     holder = "replica"
@@ -215,7 +220,7 @@ class SplitModel:
         modules = [name for name, _ in model.named_modules()]
         _check_buffers(model, mesh)
         if mesh.tensor > 1:
-            # of stages each alone would not be seen
+            # ties between stages must be checked before the cut
             check_ties(model, task.parts.tensor, mesh.tensor)
         devices, self._axes = open_devices(mesh, world)
         self._stages = _Stages()
@@ -237,11 +242,11 @@ class SplitModel:
             if mesh.shard > 1:
                 shard_parameters(each, devices["shard"])
         self.runs = runs[0] if len(runs) == 1 else joined_stages(runs)
-        """What is trained, in torch's own form, under the whole model's names: for the task's
-        optimizer.
+        """The trained module, with torch's parameters (DTensors) under the whole model's names. The
+        task's optimizer is built from it.
         """
         self.modes = runs[0] if len(runs) == 1 else nn.ModuleList(runs)
-        """All that is run: for train() and eval()."""
+        """The modules that are run, for train() and eval()."""
         self._locals = Locals(self.runs, self._at)
         self.module = self._locals.module
         self._tied = TiedStages(
@@ -274,13 +279,13 @@ class SplitModel:
         )
         return ThroughPipeline(pipeline, self.modes, self.mesh, self._world.rank)
 
-    # -- what the Stepper asks --------------------------------------------------------------------
+    # -- the interface of the Stepper (ModelShard) ------------------------------------------------
 
     def replicas(self, everyone: Group) -> Group:
         return self._axes.data
 
     def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
-        # what is not cut is on every rank of the tensor axis
+        # every rank of the tensor axis holds the tensors that it does not cut
         uncut = [(name, each) for name, each in named if not self._locals.cut_by_tensor(name)]
         return [(replicas, named), (self._axes.tensor, uncut)]
 
@@ -293,7 +298,7 @@ class SplitModel:
 
     @property
     def reports(self) -> bool:
-        """On the last stage, and there on one of its tensor ranks."""
+        """True on the last stage, for the first of its tensor ranks."""
         last = not self._stages.modules or self._stages.count - 1 in self._stages.modules
         return last and self._at.tensor == 0
 
@@ -306,7 +311,7 @@ class SplitModel:
         return self._names.first(name)
 
     def form(self, stepper: Stepper) -> SplitForm:
-        writes = self._at.data == 0  # of replicas the first does
+        writes = self._at.data == 0  # only the first replica writes
         return SplitForm(
             stepper, self._names, self._locals, self._tied, self._axes.tensor, writes=writes
         )
@@ -321,12 +326,12 @@ class SplitModel:
         }
         return sum(group.bytes_sent for group in axes - {self._world.group})
 
-    # -- what the training loop asks --------------------------------------------------------------
+    # -- the interface of the training loop -------------------------------------------------------
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of the data this rank works on, together with those that hold
-        the rest of the model.
+        """(number, count): this rank's share of the data, and the number of shares. The ranks that
+        hold the rest of the model work on the same share.
         """
         return self.mesh.share(self._world.rank), self.mesh.replicas
 
@@ -339,8 +344,8 @@ class SplitModel:
     def outputs(
         self, forward: Forward, rows: DatasetRows, seed: int
     ) -> Iterator[tuple[Piece, Any]]:
-        """The output for each of this rank's batches, on the rank that reports it. Every rank
-        walks it to its end.
+        """Yield the output for each batch of this rank's share, on the rank that reports it. Every
+        rank must iterate to the end.
         """
         for piece, output in self._walk.outputs(forward, rows, seed):
             if self.reports:
@@ -351,7 +356,9 @@ class SplitModel:
         return self._walk.idle()
 
     def digest(self) -> str:
-        """No rank ever has more than one tensor whole. Every rank calls it."""
+        """Return the SHA-256 of the weights. Every rank calls it. No rank holds more than one whole
+        tensor at a time.
+        """
         return sha256(self._locals, self._axes, self._names.forms)
 
     def describe(self) -> dict[str, Any]:
@@ -377,7 +384,7 @@ def _cut(
     split: str,
     forward: Forward,
 ) -> _Stages:
-    """This rank's stages."""
+    """Cut the model into stages, and return this rank's."""
     example = forward.inputs(_example(task, world))
     layers = layers_of(model, task.parts, len(example))
     count = schedule.count(mesh.pipeline)
@@ -399,7 +406,9 @@ def _cut(
 
 
 def _example(task: Task, world: World) -> Any:
-    """A micro-batch, to see its shape and to measure with; what is drawn for it is put back."""
+    """Return a micro-batch of the training data, for shapes and timing. Random states stay as they
+    are.
+    """
     data: Any = task.train_data
     with randomness.preserved():
         if not is_iterable(data):
@@ -412,8 +421,8 @@ def _example(task: Task, world: World) -> Any:
 
 
 def _check_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Statistics that a forward moves are averaged over micro-batches by their weights, which
-    only the last stage knows.
+    """Raise a TaskError for running statistics, with a pipeline or shard axis. They are averaged by
+    the weights of micro-batches, which only the last stage knows.
     """
     if mesh.pipeline == 1 and mesh.shard == 1:
         return

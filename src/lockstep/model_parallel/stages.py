@@ -1,10 +1,10 @@
-"""A stage of a pipeline as a module: some consecutive layers of a model, under the names that
-they have in the whole model. And what goes from stage to stage.
+"""A stage of a pipeline as a module: some consecutive layers of a model, under their names in the
+whole model. Also the shapes that are sent from stage to stage.
 
-Every rank must have a place for what it receives, and nothing may be unpickled to learn how large
-it is. So the stages are run once, one after the other, without gradients, on the first rank's real
-input and on zeros after it. Each tells all ranks in JSON what it gave, or what went wrong: then all
-raise, and nobody waits for a message that never comes.
+Every rank needs receive buffers of the right size, and must not unpickle messages to find it. So
+each stage runs once, one after the other, without gradients: the first on real input, the others on
+zeros. Each sends the shape of its output, or its error, to all ranks in JSON. After an error all
+ranks raise, so that no rank waits for a message that never comes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lockstep.runtime import randomness
 
 
 def stage_module(layers: Layers, part: range) -> nn.Module:
-    """A module of these layers only: it takes the model's arguments (the first layers) or one
-    tensor, and gives one tensor or the model's output.
+    """Return a module of these layers. It takes the model's arguments if it has the first layer,
+    else one tensor. It returns the model's output if it has the last layer, else one tensor.
 
-    Its parameters and buffers are the model's own, under the names of the whole model. With the
-    last layer come those that no layer uses, so that all stages together have every name.
-    `layer_names` and `last_class` say in messages what it is.
+    Its parameters and buffers are the model's own, under the names of the whole model. The stage
+    with the last layer also holds those that no layer uses, so that all stages together have every
+    name. Its attributes `layer_names` and `last_class` describe it in messages.
     """
     assert part.step == 1
     assert 0 <= part.start < part.stop <= len(layers)
@@ -38,13 +38,14 @@ def stage_module(layers: Layers, part: range) -> nn.Module:
     if part.stop == len(layers):
         for name, owner, field in _unused(layers):
             _put(stage, name, owner, field)
-    stage.layer_names = layers.names[part.start : part.stop]  # type: ignore[assignment]  # a plain attribute, not a module
+    # the ignores: these are plain attributes, not modules
+    stage.layer_names = layers.names[part.start : part.stop]  # type: ignore[assignment]
     stage.last_class = layers.class_of(part.stop - 1)  # type: ignore[assignment]
     return stage
 
 
 def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """Several stages' modules in one tree, under the names of the whole model. It is not run."""
+    """Join several stages in one tree, under the names of the whole model. It cannot be run."""
     root = nn.Module()
     for stage in stages:
         for prefix, owner in stage.named_modules():
@@ -59,7 +60,7 @@ def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 def described(module: nn.Module) -> str:
-    """ "layers blocks.1 to norm" for a stage's module, for messages."""
+    """Return a stage's layers for messages, such as "layers blocks.1 to norm"."""
     names = getattr(module, "layer_names", ())
     if not names:
         return f"a {type(module).__name__}"
@@ -67,7 +68,7 @@ def described(module: nn.Module) -> str:
 
 
 def check_tensor(output: object, name: str, kind: str) -> Tensor:
-    """What a layer gave, if it can go on. Raises TaskError."""
+    """Return a layer's output. Raises TaskError if it is not a tensor."""
     if isinstance(output, Tensor):
         return output
     inside = (
@@ -81,7 +82,7 @@ def check_tensor(output: object, name: str, kind: str) -> Tensor:
 
 
 class _Chain(nn.Module):
-    """Layers that Parts gave, one applied after the other."""
+    """The layers that Parts lists, applied one after the other."""
 
     def __init__(self, layers: Layers, part: range) -> None:
         super().__init__()
@@ -104,15 +105,15 @@ class _Chain(nn.Module):
 
 
 def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
-    """These layers' piece of the graph as a module. fx registers what it calls under its name in
-    the model.
+    """Return the part of the graph for these layers as a module. fx registers the modules that it
+    calls under their names in the model.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies and node.op == "get_attr":
-            # a parameter of the root: it is where it is used
+            # copy a parameter of the root at its first use
             copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
@@ -137,15 +138,15 @@ def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
 
 
 def _buffers_as_they_were(stage: nn.Module, model: nn.Module) -> None:
-    """fx makes every buffer of the root a persistent one."""
+    """Restore which buffers of the root are not persistent: fx makes all of them persistent."""
     for name, _ in list(stage.named_buffers(recurse=False)):
         if name in model._non_persistent_buffers_set:
             stage._non_persistent_buffers_set.add(name)
 
 
 def _unused(layers: Layers) -> Iterable[tuple[str, nn.Module, str]]:
-    """(dotted name, its owner, its name there) of parameters and buffers that no layer uses,
-    such as those of a head for another purpose.
+    """Yield (dotted name, owner, name in the owner) for parameters and buffers that no layer uses,
+    such as those of a second head.
     """
     used = set(_used_names(layers))
     for prefix, owner in layers.model.named_modules(remove_duplicate=False):
@@ -196,7 +197,7 @@ def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
         )
 
 
-# what torch's modules raise at a shape that they do not take
+# what torch's modules raise for a shape that they do not accept
 _MISFIT = (RuntimeError, ValueError, IndexError)
 
 
@@ -216,20 +217,20 @@ class Shape:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient goes back for it. It does for all that can have one, also where
-        nobody needs it: what is frozen may change.
+        """Whether a gradient is sent back for it: for every dtype that can have one, even if no
+        parameter needs it, because frozen parameters may be unfrozen.
         """
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def example(self) -> Tensor:
-        """A tensor like it that takes no memory."""
+        """Return a meta tensor of this shape and dtype, which takes no memory."""
         return torch.empty(
             self.shape, dtype=self.dtype, device="meta", requires_grad=self.differentiable
         )
 
 
 def signature(arguments: Any) -> Any:
-    """Equal for a model's arguments between which no shape differs."""
+    """Return a key that is equal for arguments of equal structure, shapes, dtypes and constants."""
     if isinstance(arguments, Tensor):
         return Shape.of(arguments)
     if isinstance(arguments, (tuple, list)):
@@ -249,12 +250,12 @@ def between(
     arguments: Sequence[Any],
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> list[Shape]:
-    """What stages 0 .. count-2 give for a micro-batch of such `arguments`. Stage s is on rank s
-    modulo the ranks. Collective.
+    """Return the output shapes of stages 0 .. count-2 for a micro-batch like `arguments`. Stage s
+    is on rank s modulo the number of ranks. Collective.
 
-    Randomness and buffers are as before. Raises TaskError on all ranks where what one stage gives
-    does not fit the next or is no tensor; where a stage raises something else, its own rank raises
-    that and the others PeerFailed.
+    Random states and buffers do not change. Raises TaskError on all ranks if the output of a stage
+    is no tensor or does not fit the next stage. If a stage raises another exception, its own rank
+    raises that, and the other ranks raise PeerFailed.
     """
     found: list[Shape] = []
     who: list[str] = []
@@ -289,7 +290,7 @@ def _zeros(arriving: Shape, device: torch.device) -> tuple[Tensor]:
 def _tried(
     stage: nn.Module, arguments: Sequence[Any], autocast: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
-    # a BatchNorm counts what it sees
+    # run on copies of the buffers, because BatchNorm changes them
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     with torch.no_grad(), randomness.preserved(devices=True), autocast():
         return torch.func.functional_call(stage, buffers, tuple(arguments))
@@ -304,7 +305,7 @@ def _what_it_gave(stage: nn.Module, output: Any, number: int, count: int) -> dic
 
 
 def last_layer(stage: nn.Module, number: int) -> tuple[str, str]:
-    """The name and the class of a stage's last layer, for messages."""
+    """Return the name and the class of a stage's last layer, for messages."""
     names = getattr(stage, "layer_names", (f"stage {number}",))
     return names[-1], getattr(stage, "last_class", type(stage).__name__)
 

@@ -1,12 +1,12 @@
-"""Tensor parallelism: the matrices of some layers cut over the ranks of the tensor axis, by torch's
-DTensor.
+"""Tensor parallelism: the matrices of some layers are cut over the ranks of the tensor axis, with
+torch's DTensor.
 
-    colwise   a rank computes some of a layer's outputs            whole input -> a share of the output, nothing sent
-    rowwise   a rank computes with some of a layer's inputs        a share of the input -> the whole output: one all-reduce
+    colwise   whole input -> a part of the outputs on each rank; no communication
+    rowwise   a part of the inputs on each rank -> the whole output; one all-reduce
 
-In pairs (colwise, something elementwise or one attention head after the other, rowwise) they cost
-one all-reduce a forward and one a backward (Shoeybi et al., Megatron-LM, 2019, section 3).
-Everything else is held and computed alike by all ranks of the axis.
+A pair (colwise, then an elementwise function or attention with whole heads, then rowwise) costs one
+all-reduce per forward and one per backward (Shoeybi et al., Megatron-LM, 2019, section 3). Every
+rank of the axis holds and computes all other layers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def split_tensors(
     names: Collection[str] | None = None,
     heads: int | None = None,
 ) -> None:
-    """Cut the layers of `module` that `plan` (Parts.tensor) names. Every rank of the axis holds the
-    same module, with the same values.
+    """Cut the layers of `module` that `plan` (Parts.tensor) names. Every rank of the axis must hold
+    the same module, with the same values. No communication: each rank keeps its part.
 
-    `names` are all modules of the whole model, where `module` is only some of its layers: every
-    pattern must fit one of them. `heads` attention heads must be shared out whole. Nothing is sent:
-    each rank keeps its part of what it has. A wrong plan (TaskError) is found here or, where it
-    depends on which layer comes after which, in the first forward.
+    If `module` is only a part of the model, `names` are the names of all modules of the model:
+    every pattern must match one of them. `heads` must be a multiple of the number of ranks. Raises
+    TaskError for a wrong plan. Errors that depend on the order of layers are raised in the first
+    forward.
     """
     count = tensor_mesh.size()
     if count == 1:
@@ -66,7 +66,7 @@ def split_tensors(
 def _chosen(
     plan: Mapping[str, str], here: Collection[str], names: Collection[str] | None, count: int
 ) -> dict[str, str]:
-    """Style by the name of a module that is here."""
+    """Return the style of each module in `here` that the plan names, by module name."""
     if not plan:
         raise TaskError("tensor-plan-missing", count=count)
     every = here if names is None else names
@@ -97,8 +97,8 @@ def _chosen(
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the name of a module is meant: `*` stands for one part of it, or for some of one
-    part.
+    """Whether `pattern` matches a module's dotted name. `*` matches any text within one part of the
+    name, but no dot.
     """
     asked, given = pattern.split("."), name.split(".")
     return len(asked) == len(given) and all(map(fnmatchcase, given, asked))
@@ -124,15 +124,15 @@ def _check(name: str, layer: nn.Module, style: str, count: int) -> None:
 
 
 def check_ties(model: nn.Module, plan: Mapping[str, str], count: int) -> None:
-    """Of a whole model, before it is cut into stages: each of these sees only its own. Raises
-    TaskError as `split_tensors`.
+    """Check the plan and ties of a whole model before it is cut into stages, because a tie between
+    two stages is not visible in either. Raises TaskError like `split_tensors`.
     """
     _check_not_tied(model, _chosen(plan, {name for name, _ in model.named_modules()}, None, count))
 
 
 def _check_not_tied(module: nn.Module, chosen: Collection[str]) -> None:
-    """torch gives a layer that it cuts new parameters, and a tie with another layer would break
-    without a word.
+    """Raise a TaskError if a layer to be cut shares a parameter with another layer. torch gives the
+    cut layer new parameters, which would silently break the tie.
     """
     owners: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -157,8 +157,8 @@ def _style(layer: nn.Module, style: str) -> ParallelStyle:
 
 
 def _look_at_widths(layers: Mapping[str, nn.Module], chosen: Mapping[str, str], count: int) -> None:
-    """Have layers look at the width of what they are given first: torch's own complaint would
-    name neither the layer nor the plan.
+    """Make layers check the width of their first input. torch's own error would name neither the
+    layer nor the plan.
     """
     for name, layer in layers.items():
         style = chosen.get(name)
@@ -191,7 +191,7 @@ def _expect(name: str, layer: nn.Module, style: str | None, width: int, whole: i
         elif style != "rowwise" and got < whole:
             why = "a colwise layer before it gives each rank a share"
         else:
-            return  # none of ours: torch says what it thinks of it
+            return  # not caused by the plan: torch raises its own error
         raise TaskError("layer-width-differs", layer=name, width=width, got=got, why=why)
 
     handle = layer.register_forward_pre_hook(look)

@@ -1,1 +1,1 @@
-"""One optimizer step: Stepper, DistributedDataParallel and what they keep."""
+"""One optimizer step: Stepper, DistributedDataParallel, and their checkpoints."""

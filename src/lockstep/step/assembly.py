@@ -1,6 +1,4 @@
-"""What a Stepper is put together from: its options checked, and the reducer and the update that
-its method means.
-"""
+"""Check a Stepper's options, and build the reducer and the update for its parallelism method."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from lockstep.world.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepperOptions:
-    """The arguments of a Stepper that stay as they are; its docstring says what they mean."""
+    """The arguments of a Stepper that never change; the docstring of Stepper explains them."""
 
     clip: float | None
     scaler: GradScaler | None
@@ -57,7 +55,7 @@ class StepperOptions:
     trace_nonfinite: bool
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:  # inf measures the norm
+        if self.clip is not None and not self.clip > 0:  # inf is allowed: it only measures the norm
             raise UsageError(
                 "number-out-of-range", name="clip", value=self.clip, expected="a number above 0"
             )
@@ -66,11 +64,11 @@ class StepperOptions:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled."""
+        """Whether an enabled GradScaler scales the losses."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     def check(self, method: Parallelism) -> None:
-        """Raise a UsageError for what does not go with a method."""
+        """Raise a UsageError if an option cannot be combined with `method`."""
         if self.average is not None and method.alone:
             raise UsageError("average-does-not-fit", option=_said_alone(method))
         if method.server is not None and self.unused == "skip":
@@ -81,7 +79,9 @@ class StepperOptions:
             raise UsageError("loss-scaler-does-not-fit", option=f"compress={method.compress!r}")
 
     def check_models(self, model: nn.Module, world: World) -> None:
-        """Raise a UsageError for what cannot be trained. All ranks get rank 0's average."""
+        """Raise a UsageError for a model or average that cannot be trained, and copy rank 0's
+        average to all ranks.
+        """
         if not isinstance(model, DistributedDataParallel):
             check_trained(model, world.device)
         if self.average is not None:
@@ -89,24 +89,24 @@ class StepperOptions:
             replicate(self.average.module, world.group)
 
     def averaged(self) -> list[tuple[str, Tensor]]:
-        """The average's tensors, as comparisons of replicas name them."""
+        """The tensors of the averaged model, under the names that replica comparisons use."""
         named = {} if self.average is None else weights(self.average.module)
         return [(f"average of {name}", tensor) for name, tensor in named.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """What of a Stepper belongs to one reducer."""
+    """The parts of a Stepper that are built anew with each reducer."""
 
     model: nn.Module
     reducer: Reducer
     told: Group
-    """The ranks whose facts of a step this rank knows: all, or itself where it steps alone."""
+    """The ranks that exchange the facts of a step: all, or only this rank if it steps alone."""
     update: Update
     unused: UnusedCheck
     forgotten: str
-    """Parameters that are trained by name but not by the optimizer, usually forgotten, always
-    paid for; "" for none.
+    """The names of trainable parameters that the optimizer does not hold; "" for none. Their
+    gradients are summed in every step, but never applied.
     """
 
     def warn_of_forgotten(self, stacklevel: int) -> None:
@@ -134,8 +134,8 @@ def assemble(
     world: World,
     wants_stop: Callable[[], bool],
 ) -> Assembly:
-    """Take charge of the model's gradients. `alone`: this rank steps without the others now,
-    which it need not from the beginning.
+    """Attach a reducer and an update to the model. `alone`: from now on this rank steps without
+    the others. A Stepper can begin with alone=False and change later (post-local SGD).
     """
     reducer, bare = reducer_of(
         model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
@@ -170,7 +170,7 @@ def assemble(
 
 
 def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
-    """A new update of the kind that the method means."""
+    """Return a new update of the class that `method` selects."""
     if alone and method.local is not None:
         assert method.sync_every is not None
         return LocalSteps(updated, method.sync_every, method.local)
@@ -182,7 +182,7 @@ def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
 
 
 def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
-    """Raise a UsageError for data whose slots cannot be drawn."""
+    """Raise a UsageError if `loader` cannot hand out slots dynamically."""
     if not isinstance(loader, Loader):
         raise UsageError("slots-cannot-be-drawn", kind=type(loader).__name__)
     if loader.balance is not None:
@@ -192,8 +192,8 @@ def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
 def set_up_of(
     model: nn.Module, group: Group, fields: dict[str, Any]
 ) -> tuple[Group, dict[str, Any]]:
-    """The ranks that must be set up alike (a wrapped model's own, else `group`), and what of
-    this model they compare.
+    """Return the ranks that must have the same set-up (the group of a wrapped model, else
+    `group`), and the values that they compare.
     """
     if isinstance(model, DistributedDataParallel):
         return model.group, {**model_fields(model.module, model.ignored), **fields}
@@ -203,8 +203,8 @@ def set_up_of(
 def reducer_of(
     model: nn.Module, method: Parallelism, bucket_mb: float | None, group: Group, *, alone: bool
 ) -> tuple[Reducer, nn.Module]:
-    """Gradients are summed over `group`. `alone`: this rank steps with its own gradients; what
-    would sum them is for meetings.
+    """Return a reducer that sums gradients over `group`, and the bare module. `alone`: this rank
+    steps with its own gradients, and the reduction is used only when replicas synchronize.
     """
     if bucket_mb is not None:
         knob.number("bucket_mb", bucket_mb, above=0)
@@ -233,12 +233,12 @@ def reducer_of(
 
 
 def _said_alone(method: Parallelism) -> str:
-    """The option by which ranks step alone."""
+    """Return the option that makes ranks step alone, as text for an error."""
     return f"sync_every={method.sync_every}" if method.local else f"update={method.update!r}"
 
 
 def _check_wrapped(method: Parallelism, bucket_mb: float | None) -> None:
-    """Raise a UsageError for what a wrapped model's own reducer does not do."""
+    """Raise a UsageError for options that the reducer of a wrapped model does not support."""
     if method.alone or method.compress is not None:
         what = f"compress={method.compress!r}" if method.compress else _said_alone(method)
         raise UsageError("needs-bare-module", option=what)

@@ -1,10 +1,10 @@
-"""What the ranks of a wrapper do together, around a forward and at the end of a backward; and in
-the steps for which some ranks have no inputs left.
+"""The collective work of lockstep.DistributedDataParallel: before a forward, at the end of a
+backward, and in steps in which some ranks have no inputs left.
 
-Uneven inputs: ranks that have run out shadow the others, step by step, until all have run out.
-torch's `Join` asks who still has inputs and calls the hook of what takes part: this one, a
-ShardedOptimizer's, a user's own. Before each forward that will be reduced the wrapper counts the
-ranks that have inputs, which is what its mean may be over.
+Uneven inputs: a rank without inputs takes part in the others' collectives with zeros, until no rank
+has inputs. torch's `Join` finds out which ranks still have inputs, and calls the hooks of all
+participants: this wrapper's, a ShardedOptimizer's, a user's own. Before each forward that will be
+reduced, the wrapper counts the ranks with inputs, because the mean may be over these only.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lockstep.gradients.torch_hook import TorchHook
 
 
 class Averaging:
-    """The gradients of `module` are averaged over `group` at the end of each backward. Every rank
-    makes it.
+    """Averages the gradients of `module` over `group` at the end of each backward. Every rank of
+    the group creates one.
 
     Args:
-        module: its hooks are on the parameters.
-        group: the ranks.
-        reduce: how gradients are summed.
-        caps: bytes of bucket 0, 1 and so on; the last holds for all others.
-        ignored: full names of the parameters and buffers that are left alone.
+        module: the module; hooks are registered on its parameters.
+        group: the ranks to average over.
+        reduce: the algorithm that sums gradients.
+        caps: maximum bytes of bucket 0, 1 and so on; the last value applies to all others.
+        ignored: full names of the parameters and buffers that are not synchronized.
         compares: whether replicas are compared.
-        may_be_unused: whether a parameter without a gradient is meant so.
-        static_graph: every backward is like the first one.
-        shares_buffers: every forward begins with rank 0's buffers.
+        may_be_unused: whether a parameter may have no gradient on any rank.
+        static_graph: whether every backward is like the first one.
+        shares_buffers: whether every forward begins with rank 0's buffers.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Averaging:
         hooks.static_graph.on = static_graph
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
         self._replicas = ReplicaCheck() if compares else None
-        self._forwards = 0  # that were compared, or might have been
+        self._forwards = 0  # forwards at which replicas could be compared
         self.unchecked = 0
-        """Backwards since the last forward."""
+        """The number of reduced backwards since the last forward that was reduced."""
         self._shares_buffers = shares_buffers
         self.follows_backward = True
-        """Whether the next forward follows a reduced backward. After a forward without a backward
-        buffers are the same on all ranks still.
+        """Whether buffers may differ between ranks: true before the first forward, and after a
+        forward whose backward is reduced.
         """
         self.buffers = SharedBuffers(module, group, ignored)
-        self.uneven: Uneven | None = None  # inside `join`
+        self.uneven: Uneven | None = None  # set inside a `join` block
         self.authoritative_rank = 0
-        """Whose model all ranks had at the end of the last `join`."""
+        """The rank whose model all ranks took at the end of the last `join`."""
 
     def set_static_graph(self) -> None:
         self.reducer.hooks.static_graph.on = True
@@ -94,15 +94,17 @@ class Averaging:
         return self.follows_backward and self._shares_buffers
 
     def share_buffers(self, *, after_forward: bool, mine: bool = True) -> None:
-        """Make the buffers equal, where it is time: those of rank 0, or of one that still has
-        inputs. `mine`: this rank has.
+        """Broadcast the buffers if they are due at this point: those of rank 0, or inside `join`
+        those of a rank that still has inputs. `mine`: whether this rank has inputs.
         """
         if self.will_share_buffers() and self.buffers.after_forward == after_forward:
             joining = self.joining
             self.buffers.share(lambda: 0 if joining is None else joining.root(mine))
 
     def before_forward(self) -> None:
-        """What all ranks do together before a forward that will be reduced."""
+        """Compare the replicas if it is due, and prepare the reducer. All ranks call it before a
+        forward that will be reduced.
+        """
         active = self._group.size if self.joining is None else self.joining.active
         if self.unchecked and self._replicas is not None and active == self._group.size:
             self._forwards += 1
@@ -119,14 +121,14 @@ class Averaging:
         self.reducer.renew()
 
     def finish(self) -> None:
-        """A backward is at its end."""
+        """Complete the sum of gradients at the end of a backward."""
         self.reducer.finish()
         self.unchecked += 1
         self.buffers.wait()
         self._unused()
 
     def shadow(self, reduced: bool) -> None:
-        """What this rank does in a step for which it has no inputs and others have."""
+        """Take part in the collectives of a step for which only other ranks have inputs."""
         if reduced:
             self.before_forward()
         self.share_buffers(after_forward=False, mine=False)
@@ -149,8 +151,10 @@ class Averaging:
 class Uneven(JoinHook):
     """One `join` block on one rank.
 
-    `enabled()` says whether torch's `Join` is; `divide_by_all`: the mean is over all ranks, also
-    those that have run out.
+    Args:
+        averaging: the wrapper's Averaging.
+        enabled: returns whether torch's `Join` is enabled.
+        divide_by_all: whether the mean is over all ranks, also those without inputs.
     """
 
     def __init__(
@@ -161,22 +165,26 @@ class Uneven(JoinHook):
         self._before = averaging.reducer.hooks.scale
         self._own: list[Tensor | None] | None = None
         self.active = averaging.reducer.group.size
-        """Ranks that have inputs for the step at hand."""
+        """The number of ranks that have inputs for the current step."""
 
     def count(self, mine: int, reduced: bool) -> bool:
-        """Say whether this rank has inputs, and whether its backward will be reduced; returns
-        what those say that have. Sets the divisor.
+        """Count the ranks with inputs, and set the divisor. Return whether any rank will reduce
+        its backward. Collective.
+
+        Args:
+            mine: 1 if this rank has inputs, else 0.
+            reduced: whether this rank's backward will be reduced.
         """
         reducer = self._averaging.reducer
         counts = torch.tensor([mine, int(reduced)], device=reducer.parameters[0].device)
         reducer.group.all_reduce(counts, place="for join()").wait()
         self.active, reducing = counts.tolist()
-        if not isinstance(reducer.reduction, TorchHook):  # a hook divides by itself
+        if not isinstance(reducer.reduction, TorchHook):  # a comm hook divides itself
             reducer.hooks.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
         return bool(reducing)
 
     def root(self, mine: bool) -> int:
-        """The highest of the ranks that say `mine`."""
+        """Return the highest rank whose `mine` is true. Collective."""
         group = self._averaging.reducer.group
         root = torch.tensor(
             group.rank if mine else -1, device=self._averaging.reducer.parameters[0].device
@@ -185,8 +193,8 @@ class Uneven(JoinHook):
         return int(root)
 
     def main_hook(self) -> None:
-        """This rank has run out, and others have not: take part in their step with zeros. Its
-        own gradients are put aside.
+        """Take part with zeros in a step for which only other ranks have inputs. The first call
+        saves this rank's own gradients.
         """
         parameters = self._averaging.reducer.parameters
         if self._own is None:
@@ -196,8 +204,8 @@ class Uneven(JoinHook):
         self._averaging.shadow(self.count(0, False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have run out: every rank gets the model of one that came last, and its own
-        gradients back.
+        """Copy the model of a rank that finished last to all ranks, and restore this rank's
+        gradients. torch calls it when no rank has inputs.
         """
         self._averaging.settle(self.root(is_last_joiner))
         if self._own is not None:
@@ -208,5 +216,5 @@ class Uneven(JoinHook):
         self.end()
 
     def end(self) -> None:
-        """Divide as before again."""
+        """Restore the divisor from before the `join` block."""
         self._averaging.reducer.hooks.scale = self._before

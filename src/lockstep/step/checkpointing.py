@@ -1,13 +1,13 @@
-"""`lockstep.Checkpoints`: what a training needs to go on where it stopped, at any number of ranks.
+"""`lockstep.Checkpoints`: save a training, and resume it at any number of ranks.
 
 checkpoints = lockstep.Checkpoints("checkpoints", stepper, loader, every=100, keep=3)
-checkpoints.resume()                       # the newest that is whole, if there is one
+checkpoints.resume()                       # from the newest complete checkpoint, if there is one
 for epoch in loader.epochs(10):
     for window in epoch:
         ...
         stepper.step()
-        checkpoints.step()                 # saves where one is due, and trains on meanwhile
-checkpoints.close()                        # saves what is newer, and waits for it
+        checkpoints.step()                 # saves in the background, if a save is due
+checkpoints.close()                        # saves steps that are not saved yet, and waits
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote
 
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-"""What a checkpoint keeps beside the training: JSON, or what makes it."""
+"""Further content of a checkpoint: a mapping of JSON values, or a function that returns one."""
 
 
 class Resumable(Protocol):
-    """A Loader, or anything else whose place in the data is its `state_dict`, equal on all
-    ranks.
+    """A Loader, or another object whose `state_dict` is the position in the data. It must be
+    equal on all ranks.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -64,16 +64,15 @@ class Checkpoints:
     """Saves one Stepper and its Loader into `directory`, and resumes from there at any number of
     ranks.
 
-    A checkpoint has the model, optimizer, scheduler, scaler, average, step, and the place in the
-    data. All ranks write it in the background. It has no pickled object, and it is there whole or
-    not at all.
+    A checkpoint holds the model, optimizer, scheduler, scaler, average, step, and the position in
+    the data. All ranks write it in the background. It contains no pickled objects. A checkpoint is
+    either complete or absent.
 
     Replicas are compared before every save (`Stepper.check_replicas`). If they differ, nothing
-    is saved, and what was saved after the last good comparison is set aside: `resume` does not see
-    it.
+    is saved, and checkpoints after the last good comparison are set aside: `resume` ignores them.
 
-    Every rank makes one, and calls its methods alike. The next call raises what went wrong with a
-    save, on all ranks, as LockstepError.
+    Every rank creates one, and all ranks call the same methods in the same order. If a background
+    save fails, the next call raises a LockstepError on all ranks.
 
     Example::
 
@@ -86,15 +85,15 @@ class Checkpoints:
         checkpoints.close()
 
     Args:
-        directory: a folder that all ranks see.
-        stepper: what is saved.
-        loader: a Loader, or another object whose `state_dict` is its place in the data.
+        directory: a folder that all ranks can read and write.
+        stepper: the Stepper to save.
+        loader: a Loader, or another object whose `state_dict` is the position in the data.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
-        keep: how many are kept, beside the best.
-        remote: a URL that fsspec knows, such as s3://bucket/run, or a folder. Each checkpoint is
-            copied there; `resume` looks there too. A failed upload is a warning, and is made up for
-            with the next one. `close` raises if the last one failed.
-        guard: called on every rank before anything is written; it raises LockstepError where
+        keep: number of newest checkpoints to keep, in addition to the best one.
+        remote: a folder, or a URL that fsspec supports, such as s3://bucket/run. Each checkpoint is
+            copied there; `resume` looks there too. A failed upload is a warning; the next save
+            uploads again. `close` raises if the last upload failed.
+        guard: called on every rank before anything is written; it raises LockstepError if
             `directory` must not be written to any more.
     """
 
@@ -126,9 +125,10 @@ class Checkpoints:
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
         self._saved = stepper.steps
         self.newest: tuple[int, float] | None = None
-        """On rank 0: the step of the newest whole checkpoint, and when it was there (time.time())."""
+        """On rank 0: the newest complete checkpoint, as (step, time.time() of its completion)."""
         self._extra: Extra = None
-        # else a cycle keeps the loader's processes until it is collected
+        # A strong reference would form a cycle, which keeps the loader's processes alive until
+        # garbage collection.
         set_aside = WeakMethod(self._set_aside)
         for check in (stepper.replicas, stepper.witness):
             if check is not None:
@@ -136,7 +136,7 @@ class Checkpoints:
                     lambda good: "" if (found := set_aside()) is None else found(good)
                 )
 
-    # -- going on ---------------------------------------------------------------------------------
+    # -- resuming ---------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -144,25 +144,25 @@ class Checkpoints:
         *,
         check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     ) -> Checkpoint | None:
-        """Load the newest whole checkpoint, or the one of `step`.
+        """Load the newest complete checkpoint, or the checkpoint of `step`.
 
-        A damaged checkpoint is a warning that names its file and the steps lost.
+        A damaged checkpoint causes a warning, which names its file and the steps lost.
 
         Args:
             step: the step whose checkpoint must be loaded.
-            check: called with the checkpoint before anything is changed; it may raise.
+            check: called with the checkpoint before any state changes; it may raise.
 
         Returns:
             The checkpoint that was loaded; None if there is none.
 
         Raises:
-            DamagedCheckpoint: the one of `step` is damaged.
-            UsageError: it belongs to another model, optimizer or data.
+            DamagedCheckpoint: the checkpoint of `step` is damaged.
+            UsageError: the checkpoint belongs to another model, optimizer or data.
         """
         folder = self._agreed(lambda: self._chosen(step))
         if folder is None:
             return None
-        # what rank 0 has just looked at, this host need not look at again
+        # rank 0 has just verified the files: its host need not verify them again
         trusted = self._world.rank == 0 or self._world.control.memory is not None
         checkpoint = files.read(self.directory / folder, trusted=trusted)
         if checkpoint.state.get("training") is None:
@@ -192,7 +192,9 @@ class Checkpoints:
         )
 
     def _chosen(self, step: int | None) -> str | None:
-        """On rank 0, which looks at every byte: the name of the folder."""
+        """Choose the checkpoint to load, and return its folder's name. Rank 0 calls it, and
+        verifies every byte.
+        """
         folders.sweep(self.directory)
         if step is not None:
             folder = folders.folder_of(self.directory, step)
@@ -225,7 +227,7 @@ class Checkpoints:
         return None if found is None else found.folder.name
 
     def _fetch_best(self, remote: Remote) -> None:
-        """Where it is only there."""
+        """Fetch the best checkpoint from `remote` if `directory` has no best checkpoint."""
         marked = remote.best() if files.best(self.directory) is None else None
         if marked is not None:
             step, metric, value = marked
@@ -242,7 +244,7 @@ class Checkpoints:
                 )
 
     def _agreed(self, choose: Callable[[], str | None]) -> str | None:
-        """What rank 0 has chosen, on all ranks; they all fail where it does."""
+        """Return rank 0's choice on all ranks. If `choose` fails on rank 0, all ranks raise."""
         chosen: str | None = None
         problem: Exception | None = None
         if self._world.rank == 0:
@@ -267,7 +269,7 @@ class Checkpoints:
         """Save if a checkpoint is due. Call it after every `stepper.step()`.
 
         Args:
-            extra: JSON that is saved too, or a function that returns it.
+            extra: JSON values to save too, or a function that returns them.
 
         Returns:
             Whether it saved.
@@ -283,10 +285,10 @@ class Checkpoints:
     def save(
         self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None
     ) -> None:
-        """Save now. It returns when the snapshot is taken; the files are written in the background.
+        """Save now. It returns after the snapshot; the files are written in the background.
 
         Args:
-            extra: JSON that is saved too.
+            extra: JSON values to save too.
             best: (metric, value): mark this checkpoint as the best so far.
         """
         if self._stepper.between_meetings:
@@ -296,7 +298,7 @@ class Checkpoints:
 
     def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
         begin = perf_counter()
-        self.wait()  # also raises what went wrong before
+        self.wait()  # also raises the error of an earlier save
         self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
         steps, taken = self._stepper.steps, take(self._stepper)
         _check_storable(taken, self._world.control)
@@ -331,8 +333,8 @@ class Checkpoints:
     def _tidy(
         self, folder: Path, best: tuple[str, float] | None, compared: int | None
     ) -> str | None:
-        """On rank 0, in the background. The newest up to the last comparison stays, too; with a
-        witness up to the last step that was witnessed. What a copy elsewhere complains of.
+        """Delete old checkpoints and copy to `remote`, on rank 0 in the background. It also keeps
+        the newest checkpoint that is not after step `compared`. Return the error of a failed copy.
         """
         self.newest = folders.step_of(folder), time()
         if best is not None:
@@ -347,8 +349,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, compared: int | None) -> str:
-        """Replicas differ, or a witness does, and agreed last after step `compared`: what was
-        saved since may hold the difference. For the error's message.
+        """Set aside the checkpoints after step `compared`, the last step at which the replicas
+        or the witness agreed: they may be wrong. Return a sentence for the error message.
         """
         with suppress(LockstepError):
             self._saver.wait()
@@ -364,8 +366,8 @@ class Checkpoints:
         )
 
     def _agreed_interval(self, blocked: float, steps: int) -> int:
-        """From what this save and the last one's background cost, and what a step takes: the
-        slowest rank's.
+        """Return the steps until the next save, from the duration of a save and of a step on the
+        slowest rank. `blocked`: seconds for which this save blocked the training. Collective.
         """
         since, first = self._began
         step = (perf_counter() - since) / max(1, steps - first)
@@ -374,8 +376,8 @@ class Checkpoints:
         return steps_until_next(*slowest.tolist())
 
     def regroup(self) -> None:
-        """Continue with the living ranks, where some have died (`World.go_on_among`). Every living
-        rank calls it.
+        """Continue with the surviving ranks after some have died (`World.go_on_among`). Every
+        surviving rank calls it.
         """
         self._saver.close()
         self._saver = self._new_saver()
@@ -396,7 +398,7 @@ class Checkpoints:
         return self._saver.busy
 
     def wait(self) -> None:
-        """Return when the last save is on disk."""
+        """Wait until the last save is on disk."""
         if self._saver.wait() and self._saver.complaint is not None and self._world.rank == 0:
             warnings.warn(
                 f"a checkpoint is in {self.directory} only: {self._saver.complaint}",
@@ -405,8 +407,8 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Save what is newer than the last checkpoint, wait for it, and end. Every rank calls it.
-        After an exception it saves nothing.
+        """Save the steps since the last checkpoint, wait for the files, and end. Every rank calls
+        it. After an exception it saves nothing.
 
         Raises:
             LockstepError: the last checkpoint could not be copied to `remote`.
@@ -417,7 +419,7 @@ class Checkpoints:
             and sys.exception() is None
         ):
             self.save(_now(self._extra))
-        self._extra = None  # it may hold the whole training
+        self._extra = None  # it may reference the whole training
         with status.inside("checkpoint"):
             self._saver.wait()
         self._saver.close()
@@ -430,7 +432,7 @@ class Checkpoints:
 
 
 def _check_storable(taken: Taken, group: Group) -> None:
-    """Raise UsageError, on all ranks, where one has optimizer state that no file can hold."""
+    """Raise a UsageError on all ranks if any rank has optimizer state that no file can hold."""
     mine = {piece.data.dtype: piece.name for piece in taken.pieces}
     lacking = [[name, str(dtype)] for dtype, name in mine.items() if not storable(dtype)]
     found = everybodys(lacking, group, "for what a checkpoint can hold")

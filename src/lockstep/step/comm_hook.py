@@ -1,6 +1,6 @@
-"""Shared memory for those who stay with torch's DistributedDataParallel: a communication hook."""
+"""A communication hook that gives torch's own DistributedDataParallel shared-memory reduction."""
 
-# No postponed annotations: torch reads them to see whether this is a hook.
+# No `from __future__ import annotations`: torch reads the annotations to check the hook.
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,8 +15,9 @@ def shared_memory_hook(
 ) -> torch.futures.Future[Tensor]:
     """Average the buckets of torch's own DistributedDataParallel through the memory of one host.
 
-    Open the world with `lockstep.init()`, or with torch; then it is adopted. The bucket is averaged
-    when the hook returns: the same cores compute, so overlap gains nothing.
+    Open the world with `lockstep.init()`, or with torch; Lockstep then adopts torch's process
+    group. The bucket is already averaged when the hook returns. Overlap would gain nothing,
+    because the same cores also compute the backward.
 
     Example::
 
@@ -25,10 +26,10 @@ def shared_memory_hook(
 
     Args:
         state: the wrapper's process group; None for all ranks.
-        bucket: gradients, from torch's wrapper.
+        bucket: a bucket of gradients, from torch's wrapper.
 
     Returns:
-        A finished future of the bucket's mean, flat, of the bucket's own dtype.
+        A completed future: the bucket's mean as a flat tensor of the bucket's dtype.
 
     Raises:
         UsageError: the ranks do not share the memory of one x86 Linux host, or train on GPUs.

@@ -1,13 +1,14 @@
-"""torch's contract, and nothing more: wrap a module, call backward, and `.grad` is the mean over
-all ranks.
+"""A drop-in replacement for torch's DistributedDataParallel: wrap a module, call backward, and
+`.grad` is the mean over all ranks.
 
     model = lockstep.DistributedDataParallel(net)
-    loss.backward()                  # gradients leave bucket by bucket while it runs; when it
-                                     returns they are averaged
+    loss.backward()                  # sends gradients bucket by bucket while it runs; they are
+                                     averaged when it returns
     optimizer.step()
 
-It divides by the world size, as torch's does: right where every rank holds as many samples, a mean
-of means where not. The Stepper divides by the true weight.
+It divides by the world size, as torch's class does. This is the mean over all samples only if every
+rank has the same number of samples; else it is a mean of means. The Stepper divides by the sum of
+the weights.
 """
 
 from __future__ import annotations
@@ -65,44 +66,46 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: the module to train.
-        device_ids, output_device: the module's GPU; an error for a module on a CPU. Leave them
-            out: the wrapper uses the device of the module.
-        dim: 0, as torch's default; another value is refused.
+        device_ids, output_device: the module's GPU; an error for a module on a CPU. They are not
+            needed: the wrapper uses the device of the module.
+        dim: must be 0, torch's default.
         broadcast_buffers: torch's older name of `forward_sync_buffers`.
-        init_sync: False leaves out the comparison of the ranks and the broadcast from rank 0.
-        process_group: the ranks to average over, as a group.
-        bucket_cap_mb: MiB of a bucket. Default: 25.
+        init_sync: False skips the comparison of the ranks and the broadcast from rank 0.
+        process_group: the ranks to average over, as a process group.
+        bucket_cap_mb: maximum size of a bucket in MiB. Default: 25.
         find_unused_parameters: accept a parameter that gets no gradient on any rank; its `.grad`
             stays None. Without it, that is an error at the end of the backward.
         check_reduction: no effect, as in torch's class.
-        gradient_as_bucket_view: always true; gradients take the memory of the parameters once.
+        gradient_as_bucket_view: always true: gradients are views of the buckets, and take as much
+            memory as the parameters.
         static_graph: accept unused parameters, and promise that every backward is like the first. A
             block may then be used several times under reentrant checkpointing.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: not supported; a
+            value raises UsageError.
         device_mesh: the ranks to average over, as a mesh of one axis.
-        skip_all_reduce_unused_params, batched_grad_copy: no effect; they save work that is not done
-            here.
-        bucket_cap_mb_list: MiB of each bucket, in the order in which they are sent.
+        skip_all_reduce_unused_params, batched_grad_copy: no effect; this class does not do the work
+            that they save.
+        bucket_cap_mb_list: maximum size of each bucket in MiB, in the order of sending.
         forward_sync_buffers: every forward begins with rank 0's buffers on all ranks. With False
             each rank keeps its own, and `sync_buffers()` averages BatchNorm's statistics.
         checks: "full" compares the replicas at the forwards after steps 1, 2 and every 100th;
             "start" only compares the set-up; "off" compares nothing.
-        reduce: "auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory" or
-            "hierarchical".
+        reduce: the algorithm that sums gradients: "auto", "native", "central", "ring", "tree",
+            "halving_doubling", "shared_memory" or "hierarchical".
         world: default: the world of torch's process group.
-        more: options of a Stepper and unknown names, which are refused.
+        more: other keywords raise an error, which names the Stepper for its options.
 
-    The hooks are on the parameters. So a forward through `.module` is averaged too, any output will
-    do, and several forwards may precede one backward. Parameters may be frozen, unfrozen and added
-    between steps. Clipping, weights and sharded updates concern a whole step and need a Stepper.
-    The guide lists the differences from torch's class (torch-ddp).
+    The hooks are on the parameters. So gradients of a forward through `.module` are averaged too,
+    the output may have any type, and several forwards may precede one backward. Parameters may be
+    frozen, unfrozen and added between steps. Clipping, weights and sharded updates concern a whole
+    step and need a Stepper. The guide lists the differences from torch's class (torch-ddp).
 
     Raises:
-        UsageError: a value that cannot work.
+        UsageError: an invalid value.
         ReplicaDivergence, UnusedParameters: on all ranks.
     """
 
-    broadcast_bucket_size = 250 * 2**20  # torch's, for code that passes it on
+    broadcast_bucket_size = 250 * 2**20  # torch's value, for code that reads this attribute
     gradient_as_bucket_view = True
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         _TORCHS._set_params_and_buffers_to_ignore_for_model
@@ -145,7 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
         refuse(more, dim)
         check_checks(checks)
-        # where torch keeps them
+        # torch's wrapper has this attribute too
         self.parameters_to_ignore = frozenset(
             getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
@@ -179,8 +182,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: bool,
         buffers: bool,
     ) -> None:
-        """Tie the module to the ranks of a group: compare, make equal, reduce from now on. All
-        ranks call it.
+        """Connect the module to the ranks of a group: compare the ranks, broadcast rank 0's model,
+        and register the reducer. All ranks call it.
         """
         Joinable.__init__(self)
         self.is_copy = False
@@ -208,17 +211,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Full names of the parameters and buffers that are left alone."""
+        """Full names of the parameters and buffers that are not synchronized."""
         return self.parameters_to_ignore
 
     @property
     def broadcast_buffers(self) -> bool:
-        """torch's older name of `forward_sync_buffers`."""
+        """The same as `forward_sync_buffers`: torch's older name."""
         return self.forward_sync_buffers
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Bytes of a bucket, but for the first ones."""
+        """The maximum size of a bucket in bytes, except for the first buckets."""
         return self._caps[-1]
 
     @property
@@ -248,7 +251,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward follows a backward that was reduced."""
+        """Whether buffers may differ between ranks, because the last forward trained."""
         return self._averaging is None or self._averaging.follows_backward
 
     @require_forward_param_sync.setter
@@ -257,8 +260,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._averaging.follows_backward = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with the same buffers on all ranks. After a forward
-        without a backward they are the same still.
+        """Whether the next forward broadcasts the buffers. It need not after a forward without a
+        backward: they are still equal.
         """
         return self._averaging is not None and self._averaging.will_share_buffers()
 
@@ -293,7 +296,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def _tied(self, call: str) -> Averaging:
-        """What averages. Raises UsageError where `call` has no meaning, because a Stepper does."""
+        """Return the Averaging. Raises UsageError, naming `call`, if a Stepper has taken over."""
         if self._averaging is None:
             raise UsageError("wrapper-belongs-to-a-stepper", call=call)
         return self._averaging
@@ -301,20 +304,21 @@ class DistributedDataParallel(nn.Module, Joinable):
     # -- copies -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and files (an average of the weights, torch.save): the module, without what
-        ties this wrapper to its ranks.
+        """Return the state for a copy (copy.deepcopy, torch.save), without the reducer and the
+        process groups.
         """
         return {**self.__dict__, **dict.fromkeys(_TIED, None), "is_copy": True}
 
     def _tie_copy(self) -> None:
-        """A copy that is trained is tied to the default group, as torch's is when it is read."""
+        """Connect a copy that is trained to the default group. torch's does so when unpickled."""
         if not self._default_group:
             raise UsageError("copy-without-its-group")
         self._tie(World.current(), init_sync=False, buffers=False)
 
     # -- forward and backward ---------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # compiling the wrapper compiles the module
+    # recursive=False: torch.compile of the wrapper compiles the module
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._ready(args, kwargs)
         with cut_by_buckets(
@@ -327,8 +331,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs on the module's device, and the reducer ready where this forward's backward
-        will be reduced.
+        """Return the inputs on the module's device. Prepare the reducer if the backward of this
+        forward will be reduced.
         """
         status.enter("forward")
         if (
@@ -346,8 +350,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         reduced = (
             torch.is_grad_enabled()
             and averaging.reducer.hooks.closing
-            # the module's own: Lightning leaves the wrapper in evaluation after a validation; and
-            # two backwards in a row without a forward that trains are a training in eval mode
+            # Use the module's mode: Lightning leaves the wrapper in eval mode after validation.
+            # Two backwards without a forward in train mode between them: training in eval mode.
             and (self.module.training or averaging.unchecked > 1 or joining is not None)
         )
         if joining is not None:
@@ -375,10 +379,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block backwards only add to `.grad`. The first backward after it averages the sum
-        of all.
+        """In this block a backward only adds to `.grad`. The first backward after the block
+        averages the sum.
 
-        Only the backward must be inside. The old state comes back at the end, also after an
+        Only the backward must be inside. The old state is restored at the end, also after an
         exception.
         """
         with self._tied("no_sync()").reducer.hooks.window(last=False):
@@ -390,17 +394,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train on unequal numbers of inputs: a rank without more inputs takes part with zeros
-        until all have finished.
+        """Train on unequal numbers of inputs: a rank that has finished takes part with zeros until
+        all ranks have finished.
 
-        At the end every rank has the model of one that finished last. A Stepper needs none of this.
+        At the end every rank has the model of a rank that finished last. A Stepper does not need
+        this.
 
         Args:
-            divide_by_initial_world_size: divide by all ranks; False: by those that still have
-                inputs.
+            divide_by_initial_world_size: True: divide by the number of all ranks. False: divide by
+                the number of ranks that still have inputs.
             enable: False: do nothing.
-            throw_on_early_termination: stop all ranks with a RuntimeError when the first has no
-                more inputs.
+            throw_on_early_termination: stop all ranks with a RuntimeError when the first rank has
+                no more inputs.
 
         Returns:
             torch's `Join` of this wrapper.
@@ -413,11 +418,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: object) -> Uneven:
-        """For torch's `Join`: what this rank does while others still have inputs.
+        """Return the hook that torch's `Join` calls while other ranks still have inputs.
 
         Args:
             divide_by_initial_world_size: as for `join`.
-            _: torch's further keywords.
+            _: other keywords of torch's `Join`; ignored.
         """
         averaging = self._tied("join()")
         if averaging.uneven is not None:
@@ -442,10 +447,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
     ) -> None:
-        """Average the gradients by a communication hook, as torch's wrapper does.
+        """Average the gradients with a communication hook, as torch's wrapper does.
 
         Args:
-            state: what the hook gets first.
+            state: passed to the hook as its first argument.
             hook: `hook(state, bucket)` returns a future of the bucket's mean over the ranks.
         """
         if self._averaging is None:
@@ -455,16 +460,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UsageError("second-hook")
         check_hook(hook)
         reducer.reduction = TorchHook(state, hook)
-        reducer.hooks.scale = 1.0  # hooks divide
+        reducer.hooks.scale = 1.0  # the hook divides itself
 
     def sync_buffers(self) -> None:
-        """Average BatchNorm's statistics over the ranks; other buffers come from rank 0. All ranks
-        call it. With `forward_sync_buffers` no forward needs it.
+        """Average BatchNorm's statistics over the ranks, and copy other buffers from rank 0. All
+        ranks call it. With `forward_sync_buffers` no forward needs it.
         """
         average_buffers(self.module, self.group)
 
     def give_up_reducer(self) -> Reducer:
-        """Hand the reducer to a Stepper: backward no longer averages by itself."""
+        """Return the reducer to a Stepper. After this, backward no longer averages itself."""
         reducer = self._tied("a second Stepper").reducer
         if isinstance(reducer.reduction, TorchHook):
             raise UsageError("hook-with-stepper")

@@ -1,8 +1,8 @@
-"""From a batch to what the task's functions see, in the task's precision, each answer of the task
-checked once where it arrives.
+"""Run a task's model, loss and metrics on a batch in the task's precision, and check what the
+task's functions return.
 
-Autocast covers the model alone. Its output is float32 again before a loss is summed: sums over a
-batch need more than 8 or 11 bits.
+Autocast covers the model only. The output is converted to float32 before a loss is summed: sums
+over a batch need more than the 8 or 11 bits of half precision.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lockstep.runtime import randomness, status
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.world.world import World
 
-_NO_STEP = -1  # the step whose random streams evaluation uses: no training step has it
+_NO_STEP = -1  # step number for the random streams of evaluation; no training step has it
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
-    """`forward(batch)` is the model's output; `forward.loss(output, batch)` the task's (sum of
-    losses, weight).
+    """`forward(batch)` returns the model's output; `forward.loss(output, batch)` returns the
+    task's (sum of losses, weight).
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Forward:
         self._metrics: Any = task.metrics if task.metric_objects is None else None
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """The model's arguments, where it is cut into layers: the first of them takes positional
-        ones.
+        """Return the positional arguments of a model that is cut into stages. Raises TaskError
+        for keyword arguments, which stages cannot take.
         """
         positional, keywords = self._arguments(batch)
         if keywords:
@@ -74,7 +74,7 @@ class Forward:
             )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around the model, or a part of it."""
+        """Return the autocast context to run the model, or a stage of it, in."""
         return (
             nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
         )
@@ -104,7 +104,7 @@ class Forward:
         return found[0], found[1]
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
-        """The task's metrics and "loss", each (sum, weight)."""
+        """Return the task's metrics and "loss", each as (sum, weight)."""
         found: Any = self._metrics(output, batch) if self._metrics else {}
         good = isinstance(found, Mapping) and all(
             isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
@@ -122,8 +122,8 @@ class Forward:
 
 
 def as_float32(output: Any) -> Any:
-    """Half-precision tensors in a tensor, tuple, list or dict made float32; anything else as it
-    is.
+    """Convert half-precision tensors in a tensor, tuple, list or dict to float32. Other values
+    stay as they are.
     """
     if isinstance(output, Tensor):
         return output.float() if output.dtype in _AUTOCAST.values() else output
@@ -135,14 +135,14 @@ def as_float32(output: Any) -> Any:
 
 
 def grad_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """fp16 needs its small gradients scaled up; the others have float32's range."""
+    """Return a GradScaler for fp16, whose range is too small for small gradients; else None."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 @contextmanager
 def matmul_precision(precision: Precision) -> Iterator[None]:
-    """tf32: float32 matrix products may round their factors to 10 bits within the block. The old
-    setting comes back.
+    """With tf32, allow float32 matrix products to round their factors to 10 bits within the
+    block. The old setting is restored.
     """
     before = torch.get_float32_matmul_precision()
     if precision == "tf32":
@@ -154,9 +154,7 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
 
 
 def _is_sample(part: Any) -> bool:
-    """Whether this is no part of a batch, but one sample: a number beside something with
-    dimensions.
-    """
+    """Whether `part` looks like a single sample: a tuple with a number and an array or tensor."""
     if not isinstance(part, (tuple, list)):
         return False
     dimensions = [getattr(each, "ndim", 0) for each in part if not isinstance(each, str)]
@@ -174,8 +172,8 @@ def _shape(found: Any) -> str:
 
 
 def bare(model: Any) -> nn.Module:
-    """The module itself. Given a wrapper, its `.module`; ours averages BatchNorm's statistics
-    first, which is a collective.
+    """Return the module, or the `.module` of a wrapper. For Lockstep's wrapper it averages
+    BatchNorm's statistics first, which is a collective.
     """
     if isinstance(model, DistributedDataParallel):
         if not model.is_copy:
@@ -189,17 +187,18 @@ def bare(model: Any) -> nn.Module:
 
 
 def device_of(model: nn.Module, world: World) -> torch.device:
-    """Where the model's inputs belong: with its parameters, or on this rank's device if it has
-    none.
+    """Return the device for the model's inputs: that of its first parameter, or this rank's
+    device if the model has no parameters.
     """
     return next((parameter.device for parameter in model.parameters()), world.device)
 
 
 class Call:
-    """`call(batch)` is the model's output for a batch of a data set.
+    """`call(batch)` returns the model's output for a batch of a data set.
 
-    `inputs(batch)` gives the positional arguments as a tuple or the keyword arguments as a dict. By
-    default a tensor is the one argument, and of a tuple or list the first part is.
+    `inputs(batch)` returns the positional arguments as a tuple, or the keyword arguments as a dict.
+    By default the only argument is the batch itself if it is a tensor, or the first element of a
+    tuple or list.
     """
 
     def __init__(self, model: nn.Module, inputs: Callable[[Any], Any] | None = None) -> None:
@@ -223,8 +222,8 @@ class Call:
 def arguments(
     found: Any, of: str = "inputs", error: type[UsageError] = UsageError
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's positional and keyword arguments, from what a function `inputs` has returned.
-    Raises `error` for anything else.
+    """Return the positional and keyword arguments in `found`, which a function `inputs` returned.
+    Raises `error` if `found` is no tuple, list or mapping.
     """
     if isinstance(found, Mapping):
         return (), dict(found)
@@ -239,20 +238,20 @@ def arguments(
 
 
 def as_arguments(batch: Any) -> Any:
-    """A whole batch as the model's arguments: a tensor is the one, a tuple all positional ones,
-    a dict the keywords.
+    """Use the whole batch as the model's arguments: a tensor as the only argument, a tuple as the
+    positional arguments, a dict as the keywords.
     """
     return (batch,) if isinstance(batch, Tensor) else batch
 
 
 def enter_stream(seed: int, piece: Piece) -> None:
-    """The random stream of a batch's forward."""
+    """Enter the random stream of an evaluation batch's forward."""
     randomness.step(seed, _NO_STEP, piece.number)
 
 
 def outputs(forward: Callable[[Any], Any], rows: Rows, seed: int) -> Iterator[tuple[Piece, Any]]:
-    """Each of this rank's batches and the model's output for it, every one under a random stream
-    of its own. No collective.
+    """Yield each of this rank's batches with the model's output. Each forward has its own random
+    stream. Not collective.
     """
     for piece in rows:
         enter_stream(seed, piece)
@@ -261,8 +260,8 @@ def outputs(forward: Callable[[Any], Any], rows: Rows, seed: int) -> Iterator[tu
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, no gradients; afterwards each mode and the random states are as
-    they were.
+    """In this block every module is in eval mode, without gradients. Afterwards the modes and
+    random states are restored.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,9 +1,8 @@
-"""Learning rates for another global batch, for those who want it: nothing here is applied behind
-anybody's back.
+"""Learning rates for another global batch, and warm-up. Lockstep never applies them on its own.
 
 The learning rate belongs to the global batch, not to the number of workers: with a fixed global
-batch it stays as it is, whatever the number of ranks. When the batch does change, two rules are in
-use, both within limits: beyond the critical batch neither helps.
+batch it stays the same at any number of ranks. For a changed batch two rules are common. Both hold
+only up to the critical batch size.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ Rule = Literal["linear", "sqrt"]
 
 
 def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear") -> float:
-    """The learning rate for `global_batch` samples a step, from one that is good for `base_batch`.
+    """Return the learning rate for `global_batch` samples a step, from a rate for `base_batch`.
 
-    The rate belongs to the global batch. A change of the number of workers alone needs no other
-    rate.
+    The rate belongs to the global batch. If only the number of workers changes, keep the rate.
 
     Example::
 
         lr = lockstep.scale_lr(0.1, base_batch=256, global_batch=1024)  # 0.4
 
     Args:
-        lr: the learning rate that is good for `base_batch`.
-        base_batch: samples of a step that it was chosen for.
+        lr: the learning rate that was chosen for `base_batch`.
+        base_batch: samples of a step for which `lr` was chosen.
         global_batch: samples of a step now, over all ranks.
         rule: "linear": times the ratio of the batches, for SGD with a warm-up (Goyal et al. 2017,
             section 2.1). "sqrt": times the square root of the ratio, usual for Adam.
@@ -52,10 +50,10 @@ def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear
 
 
 def warmup(optimizer: Optimizer, steps: int, start: float = 0.1) -> LambdaLR:
-    """A scheduler that raises the learning rate in a straight line from `start` times its value to
-    its value over `steps` steps.
+    """Return a scheduler that raises the learning rate linearly over `steps` steps, from `start`
+    times its value to its value.
 
-    Gradual warm-up (Goyal et al. 2017, section 2.2). Give it to `Stepper(scheduler=...)`, or chain
+    Gradual warm-up (Goyal et al. 2017, section 2.2). Pass it to `Stepper(scheduler=...)`, or chain
     it with `torch.optim.lr_scheduler.SequentialLR`. Raises UsageError for steps below 1 and a start
     outside (0, 1].
     """

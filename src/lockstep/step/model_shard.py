@@ -1,9 +1,9 @@
-"""What a rank holds of the model: all of it (`Whole`), or its part of a split one
-(model_parallel/), behind one hook of the Stepper.
+"""The interface between the Stepper and the part of the model that a rank holds: the whole model
+(`Whole`), or a part of a split model (model_parallel/).
 
-The Stepper sums gradients among the ranks that hold the same part, of parameters that are plain
-tensors of this rank. Everything else that the ranks of one split model have to do with each other
-goes through this hook.
+The Stepper sums gradients among the ranks that hold the same part; the parameters are plain tensors
+of this rank. All other communication among the ranks of one split model goes through this
+interface.
 """
 
 from __future__ import annotations
@@ -35,89 +35,93 @@ Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class CheckpointForm(Protocol):
-    """How the tensors of one Stepper's model and optimizer lie on the ranks. Names are the whole
-    model's.
+    """How the tensors of a Stepper's model and optimizer are distributed over the ranks. Names are
+    those of the whole model.
     """
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[Mapping[str, Tensor] | Sequence[TensorPiece] | None, list[TensorPiece]]:
-        """What this rank writes of the model, and of everything else."""
+        """Return what this rank writes: of the model, and of all other state. In the model's
+        place, None means that this rank writes nothing of it.
+        """
         ...
 
     def groups(self, mine: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """The names in the optimizer's groups, over all ranks that hold one model."""
+        """Return the parameter names of each optimizer group, joined over all ranks that hold one
+        model. `mine`: the names on this rank.
+        """
         ...
 
     def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer keeps beside tensors, over the same ranks."""
+        """Return the optimizer's state that is not in tensors, joined over the same ranks."""
         ...
 
     def compare(self, checkpoint: Checkpoint) -> None:
-        """Raise a UsageError where the checkpoint is another model's."""
+        """Raise a UsageError if the checkpoint belongs to another model."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take what is here of the model of a checkpoint that was compared."""
+        """Load this rank's part of the model from a checkpoint that `compare` has accepted."""
         ...
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """What is here of the optimizer's tensors, "state/parameter" by name."""
+        """Return this rank's part of the optimizer's tensors, by the name "state/parameter"."""
         ...
 
 
 class ModelShard(Protocol):
-    """What this rank holds of the model."""
+    """The part of the model that this rank holds."""
 
     @property
     def mesh(self) -> Mesh | None:
-        """None where every rank holds the whole model."""
+        """The mesh over which the model is split; None if every rank holds the whole model."""
         ...
 
     @property
     def norm(self) -> Norm:
-        """The norm of the whole model's gradient."""
+        """The function that computes the norm of the whole model's gradient."""
         ...
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the weights and losses of its micro-batches. Of the ranks that
-        walk the same ones, one does.
+        """Whether this rank reports the weights and losses of its micro-batches. Of the ranks that
+        compute the same micro-batches, exactly one reports.
         """
         ...
 
     def replicas(self, everyone: Group) -> Group:
-        """Of all ranks of a training, those with the same part of the model. Gradients are
+        """Return the ranks of `everyone` that hold the same part of the model. Gradients are
         summed among them.
         """
         ...
 
     def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
-        """Which of these tensors of this rank must be equal on which ranks. `replicas`: those
-        with the same part of the model.
+        """Return pairs of ranks and tensors: these tensors must be equal on these ranks.
+        `replicas`: the ranks with the same part of the model.
         """
         ...
 
     def collect(self, reducer: Reducer) -> None:
-        """After the last backward: bring the gradients to the parameters that `reducer` knows.
+        """Move the gradients to the parameters of `reducer`, after the last backward of a window.
         Every rank calls it.
         """
         ...
 
     def sent(self) -> int:
-        """Bytes that this rank has sent to other holders of the same model, as far as Lockstep's
-        own groups count them.
+        """Return the bytes that this rank has sent to ranks that hold other parts of its model.
+        Only messages of Lockstep's own groups are counted.
         """
         ...
 
     def optimizer_name(self, name: str) -> str:
-        """The name in the whole model under which checkpoints know a parameter's optimizer
-        state.
+        """Return the name, in the whole model, under which checkpoints store the optimizer state
+        of the parameter `name`.
         """
         ...
 
     def form(self, stepper: Any) -> CheckpointForm:
-        """How checkpoints see the model that a Stepper trains."""
+        """Return the CheckpointForm of the model that `stepper` trains."""
         ...
 
 
@@ -135,7 +139,7 @@ class Whole:
         return [(replicas, named)]
 
     def collect(self, reducer: Reducer) -> None:
-        """Autograd has put them there."""
+        """Do nothing: autograd puts the gradients there."""
 
     def sent(self) -> int:
         return 0
@@ -148,7 +152,9 @@ class Whole:
 
 
 class WholeForm:
-    """Every rank has everything, but for the optimizer's state where the update is sharded."""
+    """The CheckpointForm of a whole model: every rank has all tensors, except that a sharded
+    update divides the optimizer's state.
+    """
 
     def __init__(self, stepper: Any) -> None:
         self._stepper = stepper
@@ -187,19 +193,19 @@ class WholeForm:
 
 @torch.no_grad()
 def copy_stored(tensors: Mapping[str, StoredTensor], model: nn.Module) -> None:
-    """Read tensors into those of a model that have their names."""
+    """Read stored tensors into the tensors of the same names in `model`."""
     ours = weights(model)
     for name, tensor in tensors.items():
         ours[name].copy_(tensor.read())
 
 
 def forms_of(tensors: Iterable[tuple[str, Tensor | StoredTensor]]) -> Forms:
-    """The shape and dtype of each, by name."""
+    """Return the shape and dtype of each tensor, by name."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
 
 
 def compare_forms(ours: Forms, theirs: Forms) -> None:
-    """Raise a UsageError where a checkpoint's model has other names, shapes or dtypes."""
+    """Raise a UsageError if a checkpoint's model has other names, shapes or dtypes."""
     difference = ""
     if missing := sorted(ours.keys() ^ theirs.keys()):
         where = "the model lacks" if missing[0] in theirs else "the checkpoint lacks"

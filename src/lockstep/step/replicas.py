@@ -1,18 +1,18 @@
-"""Data parallelism with nothing left out, in one process: a master copy, replicas, chunks of a
-batch, an average, equal updates.
+"""Every stage of data parallelism in one process: a master copy, replicas, chunks of a batch, an
+average, equal updates.
 
-                    batch ── cut into chunks ──┬──────────────┬──────────────┐
-    master (CPU) ── copied to ──>          replica 0      replica 1      replica 2      each on its device
-                                           forward        forward        forward        gather: outputs in order
-                                           backward       backward       backward
-                                               └── gradients averaged: ring, central ... ──┘
-                                           update         update         update         the same sum, the same step
+              batch ── cut into chunks ──┬────────────┬────────────┐
+    master (CPU) ── copied to ──>    replica 0    replica 1    replica 2    each on its device
+                                     forward      forward      forward      gather: outputs in order
+                                     backward     backward     backward
+                                         └── gradients averaged: ring, central ... ──┘
+                                     update       update       update       same sum, same step
     master <── weights of replica 0 ──
 
 `torch.nn.DataParallel` copies the module to the devices in every forward and brings all gradients
-to the first. Here the replicas stay, as they do in DistributedDataParallel, so that each stage of a
-step is a method of its own and can be looked at. To teach, to test, and for a notebook; to train
-fast take one process a device (`lockstep run`), which no interpreter lock holds back.
+to the first. Here the replicas persist, as in DistributedDataParallel, so that each stage of a step
+is a method and can be inspected. It is meant for teaching, tests and notebooks. For speed use one
+process per device (`lockstep run`): threads in one process share the interpreter lock.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Replicas:
             replicas.update()
 
     Args:
-        module: what is copied; the first replica is the module itself.
-        replicas: the number of copies. Default: one for each of `devices`.
-        devices: of the replicas. The list is repeated if it has fewer devices. Default: every GPU,
-            else the CPU.
-            There they share the cores: no faster than one, and the same arithmetic.
-        algorithm: how gradients are added: "ring" (every replica sends and receives 2(N-1)/N of the
-            gradient), "central" (all to replica 0 and back), "tree", "recursive_doubling",
-            "halving_doubling" or "direct".
+        module: the module to copy. It is not changed itself: all replicas are copies.
+        replicas: number of replicas. Default: one for each of `devices`.
+        devices: devices of the replicas. A list that is too short is repeated. Default: every GPU,
+            else the CPU. Replicas on one CPU share its cores: no faster than one, and the same
+            arithmetic.
+        algorithm: the all-reduce algorithm for gradients: "ring" (every replica sends and receives
+            2(N-1)/N of the gradient), "central" (all to replica 0 and back), "tree",
+            "recursive_doubling", "halving_doubling" or "direct".
 
     Raises:
         UsageError: a number of replicas below 1, no devices, or an unknown algorithm.
@@ -86,14 +86,14 @@ class Replicas:
         return len(self.replicas)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of all chunks, joined along dim 0 on the first device: `nn.DataParallel`'s
-        call.
+        """Return the outputs of all chunks, joined along dim 0 on the first device, as
+        `nn.DataParallel` does.
 
-        A backward from them leaves in each replica the part of its own samples: `zero_grad()`,
-        call, `loss.backward()`, `sum_gradients()`, `update()` is DataParallel's step.
+        A backward from the outputs leaves in each replica the gradients of its own samples. A step
+        of DataParallel is: `zero_grad()`, call, `loss.backward()`, `sum_gradients()`, `update()`.
 
-        Tensors in the arguments (also in tuples, lists and dicts) are cut along dim 0 as
-        `torch.tensor_split` cuts, and must be equally long; 0-d tensors and everything else go to
+        Tensors in the arguments (also in tuples, lists and dicts) are cut along dim 0, as
+        `torch.tensor_split` does, and must have equal lengths. 0-d tensors and other values go to
         every replica. A replica without samples does not run. Outputs are tensors of samples, or
         tuples, lists and dicts of them. Raises UsageError for tensors of different lengths and
         outputs that cannot be joined.
@@ -104,8 +104,7 @@ class Replicas:
             arguments, named = chunks[rank]
             return self.replicas[rank](*arguments, **named)
 
-        # Of an empty batch replica 0 takes all there is: the output then has the right shape and
-        # dtype.
+        # Replica 0 runs an empty batch, so that the output has the right shape and dtype.
         working = [rank for rank, size in enumerate(self._sizes((args, kwargs))) if size] or [0]
         return gather(self._each(forward, working), self.devices[0])
 
@@ -127,20 +126,20 @@ class Replicas:
         loss_sum: Callable[..., Tensor],
         weights: Sequence[float] | None = None,
     ) -> float:
-        """Compute every replica's own gradients of its part, into `.grad`.
+        """Compute the gradients of each replica's part of a batch, into its `.grad`.
 
         Args:
             batch: as for `scatter`.
             loss_sum: `loss_sum(replica, *part)` returns the sum of the losses of a part, shape [],
                 on the replica's device.
-            weights: what each part counts. Default: its samples. A replica without samples gets
-                zeros.
+            weights: the weight of each part. Default: its number of samples. A replica without
+                samples adds no gradient.
 
         Returns:
-            The mean loss of the batch, by weight.
+            The sum of the losses, divided by the sum of the weights.
 
         Raises:
-            UsageError: a loss that is not one number, or weights that cannot be.
+            UsageError: a loss that is not one number, or invalid weights.
         """
         sizes = self._sizes(batch)
         counted = self._checked(weights, sizes)
@@ -167,8 +166,8 @@ class Replicas:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replace every replica's gradients by their mean over the batch: the sum of all, divided
-        once by the sum of the weights.
+        """Replace every replica's gradients by the mean over the batch: the sum over all replicas,
+        divided once by the sum of the weights.
 
         Raises:
             UsageError: called before `gradients()`, or twice after it.
@@ -186,11 +185,11 @@ class Replicas:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replace every replica's gradients by the sum of all. Use it for a loss of the gathered
-        outputs, which is a mean already.
+        """Replace every replica's gradients by the sum over all replicas. Use it for a loss of the
+        gathered outputs that is a mean already.
 
-        A parameter without a gradient on any replica keeps none. If only some replicas have
-        one, the others count as zeros.
+        A parameter without a gradient on any replica keeps none. If only some replicas have a
+        gradient, the others count as zeros.
         """
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             if all(parameter.grad is None for parameter in parameters):
@@ -209,11 +208,11 @@ class Replicas:
             replica.zero_grad()
 
     def optimize(self, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        """Give every replica its own optimizer: equal gradients and equal optimizers make
-        equal steps.
+        """Give every replica its own optimizer. Equal gradients and equal optimizers make equal
+        steps.
 
         Args:
-            make_optimizer: parameters -> optimizer.
+            make_optimizer: called with the list of a replica's parameters; returns an optimizer.
         """
         self._optimizers = [make_optimizer(list(replica.parameters())) for replica in self.replicas]
 
@@ -221,7 +220,7 @@ class Replicas:
         """Take one step on every replica.
 
         Raises:
-            UsageError: before `optimize()`, or before the gradients were averaged.
+            UsageError: called before `optimize()`, or before the gradients were averaged.
         """
         if not self._optimizers:
             raise UsageError(
@@ -235,8 +234,8 @@ class Replicas:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Make the buffers of all replicas equal: BatchNorm's statistics by their mean, all others
-        by replica 0's value.
+        """Make the buffers of all replicas equal: average BatchNorm's statistics, and copy other
+        buffers from replica 0.
         """
         for owner, *owners in zip(
             self.master.modules(), *(replica.modules() for replica in self.replicas), strict=True
@@ -253,7 +252,7 @@ class Replicas:
         """Compare the parameters of all replicas with those of replica 0.
 
         Raises:
-            ReplicaDivergence: naming the first parameter and the replicas that differ.
+            ReplicaDivergence: replicas differ. It names the first parameter and the replicas.
         """
         for (name, first), *others in zip(
             *(replica.named_parameters() for replica in self.replicas), strict=True
@@ -265,31 +264,31 @@ class Replicas:
                 raise ReplicaDivergence("in-process-replicas-differ", parameter=name, ranks=differ)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the plain module; it loads into that."""
+        """Return the state of the master copy. It loads into the original module."""
         return self.master.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into every replica. Optimizers keep theirs.
+        """Load a state into every replica. The optimizers keep their state.
 
         Args:
-            state: of the plain module.
+            state: a state of the original module.
         """
         self.master.load_state_dict(state)
         for replica in self.replicas:
             replica.load_state_dict(self.master.state_dict())
 
     def train(self, mode: bool = True) -> Replicas:
-        """Switch every replica to training, as `nn.Module.train` does.
+        """Set every replica to training mode, as `nn.Module.train` does.
 
         Args:
-            mode: False: to evaluation.
+            mode: False sets evaluation mode.
         """
         for module in (self.master, *self.replicas):
             module.train(mode)
         return self
 
     def eval(self) -> Replicas:
-        """Switch every replica to evaluation, as `nn.Module.eval` does."""
+        """Set every replica to evaluation mode, as `nn.Module.eval` does."""
         return self.train(False)
 
     def _sizes(self, batch: Any) -> list[int]:
@@ -306,8 +305,8 @@ class Replicas:
         return found
 
     def _each(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
-        """Run it for every rank: in threads if they have several devices, to keep these busy; in
-        turn on one, where threads only take turns.
+        """Call `work` for every rank: in threads if there are several devices, so that all are
+        busy; one after the other on a single device.
         """
         if len({self.devices[rank] for rank in ranks}) <= 1:
             return [work(rank) for rank in ranks]
@@ -352,7 +351,7 @@ def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torc
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those that are cut, also inside subclasses of dict, list and tuple."""
+    """Yield the tensors that `scatter` cuts, also inside dicts, lists, tuples and subclasses."""
     if isinstance(value, Tensor) and value.dim():
         yield value
     elif isinstance(value, (dict, tuple, list)):
@@ -387,6 +386,5 @@ def _copy_all(sources: Any, targets: Any) -> None:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     a, b = a.detach(), b.detach().to(a.device)
-    # NaN is equal to NaN here: replicas that have both lost their way in the same place are still
-    # replicas.
+    # NaN counts as equal to NaN: replicas with NaN in the same elements are still equal.
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,5 +1,5 @@
-"""An optimizer whose work and state are divided among the ranks: torch's
-ZeroRedundancyOptimizer, for loops of one's own.
+"""An optimizer whose work and state are divided among the ranks, with the interface of torch's
+ZeroRedundancyOptimizer, for training loops without a Stepper.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lockstep.world.world import World
 
 
 class ShardedOptimizer(Optimizer, Joinable):
-    """An optimizer whose state is divided among the ranks, with the arguments and the contract of
+    """An optimizer whose state is divided among the ranks, with the arguments and the behavior of
     `torch.distributed.optim.ZeroRedundancyOptimizer`.
 
     Each rank holds 1/W of the state and updates 1/W of the parameters, where W is the world size.
-    Then all exchange what they have updated, on one host through shared memory. The weights have
-    the bits that the whole optimizer gives.
+    Then the ranks exchange the updated parameters, on one host through shared memory. The weights
+    have the same bits as with an undivided optimizer.
 
-    - An elementwise optimizer of torch.optim gets slices of flat tensors. The parameters keep
-      their identity, but their memory moves: make views of them afterwards.
-    - Any other class, and one over very few elements, gets whole parameters, each on one rank. What
-      it computes over several parameters (a norm of all gradients) covers this rank's only, as in
-      torch's class.
+    - An elementwise optimizer of torch.optim gets slices of flat tensors. The parameters stay the
+      same objects, but their memory moves: create views of them afterwards.
+    - Any other optimizer, and one with very few elements, gets whole parameters, each on one rank.
+      A value that it computes over several parameters (a norm of all gradients) covers only the
+      parameters of this rank, as in torch's class.
 
     `step`, `consolidate_state_dict`, `load_state_dict` and `add_param_group` are collective: every
     rank of the group calls them. `optim` is this rank's optimizer.
@@ -42,15 +42,15 @@ class ShardedOptimizer(Optimizer, Joinable):
     Example::
 
         optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
-        optimizer.step()  # after the gradients were averaged
-        optimizer.consolidate_state_dict(to=0)  # rank 0 then has optimizer.state_dict()
+        optimizer.step()  # after the gradients are averaged
+        optimizer.consolidate_state_dict(to=0)  # then rank 0 can call optimizer.state_dict()
 
     Args:
         params: parameters, or groups of them, equal on all ranks.
-        optimizer_class: the optimizer that updates a share.
-        process_group: the ranks that share the state. Default: all.
-        parameters_as_bucket_view: no effect; slices are views of one memory in any case.
-        overlap_with_ddp: refused; only torch's own hooks can do that.
+        optimizer_class: the class of the optimizer that updates each rank's part.
+        process_group: the ranks among which the state is divided. Default: all ranks.
+        parameters_as_bucket_view: no effect; slices are always views of one tensor.
+        overlap_with_ddp: not supported; True raises UsageError. Only torch's own hooks can do it.
         defaults: the arguments of `optimizer_class`.
 
     Raises:
@@ -63,7 +63,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         process_group: dist.ProcessGroup | None = None,
-        parameters_as_bucket_view: bool = False,  # of slices they always are
+        parameters_as_bucket_view: bool = False,  # no effect: slices are always views
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
@@ -76,7 +76,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             )
         self._group = World.current().group if process_group is None else resolve(process_group)
         self._cut: CutOptimizer[Shards | Dealt] | None = None
-        # has an opinion on every group; then it gets this rank's part
+        # The class checks all groups and fills in defaults; then it gets only this rank's part.
         whole = optimizer_class(params, **defaults)
         if needs_closure(whole):
             raise UsageError("optimizer-needs-closure", optimizer=optimizer_class.__name__)
@@ -84,14 +84,15 @@ class ShardedOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         whole.param_groups = [dict(group) for group in self.param_groups]
         self.optim = whole
-        """This rank's optimizer, over slices or over its own parameters."""
-        self._ever = {id(parameter) for parameter in whole.state}  # trained, or with a state
+        """The optimizer of this rank, over slices or over whole parameters."""
+        # ids of parameters that were ever trained, or that have optimizer state
+        self._ever = {id(parameter) for parameter in whole.state}
         self._consolidated: dict[str, Any] | None = None
         self._cut = CutOptimizer(whole, self._shards, self._trained)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share the work."""
+        """The ranks among which work and state are divided."""
         return self._group.process_group
 
     @property
@@ -99,15 +100,15 @@ class ShardedOptimizer(Optimizer, Joinable):
         return list(dict.fromkeys(each for group in self.param_groups for each in group["params"]))
 
     def _trained(self) -> list[int]:
-        """Where it changes, one was thawed that was never trained: what was frozen since keeps its
-        place.
+        """Return the ids of the parameters that are or once were trained. The list changes when a
+        never trained parameter is unfrozen; a parameter that is frozen later stays in it.
         """
         return [
             id(each) for each in self._all_params if each.requires_grad or id(each) in self._ever
         ]
 
     def _shards(self) -> Shards | Dealt:
-        """The parameters, cut among the ranks."""
+        """Return the division of the parameters among the ranks."""
         parameters = self._all_params
         for each in parameters:
             if each.layout is not torch.strided:
@@ -116,7 +117,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                     tensor=f"a parameter of shape {list(each.shape)}",
                     layout=str(each.layout),
                 )
-        # what was frozen since keeps its state
+        # parameters that were frozen after training keep their state
         self._ever |= set(self._trained())
         trained = [each for each in parameters if id(each) in self._ever]
         size = sum(each.numel() for each in trained)
@@ -127,11 +128,14 @@ class ShardedOptimizer(Optimizer, Joinable):
             for number, each in enumerate(trained)
         ]
         layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
-        return Shards(trained, layout, self._group)  # type: ignore[arg-type]  # an optimizer takes tensors for parameters
+        # the ignore: an optimizer may also hold plain tensors
+        return Shards(trained, layout, self._group)  # type: ignore[arg-type]
 
     @property
     def _pieces(self) -> CutOptimizer[Shards | Dealt]:
-        """`optim` as it is cut, with the options that a scheduler wrote to the outer groups."""
+        """The divided optimizer, after the options of the outer groups (which a scheduler may have
+        changed) are copied to `optim`.
+        """
         assert self._cut is not None
         _copy_options(self.param_groups, self.optim.param_groups)
         return self._cut
@@ -150,15 +154,14 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update this rank's share with its part of every `.grad`, and exchange the parameters.
-        Every rank calls it.
+        """Update this rank's part of the parameters, and exchange them. Every rank calls it.
 
         Args:
-            closure: computes the loss again, with gradients.
-            options: for the step of `optimizer_class`.
+            closure: a function that computes the loss again, with gradients.
+            options: further arguments for the step of `optimizer_class`.
 
         Returns:
-            What `closure` returns.
+            The return value of `closure`.
         """
         pieces = self._pieces
         pieces.follow()
@@ -173,44 +176,43 @@ class ShardedOptimizer(Optimizer, Joinable):
             pieces.shards.take_gradients()
             self.optim.step(**options)
         pieces.shards.gather()
-        _copy_options(self.optim.param_groups, self.param_groups)  # what the optimizer has noted
+        _copy_options(self.optim.param_groups, self.param_groups)  # options that the step changed
         return loss
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`: while other ranks have inputs, this one updates its share with their
-        gradients.
+        """Return the hook with which torch's `Join` lets this rank update its part while only
+        other ranks have inputs.
 
         Args:
-            kwargs: torch's; without effect.
+            kwargs: keywords of torch's `Join`; no effect.
         """
         return _StepsOn(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` counts."""
+        """The device on which torch's `Join` counts the ranks."""
         return self._all_params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Whose ranks `Join` counts."""
+        """The ranks that torch's `Join` counts."""
         return self.process_group
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to one rank, for `state_dict()` there. Every rank calls it.
+        """Gather the whole state on one rank, for `state_dict()` there. Every rank calls it.
 
         Args:
-            to: the rank that gets it.
+            to: the rank that gets the state.
         """
         whole = self._pieces.state_dict()
         self._consolidated = whole if self._group.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state in torch's form. It loads into `optimizer_class` itself, and
-        at any number of ranks.
+        """Return the whole optimizer's state in torch's form. It loads into `optimizer_class`, and
+        into a ShardedOptimizer at any number of ranks.
 
         Raises:
-            UsageError: `consolidate_state_dict` has not brought it to this rank since the last
-                step.
+            UsageError: `consolidate_state_dict` was not called for this rank since the last step.
         """
         if self._consolidated is None:
             raise UsageError(
@@ -232,7 +234,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """All but the parameters."""
+    """Copy all options of the groups, but not their parameters."""
     for ours, theirs in zip(source, target, strict=True):
         theirs.update({name: value for name, value in ours.items() if name != "params"})
 

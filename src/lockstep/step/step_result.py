@@ -1,4 +1,4 @@
-"""What one optimizer step came to, how its end is seen, and where its time went."""
+"""The result of one optimizer step, whether its update was applied, and its times."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lockstep.world.world import World
 class StepResult:
     """One optimizer step, as `Stepper.step` returns it: the same on all ranks.
 
-    With local steps or a server, `loss`, `weight` and the seconds are those of this rank, and `stop`
-    is known only when the replicas synchronize. A server's synchronization returns the values of the
-    window that was applied last. On a GPU, `norm`, `applied` and `reason` wait for the gradient:
-    read them when you need them.
+    With local steps or a server, `loss`, `weight` and the seconds are those of this rank, and
+    `stop` is known only when the replicas synchronize. A server's synchronization returns the
+    values of the window that was applied last. On a GPU, reading `norm`, `applied` or `reason`
+    waits for the gradient: read them only when you need them.
     """
 
     loss: float
@@ -41,32 +41,32 @@ class StepResult:
     stop: bool
     """Whether a rank asked to stop."""
     samples_by_rank: tuple[int, ...]
-    """The samples that each rank walked; zeros for plain lists of batches."""
+    """The number of samples that each rank computed; zeros for plain lists of batches."""
     bytes_sent: int
     """Bytes that this rank has sent since the world was opened, not in this step alone: subtract
     the value of the step before.
     """
     outcome: Applied
-    """What `norm`, `applied` and `reason` are read from."""
+    """The object from which `norm`, `applied` and `reason` are read."""
     together: bool = True
     """Whether all ranks hold the same model now."""
     gradient_age: float | None = None
-    """At a server: the number of updates between this rank's pull of the parameters and its push
+    """With a server: the number of updates between this rank's pull of the parameters and its push
     of their gradient.
     """
     windows: tuple[AppliedWindow, ...] = ()
-    """At a server, on rank 0: the windows that were applied since the last step of this rank."""
+    """With a server, on rank 0: the windows that were applied since the last step of this rank."""
     times: tuple[StepTimes, ...] = ()
     """Seconds of each phase of this rank's step. On a GPU: of the steps that the device has
-    finished since.
+    finished since the last call.
     """
     busy_by_rank: tuple[float, ...] = ()
-    """Seconds that each rank computed forward and backward, in the latest step before this one
-    that it knows of.
+    """Seconds that each rank computed forward and backward, in the latest earlier step whose times
+    that rank knows.
     """
     waited_by_rank: tuple[float, ...] = ()
-    """Seconds that each rank waited for others or the network in that step. The rank with the
-    least came last.
+    """Seconds that each rank waited for others or the network, in the same step as `busy_by_rank`.
+    The rank with the smallest value came last.
     """
 
     @property
@@ -81,19 +81,19 @@ class StepResult:
 
     @property
     def reason(self) -> str | None:
-        """Why it did not step."""
+        """Why the optimizer did not step; None if it did."""
         return self.outcome.reason
 
 
 class Outcomes:
-    """How a Stepper's steps ended: the scheduler follows those that were applied, and a skipped one
-    is said, with where its nan came from.
+    """Steps the scheduler after every applied update, and warns of a skipped one with the origin of
+    its nan.
 
-    On a CPU that is known at once. On a GPU it is looked up when the next window opens, or replicas
-    meet, so that no step waits for the device; unless a scheduler has to know. A server's windows
-    are applied by others: of them it is only said which were skipped. `trace` looks at the
-    gradients of the window after a skipped one; it belongs to a reducer, and is given anew with
-    one.
+    On a CPU the outcome of a step is known immediately. On a GPU it is read when the next window
+    opens or the replicas synchronize, so that no step waits for the device; with a scheduler it is
+    read immediately. With a server other ranks apply the windows; this class only counts them and
+    warns of skipped ones. `trace` inspects the gradients of the window after a skipped one; the
+    Stepper sets a new `trace` for each new reducer.
     """
 
     trace: NonFiniteTrace
@@ -103,30 +103,32 @@ class Outcomes:
     ) -> None:
         self._world, self._scheduler, self._scaler = world, scheduler, scaler
         self.known_at_once = world.device.type == "cpu" or scheduler is not None
-        """Whether to settle a step as soon as it is noted."""
+        """Whether to call `settle` for a step immediately after `note`."""
         self._open: tuple[int, Applied, Facts, bool] | None = None
         self._said: set[str] = set()
         self.applied = 0
-        """Steps whose update was applied; at a server, those that this rank has heard of."""
+        """Number of steps whose update was applied; with a server, those reported to this rank."""
 
     def note(self, step: int, outcome: Applied, facts: Facts, *, alone: bool) -> None:
-        """Step number `step` has ended. `alone`: these are the facts of this rank only."""
+        """Record that step number `step` has ended. `alone`: `facts` are of this rank only."""
         self._open = step, outcome, facts, alone
 
     def settle(self) -> None:
-        """See how the noted step ended. Every rank that has noted it calls this alike."""
+        """Find out whether the recorded step was applied, and step the scheduler or warn. All ranks
+        that recorded the step call it.
+        """
         if self._open is None:
             return
         (step, outcome, facts, alone), self._open = self._open, None
         reason = outcome.reason
         self.applied += reason is None
         if reason is None or (alone and facts.weight == 0):
-            # alone, a rank without micro-batches keeps to the others' learning rate
+            # a rank that steps alone without micro-batches still follows the learning rate
             if self._scheduler is not None:
                 self._scheduler.step()
             return
         if self._scaler is not None and facts.weight:
-            return  # with a loss scale, overflows belong to the training
+            return  # with a loss scale, overflows are expected
         kind = reason.partition(":")[0]
         if facts.weight:
             kind += " (traced)" if self.trace.watched else ""
@@ -136,15 +138,17 @@ class Outcomes:
             self.say(kind, step, outcome.reason or reason)
 
     def skipped(self, windows: Sequence[AppliedWindow]) -> None:
-        """Say which of these windows, that a server has come through, were not applied."""
+        """Count the applied windows among those that a server has processed, and warn of the
+        others.
+        """
         for each in windows:
             self.applied += not each.reason
             if each.reason:
                 self.say(each.reason, each.step + 1, each.reason)
 
     def say(self, kind: str, step: int, reason: str) -> None:
-        """That a step was skipped: once for each kind of reason. A warning of the step that is
-        just over names the line that called the Stepper.
+        """Warn that a step was skipped, once for each kind of reason. The stacklevel is right for
+        a step that has just ended: the warning names the line that called the Stepper.
         """
         if kind not in self._said:
             self._said.add(kind)
@@ -156,33 +160,33 @@ class Outcomes:
 
 
 class StepperClock:
-    """Times the steps, and keeps of the latest one that is known what the others are told in the
-    next step's facts.
+    """Times the steps. The times of the latest finished step are sent to the other ranks in the
+    facts of the next step.
 
-    `per_micro_batch`: seconds that one took on this rank, loading included; 0 where it walked none.
+    `per_micro_batch`: seconds per micro-batch on this rank, loading included; 0 if it had none.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None  # in which the model computes
+        self._stream: torch.cuda.Stream | None = None  # the stream in which the model computes
         self._device = device
         self.running = StepClock(self._mark if device.type == "cuda" else None)
         self.keeps_spans: Callable[[int], bool] = lambda step: False
-        """Of which steps, by number, it shall be kept when each piece of them began and ended."""
+        """Whether to record spans (begin and end of every phase) for a step, by its number."""
         self.per_micro_batch = 0.0
         self._latest: StepTimes | None = None
-        # micro-batches of the steps whose times are not known yet
+        # number of micro-batches of each step whose times are not known yet, by step
         self._walked: dict[int, int] = {}
 
     def open(self) -> None:
-        """A window begins: from now on phases are this training's."""
+        """Make this the active clock: from now on it counts the phases. Called for every window."""
         self._stream = (
             torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         )
         status.open_clock(self.running)
 
     def _mark(self) -> torch.cuda.Event:
-        """In the model's stream, whichever is the current one: that something waits in another
-        one does not hold the model up.
+        """Record an event in the model's stream, even if another stream is current: waits in
+        another stream do not delay the model.
         """
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
@@ -193,8 +197,8 @@ class StepperClock:
             facts.add_times(self._latest.busy, self._latest.waits, self.per_micro_batch)
 
     def end(self, step: int, micro_batches: int, hidden: float | None) -> tuple[StepTimes, ...]:
-        """Step `step` has ended, which walked so many; gives the steps whose times are known
-        since. `hidden`: as in `StepTimes`.
+        """End step `step`, which computed `micro_batches` micro-batches, and return the steps whose
+        times have become known. `hidden`: as in `StepTimes`.
         """
         self.running.end(step, hidden, spans=self.keeps_spans(step + 1))
         self._walked[step] = micro_batches
@@ -211,7 +215,7 @@ class StepperClock:
 
 
 def allow_scheduler(optimizer: Optimizer) -> None:
-    """Tell torch that a scheduler which steps now is not too early: the step was another rank's,
-    or before a checkpoint.
+    """Suppress torch's warning of a scheduler that steps before the optimizer: the optimizer
+    stepped on another rank, or before a checkpoint.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]

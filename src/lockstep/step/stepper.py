@@ -1,4 +1,4 @@
-"""One optimizer step over one window of micro-batches, however they are spread over the ranks.
+"""One optimizer step over one window of micro-batches, with any distribution over the ranks.
 
     for window in epoch:                                     # one optimizer step
         for x, y in stepper.micro_batches(window):           # this rank's share, possibly none
@@ -6,8 +6,8 @@
         stepper.step()
 
 The step's gradient is the sum of all gradients divided by the sum of all weights, over every
-micro-batch of every rank: what one process would compute. A rank without micro-batches takes part
-with zeros, so no split can hang.
+micro-batch of every rank: the gradient that one process would compute. A rank without micro-batches
+takes part with zeros, so that no distribution can hang.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Batch = TypeVar("Batch")
 
 Begin = Callable[[int, int], None]
 Count = Callable[[int, Tensor, float | Tensor], Tensor]
-_STAGES = 2**48  # apart from each other: a slot's numbers for the stages of a pipeline
+_STAGES = 2**48  # offset of a slot's random-stream number from one pipeline stage to the next
 
 
 @takes_fields(Parallelism, leaves_out=("mesh",))
@@ -76,18 +76,18 @@ class Stepper:
                     stepper.backward(loss, weight=len(y))
                 result = stepper.step()
 
-    On a GPU no step waits for the device. It does wait with `clip` and an optimizer that is not
-    fused, and with `clip` and a scheduler: these need the norm of the gradient.
+    On a GPU no step waits for the device, with two exceptions: `clip` with an optimizer that is not
+    fused, and `clip` with a scheduler. These need the norm of the gradient on the host.
 
     Args:
-        model: a bare module, which becomes equal on all ranks here; or a
+        model: a bare module, whose weights are made equal on all ranks here; or a
             `lockstep.DistributedDataParallel`.
-        optimizer: over the model's parameters.
-        clip: the largest norm of the gradient. It is applied once, after the sum is divided.
+        optimizer: an optimizer of the model's parameters.
+        clip: maximum norm of the gradient. It is applied once, after the sum is divided.
         scaler: a `torch.amp.GradScaler`, for fp16.
-        scheduler: stepped after every applied update.
-        seed: of each forward's random numbers (dropout). They depend on (seed, step, slot), and
-            not on the rank.
+        scheduler: a learning rate scheduler, stepped after every applied update.
+        seed: seed of the random numbers of each forward (dropout). They depend on (seed, step,
+            slot), and not on the rank.
         bucket_mb: MiB of gradients that are sent together; default 25. For a bare module.
         unused: how to treat a parameter that gets no gradient on any rank. "error": raise
             UnusedParameters; "zeros": its gradient is zeros; "skip": its `.grad` stays None.
@@ -95,29 +95,29 @@ class Stepper:
             replicas are compared, and `Checkpoints` save it.
         checks: "full" compares the set-up at the start, and the replicas after steps 1 and 2 and at
             least every 100 steps; "start" only compares the set-up; "off" compares nothing.
-        trace_nonfinite: look at every gradient before it is summed. A skipped step then names the
-            rank and the parameter where a nan or inf came first. Without it, the window after a
-            skipped step is searched.
+        trace_nonfinite: inspect every gradient before it is summed. The warning of a skipped step
+            then names the rank and the parameter where a nan or inf came first. Without it, only
+            the window after a skipped step is inspected.
         model_shard: this rank's part of a model that is split over a mesh, as `lockstep train
-            --mesh` makes it; `model` is then its `module`.
-        world: default: the world of torch's process group.
-        method: the fields of config/parallelism.py that follow.
+            --mesh` creates it; `model` is then its `module`.
+        world: the world of this rank. Default: the world of torch's process group.
+        method: the following fields of config/parallelism.py.
         <fields>
 
     With `update="sharded"` the weights are the same, bit for bit. The optimizer's groups hold
-    pieces of parameters: use `optimizer_state_dict`. After a step a parameter's `.grad` is the sum
-    only in this rank's slice.
+    pieces of parameters: use `optimizer_state_dict`. After a step a parameter's `.grad` holds the
+    sum only in this rank's slice.
 
     With `update="server"` ranks draw micro-batches and do not wait for each other.
 
-    `exact=True` needs the windows of a Loader. Every sum follows one tree over the window's slots,
-    and the process computes deterministically, on one intra-op thread, until the world closes.
-    `World.compute_deterministically` chooses another number of threads.
+    `exact=True` needs the windows of a Loader. The order of every sum is one tree over the window's
+    slots, and the process computes deterministically, on one intra-op thread, until the world
+    closes. `World.compute_deterministically` chooses another number of threads.
 
     With `compress`, the part of a gradient that is left out is added in later steps.
 
     Raises:
-        UsageError: an optimizer over other parameters, or values that cannot work together.
+        UsageError: an optimizer of other parameters, or values that cannot be combined.
         ReplicaDivergence, UnusedParameters: on all ranks.
     """
 
@@ -165,8 +165,8 @@ class Stepper:
             compare_start(*set_up_of(model, alike, fields))
         self.optimizer = optimizer
         self.replicas = ReplicaCheck() if checks == "full" else None
-        # the facts of a step on a mesh come from ranks that hold different parts: nothing in them
-        # can be compared
+        # on a mesh the ranks that exchange facts hold different parts of the model, whose digests
+        # cannot be compared
         compares = checks == "full" and self.model_shard.mesh is None
         self._overwritten = OverwrittenCheck() if compares else None
         self.steps, self._stop = 0, False
@@ -174,8 +174,8 @@ class Stepper:
         self.everyone = (
             model.group if isinstance(model, DistributedDataParallel) else self.world.group
         )
-        """All ranks of this training; `group` are those whose gradients are summed in a step,
-        this rank alone where it steps alone.
+        """All ranks of this training. `group` holds the ranks whose gradients are summed in a
+        step: only this rank if it steps alone.
         """
         self._work_with(model)
         if self.method.exact:
@@ -187,7 +187,7 @@ class Stepper:
         self._window: OpenWindow | None = None
 
     def _work_with(self, model: nn.Module) -> None:
-        """Take charge of the model's gradients, as the method has it now."""
+        """Assemble reducer and update for `model`, as the method requires at this step."""
         self._assembly = assembly = assemble(
             model,
             self.optimizer,
@@ -205,7 +205,7 @@ class Stepper:
         self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._options.trace_nonfinite)
 
     def _is_alone(self) -> bool:
-        """Whether the next step is this rank's own."""
+        """Whether this rank takes the next step alone."""
         return self.method.alone and (
             self.method.local is None or self.steps >= self.method.local.after
         )
@@ -218,7 +218,7 @@ class Stepper:
             self.reducer.reset()
             order = self.reducer.order
             self._work_with(self.model)
-            # where a sum lies decides, at some backends, in which order it is added up
+            # with some backends the position in a bucket decides the order of addition
             self.reducer.lay(order)
             self.update.follow()
 
@@ -253,16 +253,16 @@ class Stepper:
 
     @property
     def place(self) -> int:
-        """This rank's place in `StepResult.waited_by_rank`."""
+        """This rank's index in `StepResult.waited_by_rank`."""
         return self._assembly.told.rank
 
     # -- the window -------------------------------------------------------------------------------
 
     def micro_batches(self, window: Iterable[Batch]) -> Iterator[Batch]:
-        """Walk this rank's micro-batches of one window, and send the gradients during the last
-        backward.
+        """Iterate over this rank's micro-batches of one window. The gradients are sent during the
+        last backward.
 
-        Every rank calls it, also one that has no micro-batch in this window.
+        Every rank calls it, also a rank without micro-batches in this window.
 
         Args:
             window: a window of a `lockstep.Loader`, or any iterable of this rank's own batches.
@@ -294,10 +294,10 @@ class Stepper:
                     ):
                         status.enter("forward")
                         yield batch
-                finally:  # also when the user's loop breaks off: step() then sums what was there
+                finally:  # also if the user's loop stops early: step() then sums what it computed
                     opened.end(self._buffers.named)
                     self._buffers.shut(micro.weight, micro.row)
-                if opened.ours is None:  # what fetches its next batch may draw
+                if opened.ours is None:  # loading the next batch may draw random numbers
                     back()
                     back = None
                 status.enter("data")
@@ -314,7 +314,8 @@ class Stepper:
             window: as for `micro_batches`.
             run: `run(batches, begin, count)` runs every forward and backward. It calls
                 `begin(place, stage)` before a stage's forward of a micro-batch. On the rank that
-                has the loss, it calls `count(place, loss, weight)`, and backward on what that returns.
+                has the loss, it calls `count(place, loss, weight)`, and calls backward on the
+                result.
         """
         opened = self._open(window)
         batches = list(window)
@@ -362,7 +363,7 @@ class Stepper:
         self._outcomes.trace.begin()
         self.update.follow()
         if self.reducer.generation != self._buffers.generation:
-            # layers were added, replaced or frozen: perhaps with buffers
+            # layers, perhaps with buffers, were added, replaced or frozen
             self._buffers = self._assembly.moving_buffers(self.world)
         facts = self._begin(ours)
         self.clock.tell(facts)
@@ -379,16 +380,14 @@ class Stepper:
         return self._window
 
     def _begin(self, ours: Window | None) -> FactsMessage:
-        """Have buffers start from what they hold now. For the facts of what begins."""
-        # kept apart until they are added along the tree; else added as they come
+        """Save the values from which buffers start in this step, and return a new FactsMessage."""
+        # exact mode keeps values of slots separate, and adds them along a tree
         slots = ours.cut.slots if self.method.exact and ours is not None else 0
         self._buffers.begin(slots)
         return FactsMessage(self._assembly.told, self.world.device, slots)
 
     def _compare_data(self, window: object) -> None:
-        """Once, with the first window: the same data set, cut alike, from the same seed on all
-        ranks.
-        """
+        """At the first window, check that all ranks have the same data set, batches and seed."""
         if self._compares_data:
             self._compares_data = False
             with status.inside("checks"):
@@ -401,11 +400,11 @@ class Stepper:
 
         Args:
             loss: a scalar: the sum of the losses, or their mean with reduction="mean".
-            weight: what the loss counts, such as samples or tokens. 0 is allowed.
+            weight: the weight of the loss: its number of samples or tokens. 0 is allowed.
             reduction: "sum", or "mean": the loss is then multiplied by `weight`.
 
         Raises:
-            UsageError: outside the loop over `micro_batches`, or a second call for one micro-batch.
+            UsageError: called outside the loop over `micro_batches`, or twice for a micro-batch.
         """
         opened = self._window
         if opened is None or opened.micro is None:
@@ -429,8 +428,8 @@ class Stepper:
         status.enter("forward")
 
     def _scale_of(self, opened: OpenWindow, weight: float | Tensor = 0.0) -> float:
-        """What the losses of this step are multiplied by. `weight`: of the micro-batch that asks
-        first.
+        """Return the factor for the losses of this step. `weight`: the weight of this micro-batch,
+        which is used if the ranks must still agree on the factor.
         """
         if opened.loss_scale is None:
             opened.loss_scale = self._loss_scale.agree(self._assembly.told, weight)
@@ -447,8 +446,8 @@ class Stepper:
         return self._stop or self.world.asked_to_stop
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The state of the whole optimizer, also where ranks hold parts of it. Every rank calls it,
-        and gets it.
+        """Return the state of the whole optimizer, also if each rank holds only a part. Every rank
+        calls it, and gets the state.
         """
         return self.update.optimizer.state_dict()
 
@@ -456,7 +455,7 @@ class Stepper:
         """Load the state of a whole optimizer. Every rank calls it.
 
         Args:
-            state: what `optimizer_state_dict` returned, with any number of ranks and either update.
+            state: a result of `optimizer_state_dict`, from any number of ranks and either update.
         """
         self.update.load_state_dict(state)
 
@@ -466,7 +465,7 @@ class Stepper:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop: `StepResult.stop` is true on all of them after the next step. A
-        signal asks too, after `World.heed_signals`.
+        signal does the same, after `World.heed_signals`.
         """
         self._stop = True
 
@@ -484,7 +483,7 @@ class Stepper:
 
         Raises:
             ReplicaDivergence, UnusedParameters: on all ranks.
-            UsageError: without a window, or inside the loop over `micro_batches`.
+            UsageError: called without a window, or inside the loop over `micro_batches`.
         """
         opened = check_ended(self._window, stray=self.reducer.hooks.stray)
         facts, divisor = opened.summed or self._sum(opened)
@@ -592,8 +591,8 @@ class Stepper:
         return self.update.meet(stop=self._wants_stop())
 
     def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
-        """All micro-batches were walked: finish the sum. Its facts, and what it is still to be
-        divided by.
+        """Finish the sum after the last micro-batch. Return the facts of the step, and the number
+        by which the sum must still be divided.
         """
         status.enter("reduce")
         scale = self._scale_of(opened)
@@ -606,7 +605,7 @@ class Stepper:
 
     def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
         self.model_shard.collect(self.reducer)
-        self.reducer.look_for_cleared()  # before the others are waited for
+        self.reducer.look_for_cleared()  # before waiting for other ranks
         reduction = self.reducer.reduction
         if reduction.divisor is None:
             self.reducer.finish(self._buffers.send)
@@ -633,10 +632,10 @@ class Stepper:
         False). State that is divided among the ranks is not compared.
 
         Args:
-            when: what the error begins with. Default: after which step.
+            when: the beginning of the error message. Default: "after step N".
 
         Raises:
-            ReplicaDivergence: on all ranks, naming the tensor and the ranks.
+            ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
         if self.replicas is not None and self.together:
             with status.inside("checks"):

@@ -1,5 +1,5 @@
-"""A Stepper's state as a checkpoint keeps it: tensors by name, everything else as JSON, and no
-number of ranks in it.
+"""A Stepper's state in a checkpoint: tensors by name, all other values as JSON. The state does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lockstep.step.stepper import Stepper
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What this rank has to write."""
+    """The part of a checkpoint that this rank writes."""
 
     model: Mapping[str, Tensor] | Sequence[TensorPiece] | None
-    """On rank 0; of a split model, what each rank writes."""
+    """The whole model on rank 0, and None on other ranks; of a split model, this rank's pieces."""
     pieces: list[TensorPiece]
     state: dict[str, Any]
     average: Mapping[str, Tensor] | None
-    """Of the model, on the last rank."""
+    """The tensors of the averaged model on the last rank; None on other ranks."""
 
 
 def take(stepper: Stepper) -> Taken:
-    """The state as it is now. Tensors that all ranks have are shared out among them. Raises
-    UsageError for what only pickle could keep.
+    """Return the current state. Tensors that all ranks hold are divided among the ranks for
+    writing. Raises UsageError for values that only pickle could store.
     """
     name_of, form = _names(stepper), stepper.model_shard.form(stepper)
     model, pieces = form.pieces(name_of)
@@ -71,7 +71,9 @@ def take(stepper: Stepper) -> Taken:
 
 
 def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
-    """What this rank writes of an average: all of it, where another rank writes the model."""
+    """Return the averaged model on the last rank, which writes it. Return None on other ranks, or
+    if nothing was averaged yet.
+    """
     average, world = stepper.average, stepper.world
     if average is None or average.n_averaged == 0 or world.rank != world.size - 1:
         return None
@@ -79,11 +81,10 @@ def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
 
 
 def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-    """Have `stepper` go on from `checkpoint`, whose `state` `take` has made. Every rank calls it
-    alike.
+    """Load `checkpoint` into `stepper`. `state` was made by `take`. Every rank calls it.
 
-    Raises UsageError, naming what differs, for another model's or optimizer's, before anything is
-    changed.
+    Raises UsageError, naming the difference, if the checkpoint belongs to another model or
+    optimizer. It does so before anything is changed.
     """
     optimizer = state["optimizer"]
     name_of = _names(stepper)
@@ -112,10 +113,10 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     stepper.part_if_due()
     split = stepper.model_shard.mesh is not None or state.get("split", False)
     if not split or set(state["order of gradients"]) == set(stepper.reducer.order):
-        # else it was split in another way
+        # a model that was split in another way has another order
         stepper.reducer.lay(state["order of gradients"])
     stepper.update.follow()
-    form.load(checkpoint)  # only now: the layout may have moved the weights
+    form.load(checkpoint)  # after the layout, which may move the weights
     if stepper.average is not None:
         copy_stored(average, stepper.average.module)
         stepper.average.n_averaged.fill_(int(averaged or 0))
@@ -145,10 +146,10 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
 def _stored_average(
     stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]
 ) -> Mapping[str, StoredTensor]:
-    """The average in a checkpoint; empty where nothing was averaged yet. Raises UsageError where
-    only one side has an average, or it is another model's.
+    """Return the average in a checkpoint; empty if nothing was averaged yet. Raises UsageError if
+    only one of Stepper and checkpoint has an average, or if it belongs to another model.
     """
-    average, count = stepper.average, state.get("averaged")  # not in earlier checkpoints
+    average, count = stepper.average, state.get("averaged")  # older checkpoints lack it
     if (average is None) != (count is None):
         there, here = (f"{'no' if each is None else 'an'} average" for each in (count, average))
         raise UsageError("checkpoint-of-another-training", there=there, here=here)
@@ -160,7 +161,7 @@ def _stored_average(
 
 
 def _followers(stepper: Stepper) -> list[tuple[str, Any]]:
-    """What follows the optimizer's steps, if there is any, and has a state of its own."""
+    """Return the scheduler and the scaler with their names; None for one that does not exist."""
     return [("scheduler", stepper.scheduler), ("scaler", stepper.scaler)]
 
 
@@ -170,7 +171,7 @@ def _optimizer_state(
     saved: Mapping[str, Any],
     names: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
-    """In the form of torch's `Optimizer.state_dict`, for an optimizer whose groups hold `names`."""
+    """Return a state in the form of torch's `Optimizer.state_dict`, for groups of `names`."""
     numbers: dict[str, int] = {}
     groups = []
     for group, mine in zip(saved["groups"], names, strict=True):
@@ -195,7 +196,7 @@ def _optimizer_state(
 
 
 def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-    """What the optimizer keeps for whole parameters beside tensors."""
+    """Return the optimizer's state that is not in tensors, by the names of whole parameters."""
     found = {}
     for members in stepper.update.optimizer.wholes():
         for each in members:
@@ -210,8 +211,8 @@ def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, An
 
 
 def _names(stepper: Stepper) -> Callable[[Tensor], str]:
-    """Names of the optimizer's parameters: the whole model's, or, where it has none, their place
-    in the optimizer.
+    """Return a function that gives a parameter's name in the whole model. A parameter of the
+    optimizer only is named by its index there, such as "#3".
     """
     known = {
         id(parameter): stepper.model_shard.optimizer_name(name)

@@ -1,6 +1,4 @@
-"""The window that a Stepper is walking: which micro-batch it is at, and what this rank has to
-tell of it.
-"""
+"""The open window of a Stepper: the current micro-batch, and the facts that this rank reports."""
 
 from __future__ import annotations
 
@@ -24,22 +22,27 @@ Batch = TypeVar("Batch")
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One that is being walked."""
+    """The micro-batch that is being computed."""
 
     last: bool
     row: int
-    """Among what is kept by slot: the slot in exact mode, else 0."""
+    """Row for its values in tensors with a row per slot: the slot in exact mode, else 0."""
     done: bool = False
-    """Its gradients were computed."""
+    """Whether `backward` was called for it."""
     weight: float | Tensor = 0.0
 
 
 class OpenWindow:
-    """One that was begun, and that `step()` has not ended. `ours` is None for a plain list of
-    batches, whose slots have no numbers.
+    """A window that was begun, and that `step()` has not ended.
 
-    `reports`: whether this rank counts micro-batches for its replica. `samples`: of each rank,
-    where no message tells; () where the facts tell.
+    Args:
+        ours: the Loader's window; None for a plain list of batches, whose slots have no numbers.
+        steps: steps before this one.
+        facts: the message of this rank.
+        rank: this rank.
+        reports: whether this rank reports the micro-batches of its replica.
+        samples: samples of each rank if no message reports them; () if the facts report them.
+        loss_scale: factor of the losses; None if the ranks must still agree on it.
     """
 
     def __init__(
@@ -57,14 +60,14 @@ class OpenWindow:
         self.loss_scale = loss_scale
         """None until the ranks have agreed on it."""
         self.step = steps if ours is None else ours.step
-        """The one that its randomness belongs to."""
+        """The step number that selects the random streams."""
         self.micro: MicroBatch | None = None
         self.backwards = 0
         self.record: Computed | None = None
-        """Of a step that is witnessed, what this rank computes."""
+        """Digests of what this rank computes, if the step is witnessed."""
         self.summed: tuple[Facts, float] | None = None
-        """Once the sum is complete: the step's facts, and the divisor that is left."""
-        # of a plain list: slots that no other rank has
+        """The facts of the step and the remaining divisor; None until the sum is complete."""
+        # gives micro-batches of a plain list slot numbers that no other rank uses
         self._first_slot, self._reports = rank * 2**32, reports
 
     def slot(self, place: int) -> int:
@@ -72,7 +75,7 @@ class OpenWindow:
         return self._first_slot + place if self.ours is None else self.ours.slots[place]
 
     def begin(self, place: int, batch: object, last: bool, row: int) -> MicroBatch:
-        """A micro-batch begins."""
+        """Begin the micro-batch at `place`."""
         self.micro = MicroBatch(last, row)
         self.count(place)
         if self.record is not None:
@@ -80,25 +83,25 @@ class OpenWindow:
         return self.micro
 
     def end(self, buffers: Callable[[], Sequence[tuple[str, Tensor]]]) -> None:
-        """It is over, and has moved the buffers to what they are now."""
+        """End the micro-batch. `buffers()` returns the buffers as its forward left them."""
         if self.record is not None and self.micro is not None:
             self.record.shut(self.micro.weight, buffers())
         self.micro = None
 
     def count(self, place: int) -> None:
-        """The samples of the micro-batch at `place`, where they are known."""
+        """Count the samples of the micro-batch at `place`, if their number is known."""
         if self.ours is not None and self._reports:
             self.facts.add_samples(self.ours.counts[place])
 
     def note(self, weight: float | Tensor, loss: Tensor, row: int = 0) -> None:
-        """Of a micro-batch: its weight, and the sum of its losses."""
+        """Add a micro-batch's weight and sum of losses to the facts."""
         if self._reports:
             self.facts.add(weight, loss, row)
 
 
 def check_ended(opened: OpenWindow | None, *, stray: bool) -> OpenWindow:
-    """The window that `step()` ends. `stray`: whether gradients arrived outside of `backward()`.
-    Raises UsageError out of its place.
+    """Return the window that `step()` ends. Raises UsageError if `step()` is not allowed now.
+    `stray`: whether gradients arrived outside of `Stepper.backward()`.
     """
     if opened is None:
         raise UsageError("step-without-window")
@@ -112,8 +115,8 @@ def check_ended(opened: OpenWindow | None, *, stray: bool) -> OpenWindow:
 
 
 def samples_told(ours: Window | None, told: Group, everyone: Group) -> tuple[int, ...]:
-    """Of each rank, where ranks tell each other nothing: in a window of ours by what is dealt out;
-    () where the facts tell.
+    """Return the samples of each rank, for a rank that steps alone: those of the Loader's window,
+    else zeros. Return () if the facts report them.
     """
     if told is everyone:
         return ()
@@ -123,23 +126,23 @@ def samples_told(ours: Window | None, told: Group, everyone: Group) -> tuple[int
 
 
 class LossScale:
-    """With fp16, sums over a large batch overflow where means did not: the loss is scaled by a
-    power of two, near 1 / the step's weight.
+    """The factor of the losses with fp16: a power of two near 1 / the step's weight. Without it,
+    sums over a large batch overflow where means would not.
 
-    That is exact, and the same on all ranks. A Loader's window says how many samples its step has.
-    For any other window the weight of the step before serves; the first time the ranks tell each
-    other, at their first backward, what they expect.
+    A power of two adds no rounding, and all ranks use the same. For a Loader's window the number of
+    samples of a step gives the weight. For other windows it is the weight of the step before; in
+    the first step the ranks exchange their expected weights at the first backward.
     """
 
     def __init__(self, scaler: GradScaler | None, device: torch.device) -> None:
         self._wanted, self._device = scaler is not None and scaler.is_enabled(), device
         self._weight, self._micro_batches = 0.0, 1
         if scaler is not None and self._wanted:
-            # it makes its state at the first loss, and a rank may have none
+            # the scaler creates its state at the first loss, and a rank may have no loss
             scaler.scale(torch.zeros((), device=device))
 
     def begin(self, window: object) -> float | None:
-        """The scale of a window's step; None where it has to be agreed on."""
+        """Return the factor for a window; None if the ranks must agree on it first."""
         if not self._wanted:
             return 1.0
         self._micro_batches = len(window) if isinstance(window, Sized) else 1
@@ -151,8 +154,8 @@ class LossScale:
         return _near_one_over(weight) if weight else None
 
     def agree(self, group: Group, weight: float | Tensor) -> float:
-        """The scale of a step whose micro-batches have about this weight on this rank. Every
-        rank of `group` calls it.
+        """Return the factor for a step. `weight`: the approximate weight of each micro-batch on
+        this rank. Every rank of `group` calls it.
         """
         total = torch.full(
             (), float(weight) * self._micro_batches, dtype=torch.float64, device=self._device
@@ -161,7 +164,7 @@ class LossScale:
         return _near_one_over(total.item() or 1.0)
 
     def note(self, weight: float) -> None:
-        """A step's weight, over all ranks."""
+        """Record the weight of a step, over all ranks."""
         self._weight = weight or self._weight
 
 
@@ -170,7 +173,7 @@ def _near_one_over(weight: float) -> float:
 
 
 def with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each item and whether it is the last, by looking one ahead."""
+    """Yield each item and whether it is the last. It reads one item ahead."""
     iterator = iter(items)
     try:
         item = next(iterator)

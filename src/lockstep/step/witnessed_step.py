@@ -1,4 +1,4 @@
-"""A step that other ranks compute too (checks/witness.py): the passes of a Stepper over its window."""
+"""The passes over a window of a step that other ranks compute too (checks/witness.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def witnessed(
     stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window
 ) -> Iterator[Any]:
-    """Walk another rank's share, then the window as usual, and compare. Raises CorruptResult, or
-    UsageError where it is the user's code that does not repeat itself; on all ranks alike.
+    """Compute another rank's share, then the window as usual, and compare. Raises on all ranks:
+    CorruptResult, or UsageError if the user's code is not deterministic.
     """
     witness.at_rest(stepper.steps)
     stepper.check_replicas(f"before step {stepper.steps + 1}")
@@ -36,7 +36,7 @@ def witnessed(
 
 
 def held(stepper: Stepper) -> list[tuple[str, Tensor]]:
-    """What this rank has of the training: weights, buffers, and its part of the optimizer's state."""
+    """Return this rank's weights, buffers, and part of the optimizer's state, with names."""
     names = {id(each): name for name, each in stepper.model.named_parameters()}
     _, own = stepper.update.optimizer.pieces(lambda each: names[id(each)])
     return [*stepper._replicated(), *((piece.name, piece.data) for piece in own)]
@@ -45,8 +45,8 @@ def held(stepper: Stepper) -> list[tuple[str, Tensor]]:
 def _rehearsed(
     stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window, turned: int
 ) -> Iterator[Any]:
-    """One more pass, each rank on the share of the rank `turned` further on. Nothing stays of it
-    but its record.
+    """Make one more pass, in which rank r computes the share of rank r + `turned`. Only its record
+    is kept.
     """
     share = window.turned(turned, stepper.group.rank, stepper.group.size)
     again = stepper._window = OpenWindow(

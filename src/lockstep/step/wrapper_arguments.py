@@ -1,5 +1,5 @@
-"""The wrapper's arguments: what torch's takes and this one cannot mean, where the module and its
-inputs are, and which ranks average.
+"""The arguments of lockstep.DistributedDataParallel: keywords of torch's that it does not support,
+devices of the module and its inputs, and the ranks to average over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Checks = Literal["full", "start", "off"]
 
 
 def refuse(more: dict[str, object], dim: int) -> None:
-    """Refuse what torch's wrapper takes and this one cannot mean, each with what to do instead."""
+    """Raise an error for keywords of torch's wrapper that are not supported, with a replacement."""
     for name, value in more.items():
         if name in _STEPPER_ONLY:
             raise UsageError("needs-a-stepper", name=name, value=value)
@@ -62,19 +62,19 @@ def refuse(more: dict[str, object], dim: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPolicy:
-    """What happens to the module's buffers."""
+    """When rank 0's buffers are broadcast to all ranks."""
 
     at_start: bool
-    """All ranks begin with rank 0's."""
+    """Whether all ranks begin with rank 0's buffers."""
     forward: bool
-    """Every forward begins with rank 0's."""
+    """Whether every forward begins with rank 0's buffers."""
 
 
 def buffer_policy(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> BufferPolicy:
-    """torch's two keywords as one: the old one, which torch deprecates and warns of, also
-    concerns the start.
+    """Combine torch's two keywords. The old one, `broadcast_buffers`, is deprecated in torch, and
+    also decides about the start.
     """
     if broadcast_buffers is not None:
         what = (
@@ -99,7 +99,7 @@ def buffer_policy(
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """Bytes of bucket 0, 1 and so on; the last holds for all others."""
+    """Return the maximum bytes of bucket 0, 1 and so on; the last value applies to all others."""
     if bucket_cap_mb is not None:
         knob.number("bucket_cap_mb", bucket_cap_mb, above=0)
     for number, each in enumerate(bucket_cap_mb_list or ()):
@@ -115,8 +115,8 @@ def device_of(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device:
-    """The module's one device. Raises UsageError where it has several, or another one than the
-    arguments say.
+    """Return the device of the module. Raises UsageError if the module is on several devices, or
+    not on the device in the arguments.
     """
     devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
@@ -139,7 +139,9 @@ def device_of(
 def group_of(
     world: World, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> Group:
-    """The ranks to average over. Raises UsageError for two answers, or a mesh of several axes."""
+    """Return the ranks to average over. Raises UsageError if both arguments are given, or for a
+    mesh of several axes.
+    """
     if device_mesh is not None:
         if process_group is not None:
             raise UsageError("two-process-groups")
@@ -154,7 +156,9 @@ def check_checks(checks: str) -> None:
 
 
 def check_use(module: nn.Module | None) -> None:
-    """Refuse what would train without an average. `module` is looked at where it is given."""
+    """Raise a UsageError for uses in which gradients would not be averaged: distributed autograd,
+    or an optimizer in the backward of `module` (if given).
+    """
     if (
         dist.rpc.is_available()
         and dist.rpc.api._is_current_rpc_agent_set()
@@ -178,8 +182,8 @@ def _in_distributed_autograd() -> bool:
 def inputs_on(
     device: torch.device, world: World | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs on the module's device: CPU tensors are moved to its GPU, tensors on another device
-    are refused by name.
+    """Return the inputs on the module's device. CPU tensors are moved there. For a tensor on
+    another device it raises a UsageError, which names the argument.
     """
 
     def moved(value: Any, name: str) -> Any:
