@@ -61,8 +61,7 @@ def all_reduce(
 def reduce(
     tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm: str = "tree"
 ) -> list[Tensor]:
-    """Replace tensor `root` by the sum of all, and return all tensors. The others are not changed.
-    """
+    """Replace tensor `root` by the sum of all, and return all. The others are not changed."""
     return _reduced("reduce", tensors, op, algorithm, root=root)
 
 
@@ -122,8 +121,7 @@ def reduce_scatter(
 
 
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
-    """Return what every rank has at the end: all tensors. They may differ in the length of dim 0.
-    """
+    """Return what every rank has at the end: all tensors. The length of dim 0 may differ."""
     return _moved("all_gather", tensors, len(tensors), algorithm)
 
 

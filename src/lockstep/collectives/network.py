@@ -3,9 +3,9 @@ tensors.
 
 The model is Hockney's: a message of S bytes takes latency + S / bandwidth. A rank sends and
 receives at the same time, one message each way. The ranks of a node share its link to other nodes.
-A round lasts as long as its slowest rank or node needs. The time of a repeated round is multiplied,
-so 65,536 ranks are computed as fast as 4. The results agree with the closed formulas where these
-apply (Thakur, Rabenseifner and Gropp, 2005).
+A round lasts as long as its slowest rank or node needs. A repeated round is computed once and
+multiplied: a ring of 65,536 ranks takes two computations, as a ring of 4 does. The results agree
+with the closed formulas where these apply (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
