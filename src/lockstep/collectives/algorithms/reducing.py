@@ -48,8 +48,8 @@ def ring(world: int) -> Schedule:
 
 
 def direct(world: int) -> Schedule:
-    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b). No
-    rank passes on what it received, except in the sum.
+    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b).
+    Data takes two messages to any rank: to the sum, and from it.
     """
     spread = direct_all_gather(world)
     return followed_by(

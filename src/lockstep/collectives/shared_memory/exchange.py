@@ -56,7 +56,7 @@ class Exchange(ABC):
         self.finished = False
         self._ahead = 0  # pieces written
         self._taken = 0  # pieces; a wait that is repeated after a timeout continues here
-        # in this collective's tensors; it does not stop other collectives
+        # an error in this collective's tensors, for `wait`; other collectives continue
         self._error: RuntimeError | None = None
 
     def give(self, piece: int) -> None:

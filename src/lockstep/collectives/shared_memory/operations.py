@@ -1,4 +1,4 @@
-"""Collectives through memory that the ranks of one host share. Written in torch: nothing to compile.
+"""Collectives through memory that the ranks of one host share. Only torch: nothing to compile.
 
     memory   a line of words for each rank: how many pieces it has written, how many it has read
              from all ranks, and so on
@@ -300,8 +300,8 @@ class HostMemory:
         self._group.ended(self._number)
 
     def nap(self) -> None:
-        """From now on sleep in every wait: a thread finishes what was started, beside one that
-        computes.
+        """From now on sleep in every wait. For a thread that finishes what was started, while
+        another thread computes.
         """
         self._waits.nap()
 

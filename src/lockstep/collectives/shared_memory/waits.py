@@ -135,8 +135,7 @@ class Flag:
 
 
 def crowded(cores_of: Sequence[Sequence[int]]) -> bool:
-    """Whether there are more ranks than cores. `cores_of` has the cores that each rank may run on.
-    """
+    """Whether there are more ranks than cores. `cores_of` has the cores of each rank."""
     return len(cores_of) > len(set().union(*cores_of))
 
 
