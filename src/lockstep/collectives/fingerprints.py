@@ -66,7 +66,7 @@ class Uncompared:
         """Return when all ranks have come to collective `number` and call the same."""
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Raise the error of another rank, if there is one, while this rank waits elsewhere."""
+        """Raise an error about the other ranks, if there is one. This rank waits elsewhere."""
 
     def said(self, number: int) -> str:
         """Return the text of this rank's collective `number`; empty if it is no longer stored."""
@@ -162,8 +162,8 @@ class HostFingerprints(Uncompared):
         status.waits(False)
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Compare once. Raise PeerFailed if a dead rank has not come to `number`, or is in
-        `awaited`: the ranks (numbers in this group) that this rank waits for within it.
+        """Compare once. Raise PeerFailed if a dead rank has not come to `number`, or is one of the
+        `awaited` ranks (numbers in this group), for which this rank waits within the collective.
         """
         if not self._all_here(number):
             self._look_for_the_dead(number, self._missing(number))

@@ -1,6 +1,6 @@
 """`Group`: some ranks, their torch process group, and the collectives among them.
 
-All collectives of this library go through a Group. It numbers them: all members start the same ones
+The collectives of this library go through a Group. It numbers them: all members start the same ones
 in the same order, so equal numbers are the same operation. Before a collective starts, it writes on
 the host's page what it is, so that different ones are never mixed. It counts the bytes that this
 rank sends. With one rank every collective is the identity: the same code runs, without
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """A group's ranks by host. With these, data crosses between two hosts once, not once for every
+    """A group's ranks by host, so that data can cross between two hosts once, not once for every
     rank.
     """
 
@@ -62,11 +62,12 @@ class Hosts:
     """
     owners: int
     """The number of ranks of each host that talk to other hosts, from the first: all of them, or
-    one if the hosts have different numbers.
+    one if the hosts have different numbers of ranks.
     """
 
 
-_OPEN = 256  # collectives that are not waited for yet; then the oldest is logged without a time
+# collectives that nobody has waited for; if there are more, the oldest is logged without a time
+_OPEN = 256
 
 
 class Record:
@@ -527,7 +528,7 @@ class Group:
         self.fingerprints.post(self.number, text)
 
     def look(self, awaited: Sequence[int] = ()) -> None:
-        """Raise the error of another rank that the page shows, if any. For use while this rank
+        """Raise an error about the other ranks that the page shows, if any. For use while this rank
         waits for others outside a collective of the backend.
 
         `awaited` are numbers in this group of ranks that have begun the collective, and that this

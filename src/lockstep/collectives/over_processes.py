@@ -21,7 +21,7 @@ from lockstep.collectives.schedule import Kind, Schedule, Transfer, spans
 from lockstep.collectives.work import wait_on_page
 from lockstep.errors import PeerFailed
 
-LANE = 2 * 2**20  # bytes of a message for each lane; a smaller message is not cut
+LANE = 2 * 2**20  # bytes; a message is cut into one lane for each LANE bytes
 _MOST_LANES = 8
 _TAGS = 1 << 20  # number of tags: all messages of one collective have the same tag
 

@@ -43,9 +43,9 @@ def meet(
 ) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
-    `what` is what missing ranks have not done, for the error. `look` is called from time to time
-    while this rank waits, to raise any other error of the ranks. Raises BarrierTimeout on every
-    rank, also on late ones, if some ranks have not come when the first rank has waited for
+    `what` says in the error what the missing ranks have not done. While this rank waits, it calls
+    `look` from time to time, which may raise another error about the ranks. Raises BarrierTimeout
+    on every rank, also on late ones, if some ranks have not come when the first rank has waited for
     `timeout`.
     """
     if size == 1:

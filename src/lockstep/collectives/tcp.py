@@ -3,7 +3,7 @@ slow, without extra messages. Linux only.
 
 busy            seconds in which bytes were on their way to the peer; on a link for which all ranks
                 wait, that is most of the time
-rate            bytes per second, of the last bytes that the peer has confirmed
+rate            bytes per second that the peer confirmed most recently (delivery rate)
 round trip      latency, smoothed by the kernel
 """
 

@@ -171,8 +171,8 @@ _UNABLE = 0  # stands for a rank that cannot share memory
 
 
 def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Group]) -> Hosts | None:
-    """Return the group's ranks by host. None if that is of no use: one host, one rank on each, or a
-    rank that cannot share memory. Every member calls it.
+    """Return the group's ranks by host. None if there is one host, one rank on each host, or a rank
+    that cannot share memory. Every member calls it.
 
     `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher places on different
     nodes count as ranks on different hosts.

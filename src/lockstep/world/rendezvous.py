@@ -276,7 +276,7 @@ _KNOWN_WITHIN = timedelta(seconds=10)
 def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
     """Return the store of a SLURM step on several hosts. All worlds of this process share it.
 
-    Raises LockstepError within ten seconds if something else than this step listens there.
+    Raises LockstepError within ten seconds if another program listens on the step's port.
     """
     host, port = address(step)[0], step.port
     if step.rank == 0:

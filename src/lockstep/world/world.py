@@ -2,7 +2,7 @@
 
 The same script runs under `lockstep run`, torchrun, mpirun, srun, inside the user's own `mp.spawn`,
 and as plain `python`, which is a world of one rank. A World owns everything that must be closed
-(groups, threads, files), and closes the last first.
+(groups, threads, files), and closes them in reverse order.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def flat(kind: Kind, world: int, root: int = 0) -> Schedule:
 
 
 def binomial_broadcast(world: int, root: int = 0) -> Schedule:
-    """Every rank that has the tensor sends it on: ceil(log2 W) (a + S b). It sends to the farthest
-    rank first, so that backwards, neighbours are added first, along a balanced tree.
+    """Every rank that has the tensor sends it on: ceil(log2 W) (a + S b). The farthest ranks come
+    first. So the reversed schedule adds neighbours first, along a balanced tree.
 
     Ranks count from the root: every multiple of 2d sends to the rank d above, for d from the
     largest power of two below W down to 1.

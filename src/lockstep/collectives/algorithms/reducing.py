@@ -49,7 +49,7 @@ def ring(world: int) -> Schedule:
 
 def direct(world: int) -> Schedule:
     """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b).
-    Data takes two messages to any rank: to the sum, and from it.
+    Every contribution reaches every rank in two messages.
     """
     spread = direct_all_gather(world)
     return followed_by(

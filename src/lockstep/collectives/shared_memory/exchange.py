@@ -52,7 +52,7 @@ class Exchange(ABC):
     ) -> None:
         self.slots, self.first, self._mine, self._results = slots, first, mine, results
         self.pieces = len(mine)
-        self.number = 0  # of this collective in the group
+        self.number = 0  # this collective's number in the group
         self.finished = False
         self._ahead = 0  # pieces written
         self._taken = 0  # pieces; a wait that is repeated after a timeout continues here

@@ -134,7 +134,7 @@ class HostMemory:
         self._given = 0  # pieces of all collectives that were started
         self.put = 0  # pieces that this rank has written
         self._open: deque[Exchange | Sum] = deque()
-        self._number = 0  # of the collective that is running
+        self._number = 0  # the collective that is running
         self._patience: timedelta | None = None  # timeout of the current wait; None: the group's
 
     def close(self) -> None:

@@ -54,9 +54,9 @@ class Waits:
         del self._look, self._late, self._timeout
 
     def nap(self) -> None:
-        """From now on sleep until woken. This is for a thread beside one that computes. A spinning
-        thread would keep that one from the interpreter, and yielding the core does not release the
-        interpreter. All ranks call it.
+        """From now on sleep until woken. This is for a thread beside one that computes: a spinning
+        thread would keep the interpreter lock from it, and yielding the core does not release that
+        lock. All ranks call it.
         """
         self._crowded, self._yields = True, 0.0
 
