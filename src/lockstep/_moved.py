@@ -30,7 +30,7 @@ NOW = {
 
 
 class OldPaths(MetaPathFinder, Loader):
-    """Finds a module under its old path, and gives the one at the new path."""
+    """Finds a module by its old path, and returns the module at the new path."""
 
     def find_spec(
         self, fullname: str, path: object, target: ModuleType | None = None
@@ -49,8 +49,8 @@ class OldPaths(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run already, under its new path: only the spec that the import system
-        has just replaced is put back.
+        """Restore the module's own spec, which the import system has just replaced. The module
+        itself has already run, under its new path.
         """
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

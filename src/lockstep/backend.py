@@ -1,16 +1,16 @@
-"""Shared memory as a backend of torch.distributed: every program on it gets faster collectives with
-one line.
+"""Shared memory as a backend of torch.distributed: any program gets faster collectives with one
+line.
 
     import lockstep.backend
     torch.distributed.init_process_group("lockstep")
 
 On one x86 Linux host all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors
-go through shared memory, the rest (and everything elsewhere) through gloo. Ranks that call
-different collectives raise CollectiveMismatch before any data is mixed; a rank that died is named.
-A collective is done when its call returns, also with async_op=True.
+go through shared memory. The rest, and everything elsewhere, goes through gloo. Ranks that call
+different collectives raise CollectiveMismatch before any data is mixed. If a rank dies, the error
+names it. A collective is done when its call returns, also with async_op=True.
 """
 
-# torch's stubs give every method several forms, and hide what makes a Work.
+# torch's stubs have several forms of every method, and lack what makes a Work.
 # mypy: disable-error-code="override,assignment,attr-defined,misc"
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NAME = "lockstep"
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
-    """The process group that `init_process_group("lockstep")` and its subgroups make. torch makes
-    it; do not make one yourself.
+    """The process group that torch makes for `init_process_group("lockstep")`, and for its
+    subgroups. Do not make one yourself.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -48,8 +48,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._group.timeout = timeout
         self._name = ""
         if size > 1 and possible():
-            # Programs over torch.distributed may come to a collective by different lines: torch's
-            # own wrapper does.
+            # Programs that use torch.distributed may call one collective from different lines:
+            # torch's own wrapper does.
             self._group.share_host(store, timeout, places=False)
 
     def getBackendName(self) -> str:  # torch's own spelling
@@ -57,14 +57,14 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """What torch registered it as; its own field is only filled for backends in C++."""
+        """The name that torch registered. torch fills its own field only for backends in C++."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def shutdown(self) -> None:
-        """Called by destroy_process_group."""
+        """Release the group. destroy_process_group calls this."""
         self._group.forget()
 
     def abort(self) -> None:
@@ -114,7 +114,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        """`outputs[r]` are rank r's `inputs`."""
+        """Fill `outputs[r]` with rank r's `inputs`."""
         if self._group.memory is None:
             return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_given(opts))
         for number, mine in enumerate(inputs):
@@ -180,7 +180,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._group.memory.all_reduce(torch.zeros(1), place="for barrier()").wait()
         return _done([])
 
-    # their names before torch 2.12
+    # the names of these methods before torch 2.12
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -226,8 +226,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         )
 
     def _divided(self, opts: Any, tensors: Sequence[Tensor], reduce: Callable[[], Any]) -> Any:
-        """A mean of integers is their sum, divided and cut towards zero, as NCCL does it. gloo
-        refuses it.
+        """Reduce to a mean of integers: their sum, divided and rounded towards zero, as NCCL does
+        it. gloo refuses such a mean.
         """
         opts.reduceOp = dist.ReduceOp.SUM
         reduce().wait()
@@ -237,8 +237,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def _by_gloo(self, kind: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
-        """Compared among the ranks like everything else, then gloo's. `tensors` are those that
-        must be alike.
+        """Compare the collective among the ranks like all others, then run it in gloo. `tensors`
+        are those that must be alike on all ranks.
         """
         if self._group.fingerprints.compares:
             if tensors:
@@ -250,8 +250,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
 
 def _untraced(group: type[dist.ProcessGroup]) -> None:
-    """Have torch.compile run a process group's methods as they are, with all that they call: it
-    would trace every function written in Python.
+    """Have torch.compile run a process group's methods, and all that they call, as they are.
+    Otherwise it would trace every function written in Python.
     """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameAction.SKIP
@@ -277,9 +277,10 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 
 def _op(asked: Any, tensors: Sequence[Tensor]) -> Op | None:
-    """The operation, if shared memory can do it."""
+    """Return the operation if shared memory can do it, else None."""
     for theirs, ours in OF_TORCH.items():
-        # not looked up: what torch hands over is of another type, which only it compares with these
+        # compared, not looked up: torch passes another type, which equals these by its own `==`
+        # only
         if asked == theirs:
             try:
                 for tensor in tensors:

@@ -1,8 +1,7 @@
-"""Moving tensors between ranks; knows no models. The functions are for users: see api.py for what
-they have in common.
+"""Functions that move tensors between ranks (see api.py). Nothing here depends on models.
 
-They are resolved on first use: schedules, their pictures and network models stand beside them, and
-need no torch.
+The names are imported on first use: other modules of this package need no torch, such as schedules
+and network models.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""The one order in which exact mode adds: a balanced binary tree over the slots of a step, whatever
-rank holds which of them.
+"""The order of addition of exact mode: a balanced binary tree over the slots of a step. It does not
+depend on which rank holds which slots.
 
     slots      0   1   2   3   4   5          six micro-batches
                 \\ /     \\ /     \\ /
-                 *       *       *            blocks: aligned, of 2 slots
+                 *       *       *            blocks of 2 slots, aligned
                   \\     /        |
-                     *            |           of 4; what a short step leaves empty is absent, and not zero
+                     *            |           blocks of 4; slots past the end are absent, not zero
                       \\_________/
                            *
 
-A rank with slots 3, 4, 5 can add up 4 and 5, and not 3: it brings the blocks [3] and [4, 5].
-Whoever has all blocks of all ranks can finish the tree. Everything here is a pure function of
-integers, so that every rank knows what every other one brings.
+A rank with slots 3, 4, 5 can add 4 and 5, but not 3: it contributes the blocks [3] and [4, 5]. A
+rank that has the blocks of all ranks can finish the tree. The tree is a pure function of integers,
+so every rank knows which blocks the others contribute.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from lockstep.collectives.reduce_op import COMBINE
 
 ABSENT = -0.0
-"""x + -0.0 is x to the last bit, for every x, and x + 0.0 is not (for -0.0): what nobody has
-adds up to this.
+"""The value of a sum without terms: x + -0.0 is x to the last bit for every x. x + 0.0 is not, for
+x = -0.0.
 """
 
 
@@ -39,28 +39,30 @@ class Block(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What one slot does to a rank's stack of blocks."""
+    """How the gradient of one slot changes a rank's stack of blocks."""
 
     level: int
-    """Where on the stack its gradient goes."""
+    """The stack position that the gradient goes to."""
     fresh: bool
-    """Onto an empty place; else it is added to its left neighbour, which lies there."""
+    """Whether that position is empty. If not, it holds the left neighbour, to which the gradient is
+    added.
+    """
     carries: int
-    """How often the stack's top is then added to what lies under it."""
+    """How many times the top of the stack is then added to the block below it."""
 
 
 @lru_cache(maxsize=256)
 def turns(slots: range) -> tuple[Turn, ...]:
-    """What a rank does with consecutive slots, one after the other: a binary counter that adds
-    blocks as soon as they are neighbours.
+    """Return the turns of a rank that processes consecutive slots in order. Its stack works like a
+    binary counter: two blocks are added as soon as they are neighbours.
     """
     return _walk(slots)[0]
 
 
 @lru_cache(maxsize=256)
 def blocks(slots: range) -> tuple[Block, ...]:
-    """The blocks that a rank brings, in the order of their slots: the largest aligned ones that
-    tile its range.
+    """Return the blocks that a rank contributes, in the order of their slots: the largest aligned
+    blocks that tile its range.
     """
     return _walk(slots)[1]
 
@@ -81,7 +83,7 @@ def _walk(slots: range) -> tuple[tuple[Turn, ...], tuple[Block, ...]]:
 
 
 def _neighbours(left: Block, right: Block) -> bool:
-    """Whether the two are the halves of one block."""
+    """Whether the two blocks are the halves of a larger block."""
     return (
         left.size == right.size
         and left.first + left.size == right.first
@@ -90,17 +92,17 @@ def _neighbours(left: Block, right: Block) -> bool:
 
 
 def levels(slots: range) -> int:
-    """How many places a rank's stack needs."""
+    """Return the number of positions that a rank's stack needs."""
     return max((turn.level + 1 for turn in turns(slots)), default=0)
 
 
 Term = int | tuple["Term", "Term"]
-"""A block's number in a list, or the sum of two terms."""
+"""The index of a block in a list, or the sum of two terms."""
 
 
 @lru_cache(maxsize=256)
 def tree(every: tuple[Block, ...]) -> Term:
-    """How the blocks of all ranks add up. They tile slots 0 .. n - 1."""
+    """Return the order in which the blocks of all ranks are added. They tile slots 0 .. n - 1."""
     assert every, "a step has at least one micro-batch"
     in_order = sorted(every)
     ends = [block.first + block.size for block in in_order]
@@ -129,9 +131,9 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
 
 
 def nearest_first(brought: Sequence[Sequence[Block]]) -> bool:
-    """Whether recursive halving over the ranks, nearest first, adds the blocks that each brings
-    along the tree: a power of two of ranks with one block each, of one size. The last may have
-    less, or nothing.
+    """Whether recursive halving over the ranks, nearest first, adds their blocks along the tree.
+    That needs a power of two of ranks, with one block each, all of one size. The last block may be
+    smaller, and the ranks after it may have none.
     """
     ranks = len(brought)
     share = max(block.size for each in brought for block in each)
@@ -143,13 +145,13 @@ def nearest_first(brought: Sequence[Sequence[Block]]) -> bool:
 
 @lru_cache(maxsize=256)
 def tree_of(count: int) -> Term:
-    """How so many tensors add up: ((0+1)+(2+3))+..."""
+    """Return the order in which `count` tensors are added: ((0+1)+(2+3))+..."""
     return tree(tuple(Block(number, 1) for number in range(count)))
 
 
 def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor, op: str = "sum") -> None:
-    """The sum (product, ...) into `out`, which may be one of the tensors. Each addition is rounded
-    to their dtype.
+    """Write the sum (product, ...) of the tensors into `out`, which may be one of them. Each
+    addition is rounded to their dtype.
     """
     if isinstance(term, int):
         if tensors[term].data_ptr() != out.data_ptr():
@@ -168,8 +170,8 @@ def _value(term: Term, tensors: Sequence[Tensor], combine: Callable[..., Tensor]
 
 
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-    """One tensor of each rank combined into `out`, the same way on every rank. Half precision is
-    added in float32.
+    """Combine one tensor of each rank into `out`, in the same order on every rank. Half precision
+    is added in float32.
     """
     if out.dtype in (torch.float16, torch.bfloat16):
         wide = [part.to(torch.float32) for part in parts]
@@ -182,9 +184,7 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
 
 
 def add_rows(rows: Tensor) -> Tensor:
-    """The sum along the tree of the rows of a tensor, of which there is at least one: shape [n,
-    ...] gives [...].
-    """
+    """Return the sum of a tensor's rows along the tree: shape [n, ...] gives [...], for n >= 1."""
     found = torch.empty_like(rows[0])
     add_up(tree_of(len(rows)), rows.unbind(), found)
     return found

@@ -2,22 +2,23 @@
 
 All take the same keywords:
 
-`group`      a `lockstep.collectives.Group` (as `world.subgroup(ranks)` gives), a torch process
-             group, or None: all ranks. `root` is a place in it.
-`algorithm`  "native" is the backend's own collective; the others are written out (algorithms/) and
-             run over messages of any backend: central (one
-             rank after the other), ring, tree, recursive_doubling, halving_doubling, direct,
-             hierarchical, doubling, halving. "shared_memory", where all ranks are on one CPU host,
-             does all_reduce, broadcast, all_gather and reduce_scatter. "auto" chooses.
-`async_op`   True returns a handle at once: `handle.wait()` gives the result, and nothing may touch
-             the tensors before. Several may be in
-             flight; all ranks issue the same ones in the same order.
-`op`         sum, mean, max, min, prod or a torch ReduceOp. A mean divides once, at the end, and is
-             refused for integers.
+`group`      a `lockstep.collectives.Group` (as `world.subgroup(ranks)` returns), a torch process
+             group, or None for all ranks. `root` is a rank's number in it.
+`algorithm`  "native" is the backend's own collective. These are written out (algorithms/) and run
+             over messages of any backend: central (one rank after the other), ring, tree,
+             recursive_doubling, halving_doubling, direct, hierarchical, doubling, halving.
+             "shared_memory" needs all ranks on one CPU host. It has all_reduce, broadcast,
+             all_gather and reduce_scatter. "auto" chooses one of these.
+`async_op`   True returns a handle at once: `handle.wait()` gives the result. Nothing may touch the
+             tensors before that. Several collectives may be in flight. All ranks start the same
+             ones in the same order.
+`op`         sum, mean, max, min, prod or a torch ReduceOp. A mean divides once, at the end. A mean
+             of integers raises UsageError.
 
-All ranks of the group call the same collective, from the same line. On one host, other shapes,
-dtypes or orders raise CollectiveMismatch on all ranks before anything is sent; a rank that dies
-raises PeerFailed on the others. Any dtype that torch adds up, any strides, also empty and 0-d.
+All ranks of the group call the same collective, from the same line. On one host, a difference in
+shape, dtype or order raises CollectiveMismatch on all ranks before anything is sent. If a rank
+dies, the others raise PeerFailed. Tensors may have any dtype that torch adds up and any strides;
+they may be empty or 0-d.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ AnyOp = Op | dist.ReduceOp | Any  # torch's ReduceOp.SUM is of another, hidden t
 
 
 def of_ordinary_tensors(collective: C) -> C:
-    """Have a collective of `tensor` or `tensors`, its first argument, see ordinary tensors.
-    Without inference mode nothing is copied.
+    """Let a collective run in inference mode and on inference tensors. Its first argument is
+    `tensor` or `tensors`.
 
-    A tensor that torch.inference_mode made can be written to in that mode only, and threads have
-    modes of their own. So a collective works on copies, and its result is copied to where it
-    belongs.
+    A tensor made under torch.inference_mode can be written to in that mode only, and each thread
+    has its own mode. So the collective works on copies, and the result is copied back. Without
+    inference mode nothing is copied.
     """
 
     @wraps(collective)
@@ -116,9 +117,9 @@ def all_reduce(
         largest = handle.wait()
 
     Args:
-        tensor: of any shape and any dtype that torch adds up, the same on all ranks.
+        tensor: any shape, and any dtype that torch adds up; both equal on all ranks.
         op: "sum", "mean", "max", "min", "prod" or a torch ReduceOp. A mean divides once, at the
-            end; integers have none.
+            end; a mean of integers raises UsageError.
         algorithm: "native" is the backend's own collective. "central" (one rank after the other),
             "ring", "tree", "recursive_doubling", "halving_doubling", "direct", "hierarchical",
             "doubling" and "halving" are written out and run over messages. "shared_memory" needs
@@ -154,7 +155,7 @@ def broadcast(
     """Replace `tensor` on every rank by the tensor of rank `root`, in place.
 
     Args:
-        tensor: of any dtype and any shape, the same on all ranks.
+        tensor: any dtype and any shape, both equal on all ranks.
         root: the rank that sends, as its number in the group.
         algorithm, group, async_op: as for `all_reduce`.
 
@@ -177,10 +178,10 @@ def reduce(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """Replace `tensor` on rank `root` by the sum over all ranks. The others keep theirs.
+    """Replace `tensor` on rank `root` by the sum over all ranks. The other ranks keep theirs.
 
     Args:
-        tensor: of any shape, the same on all ranks.
+        tensor: any shape, equal on all ranks.
         root: the rank that receives, as its number in the group.
         op: as for `all_reduce`.
         algorithm, group, async_op: as for `all_reduce`.
@@ -206,8 +207,8 @@ def all_gather(
     """Collect every rank's tensor on every rank.
 
     Args:
-        tensor: of shape [n, ...], where n may differ between the ranks at the cost of one small
-            message; or 0-d.
+        tensor: of shape [n, ...], where n may differ between ranks; or 0-d. The ranks first
+            exchange their shapes, in one small message.
         as_list: return one tensor for each rank.
         algorithm, group, async_op: as for `all_reduce`.
 
@@ -238,11 +239,11 @@ def reduce_scatter(
 ) -> Any:
     """Add up `tensor` over all ranks, and give each rank its rows of the sum.
 
-    Rows are cut as `torch.tensor_split` cuts them: the first ranks get one row more where the
+    Rows are cut as `torch.tensor_split` cuts them: the first ranks get one row more if the
     number of ranks does not divide n.
 
     Args:
-        tensor: of shape [n, ...], the same on all ranks. It stays as it is.
+        tensor: of shape [n, ...], the same on all ranks. It is not changed.
         op: as for `all_reduce`.
         algorithm, group, async_op: as for `all_reduce`.
 
@@ -264,7 +265,7 @@ def scatter(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Any:
-    """Give each rank its tensor of a list that rank `root` has.
+    """Give each rank one tensor of a list that rank `root` has.
 
     Args:
         tensors: on `root` a list with one tensor for each rank, elsewhere None. Shapes may differ.
@@ -320,7 +321,7 @@ def all_to_all(
         algorithm, group, async_op: as for `all_reduce`.
 
     Returns:
-        A list with what each rank has sent to this one, or a handle with `async_op`.
+        A list of the tensors sent to this rank, one from each rank; or a handle with `async_op`.
 
     Raises:
         UsageError, CollectiveMismatch, PeerFailed: as for `all_reduce`.
@@ -329,8 +330,8 @@ def all_to_all(
 
 
 def resolve(group: AnyGroup) -> Group:
-    """The Group that is meant, open: every member asks. Raises UsageError for one that this rank
-    is not in.
+    """Return the open Group that `group` stands for. Every member calls this. Raises UsageError if
+    this rank is not a member.
     """
     if isinstance(group, Group):
         return group
@@ -342,7 +343,7 @@ def resolve(group: AnyGroup) -> Group:
 
 
 def _op(op: AnyOp) -> Any:
-    """The name of an operation; what is unknown is refused where it is used."""
+    """Return the name of an operation. An unknown one is refused where it is used."""
     if isinstance(op, str):
         return op
     return OF_TORCH.get(op, str(op))
@@ -357,15 +358,15 @@ def _start(
     async_op: bool,
     shaped: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The collective of that kind: its result, `shaped`, or a handle of it."""
+    """Start a collective of that kind. Return its result, `shaped`, or a handle with `async_op`."""
     found = resolve(group)
     name = _choose(found, kind, algorithm, given)
     if name in ("native", SHARED_MEMORY):
         memory = {"memory": native.memory_of(found)} if name == SHARED_MEMORY else {}
         work: Work = getattr(native, kind)(found, given, *options, **memory)
     else:
-        # What other ranks are told of the algorithm must be the same where it was chosen; else
-        # it follows from what is the same.
+        # An algorithm that the caller chose must be equal on all ranks, so they compare it. One
+        # that "auto" chose follows from what they compare anyway.
         label = "" if algorithm == "auto" else f" by {algorithm}"
         run = getattr(by_schedule, kind)(found, given, *options, name, label)
         work = Later(found.in_background(run)) if async_op else Handle([], run)
@@ -380,7 +381,7 @@ def _choose(
     if kind in native.IN_MEMORY and (in_memory or algorithm == SHARED_MEMORY):
         return SHARED_MEMORY
     if algorithm == "auto":
-        # not nbytes, which a sparse tensor refuses: it is named where the operation is checked
+        # not nbytes, which raises an error for a sparse tensor; check_op raises one that names it
         size = given.numel() * given.element_size() if isinstance(given, Tensor) else 0
         return group.tuning.choose(kind, size, group.size)
     check_algorithm(kind, algorithm, "auto", "native")

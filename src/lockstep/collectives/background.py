@@ -1,4 +1,4 @@
-"""A thread that does things one after the other, and does not keep a process from ending."""
+"""A thread that runs jobs in order, and does not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class Background:
-    """The thread starts with the first thing to do. Not an executor of the standard library:
+    """A daemon thread that starts with its first job. It is no executor of the standard library:
     Python waits for those at exit, even if they hang.
     """
 
@@ -25,7 +25,7 @@ class Background:
         self._thread: Thread | None = None
 
     def submit(self, run: Callable[[], T]) -> Future[T]:
-        """Have `run` called after what was submitted before."""
+        """Call `run` on the thread, after the jobs submitted before."""
         if self._thread is None:
             self._thread = Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -34,10 +34,10 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after what is submitted, and wait for it for a moment. An idle thread has
-        ended by then; one that hangs ends with the process.
+        """End the thread after its jobs, and wait for it for up to 1 s. An idle thread has ended by
+        then; one that hangs ends with the process.
 
-        A thread that is still at it when the interpreter ends may take the whole process with it.
+        A thread that still runs when the interpreter ends may crash the process.
         """
         if self._thread is not None:
             self._jobs.put(None)
@@ -50,9 +50,9 @@ class Background:
             del job
             try:
                 result = run()
-            except BaseException as error:  # it belongs to whoever waits
+            except BaseException as error:  # raised in the thread that waits for the result
                 del run
                 future.set_exception(error)
                 continue
-            del run  # and what it holds, before anybody hears that it is done
+            del run  # free what it refers to before the waiting thread continues
             future.set_result(result)

@@ -1,6 +1,4 @@
-"""What ranks have to tell each other in bytes and in words: JSON, never pickle. Groups are such
-whose tensors are on the CPU.
-"""
+"""JSON and bytes that ranks send each other, never pickle. Groups must accept CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from lockstep.collectives.group import Group
 
 
 def everybodys(mine: Any, group: Group, place: str) -> list[Any]:
-    """What every rank of the group has to say, by rank. A collective."""
+    """Return every rank's value, by rank. A collective."""
     text = json.dumps(mine).encode()
     lengths = group.all_gather(torch.tensor([len(text)]), place).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -27,8 +25,8 @@ def everybodys(mine: Any, group: Group, place: str) -> list[Any]:
 
 
 def said_by(root: int, mine: Any, group: Group, place: str) -> Any:
-    """What rank `root` of the group has to say, on all of them; the others' `mine` is not looked
-    at. A collective.
+    """Return the value of rank `root` of the group, on all ranks. The others' `mine` is ignored. A
+    collective.
     """
     return json.loads(
         bytes_of(root, json.dumps(mine).encode() if group.rank == root else b"", group, place)
@@ -36,7 +34,7 @@ def said_by(root: int, mine: Any, group: Group, place: str) -> Any:
 
 
 def bytes_of(root: int, mine: bytes, group: Group, place: str | None = None) -> bytes:
-    """The bytes of rank `root` of the group, on all of them; the others' are not looked at. A
+    """Return the bytes of rank `root` of the group, on all ranks. The others' `mine` is ignored. A
     collective.
     """
     here = group.rank == root

@@ -1,10 +1,9 @@
-"""The collectives by a schedule, on one rank.
+"""The collectives by a schedule: one rank's part.
 
-Each function takes a collective's number on the caller's thread, so that ranks compare what they
-are about to do in the order of the program, and returns what does it: at once or, for an
-asynchronous call, in the group's background, in the order in which they were issued. `label` names
-the algorithm to the other ranks where the caller chose it (" by ring"), and is empty where it
-follows from the size.
+Each function takes the collective's number on the caller's thread, so that ranks compare their
+calls in program order. It returns a function that runs the collective. That is called at once or,
+with `async_op`, on the group's background thread, in the order of the calls. `label` names the
+algorithm to the other ranks (" by ring") if the caller chose it, and is empty otherwise.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
         octets[edges[group.rank] : edges[group.rank + 1]] = as_bytes(tensor)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(octets, edges)])
-        # behind one of another length a piece may lie askew for its dtype: then a copy
+        # after a piece of another length, a piece may be misaligned for its dtype: then copy it
         alike = len(set(sizes)) == 1
         return [
             from_bytes(piece if alike else piece.clone(), form)
@@ -145,7 +144,9 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
 
 
 def all_gather_slices(group: Group, flat: Tensor, slices: Sequence[range], place: str) -> Run[None]:
-    """Fill the other ranks' slices of a flat tensor, which `slices` tile: in place, by doubling."""
+    """Fill the other ranks' slices of a flat tensor in place, by doubling. `slices` tile the
+    tensor.
+    """
     _, steps = _plan(group, "all_gather", "doubling")
     edges = [*(each.start for each in slices), flat.numel()]
     number = group.announce("all_gather", flat, "of slices", place, sends=0)
@@ -187,7 +188,7 @@ def all_to_all(
 ) -> Run[list[Tensor]]:
     arriving = arriving_forms(group, tensors)
     size, rank = group.size, group.rank
-    sizes = [0] * size * size  # of the cells that pass through here
+    sizes = [0] * size * size  # bytes of the cells that this rank sends or receives
     held = {}
     for other in range(size):
         held[rank * size + other] = as_bytes(tensors[other])
@@ -207,7 +208,9 @@ def _moved(
     cells: LooseCells,
     wanted: Iterable[tuple[int, TensorSpec]],
 ) -> Run[list[Tensor]]:
-    """Move cells that are tensors of their own; the result are the `wanted` ones."""
+    """Return a function that moves cells, which are separate tensors, and returns the `wanted`
+    ones.
+    """
     _, steps = _plan(group, kind, algorithm, root)
     number = group.announce(kind, cells.like, detail, None, sends=0)
 

@@ -1,8 +1,8 @@
-"""Where the cells of a schedule lie in memory, for those who run one.
+"""The memory of the cells of a schedule.
 
-A tensor that is cut (all-reduce, broadcast ...) is one flat piece of memory, so that neighbouring
-cells travel as one message. Pieces that are tensors of their own (scatter, gather, all-to-all) lie
-where they are, and are packed to travel together.
+A tensor that is cut (all-reduce, broadcast ...) is one flat piece of memory, so neighbouring cells
+travel as one message. Cells that are separate tensors (scatter, gather, all-to-all) stay where they
+are, and are packed into one message.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class Cells(Protocol):
     """One rank's cells."""
 
     def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
-        """Contiguous memory with their content, to be sent as one message each."""
+        """Return the cells' content as contiguous tensors. Each is sent as one message."""
         ...
 
     def incoming(self, cells: Sequence[int]) -> list[Tensor]:
-        """Memory of the same sizes, into which their content may be received."""
+        """Return tensors of the same sizes, into which the content may be received."""
         ...
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
-        """Have what arrived (in `incoming`, or elsewhere) as their content."""
+        """Replace the cells' content by what arrived (in `incoming`, or elsewhere)."""
         ...
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
-        """Reduce what arrived into their content."""
+        """Reduce what arrived into the cells' content."""
         ...
 
 
 class FlatCells:
-    """Cell c is the elements `edges[c] .. edges[c + 1]` of a flat tensor; what changes, changes
-    there.
+    """Cell c is the elements `edges[c] .. edges[c + 1]` of a flat tensor, which is changed in
+    place.
     """
 
     def __init__(self, flat: Tensor, edges: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class FlatCells:
         first, last = cells[0], cells[-1]
         if last - first == len(cells) - 1:
             return [self._flat[self._edges[first] : self._edges[last + 1]]]
-        # Past the last cell comes the first.
+        # The cells wrap around: after the last comes the first.
         return [self._flat[self._edges[first] :], self._flat[: self._edges[last + 1]]]
 
     incoming = outgoing
@@ -65,8 +65,8 @@ class FlatCells:
 
 
 class LooseCells:
-    """Cell c is the flat tensor `held[c]` of `sizes[c]` elements; a rank has memory only for
-    those that pass through it.
+    """Cell c is the flat tensor `held[c]` of `sizes[c]` elements. A rank holds only the cells that
+    pass through it.
     """
 
     def __init__(self, held: dict[int, Tensor], sizes: Sequence[int], like: Tensor) -> None:
@@ -96,7 +96,7 @@ class LooseCells:
 
 
 def edges_of(sizes: Sequence[int]) -> list[int]:
-    """Where each cell begins, and the end."""
+    """Return the offset of each cell, and the end of the last."""
     edges = [0]
     for size in sizes:
         edges.append(edges[-1] + size)

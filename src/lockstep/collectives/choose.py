@@ -1,8 +1,8 @@
-"""Which algorithm "auto" means: a pure function of what is asked, equal on all ranks.
+"""The choice of an algorithm by "auto": a pure function of the call, so equal on all ranks.
 
-The thresholds are constants, or those that `lockstep bench collectives --tune FILE` measured on
-this cluster: rank 0 reads the file when the world opens, and broadcasts what it says, so no two
-ranks can choose differently.
+The thresholds are constants, or were measured on this cluster by
+`lockstep bench collectives --tune FILE`. Rank 0 reads that file when the world opens, and
+broadcasts it, so no two ranks can choose differently.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FOREVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """By collective, who is chosen up to how many bytes: pairs (bytes, algorithm) with growing
-    bytes, the last without end.
+    """The thresholds. For each collective, `table` has pairs (largest number of bytes, algorithm),
+    in ascending order; the last number is infinite.
 
-    `world` is the number of ranks that it was measured with; None for the constants, which go with
-    any.
+    `world` is the number of ranks of the measurement. It is None for the constants, which apply to
+    any number of ranks.
     """
 
     table: Mapping[str, Sequence[tuple[float, str]]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Tuning:
     source: str = "built in"
 
     def choose(self, kind: Kind, bytes: int, world: int) -> str:
-        """The algorithm for a tensor of so many bytes among `world` ranks."""
+        """Return the algorithm for a tensor of `bytes` bytes among `world` ranks."""
         if world == 1:
             return "native"
         if self.world not in (None, world):
@@ -61,7 +61,9 @@ class Tuning:
 
     @classmethod
     def from_json(cls, found: Any, source: str) -> Tuning:
-        """Raises UsageError for what is no tuning, or names an algorithm that there is not."""
+        """Read a tuning from its JSON. Raises UsageError for other JSON, and for an unknown
+        algorithm.
+        """
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise UsageError("not-a-tuning", file=source)
         table: dict[str, list[tuple[float, str]]] = {}
@@ -85,17 +87,17 @@ class Tuning:
             raise UsageError("tuning-damaged", file=str(file), error=str(error)) from error
 
 
-# Over gloo, a message between two processes costs less than its collective does; large tensors are
-# the backend's own.
+# Small tensors: point-to-point messages over gloo cost less than gloo's all-reduce. Large tensors
+# use the backend's own collective.
 BUILT_IN = Tuning({"all_reduce": [(64 * 2**10, "recursive_doubling"), (_FOREVER, "native")]})
 
 
 def share_tuning(store: dist.Store, file: Path | str | None, rank: int, size: int) -> Tuning:
-    """Rank 0's thresholds (from `file`, else from the file that LOCKSTEP_TUNING names, else built
-    in), the same on all ranks.
+    """Return rank 0's thresholds, on all ranks. They come from `file`, else from the file that
+    LOCKSTEP_TUNING names, else they are built in.
 
-    Every rank calls it. Rank 0 says which file it was. Raises UsageError, on all ranks, for a file
-    that cannot be used.
+    Every rank calls it. Rank 0 prints which file it read. Raises UsageError, on all ranks, for a
+    file that cannot be used.
     """
     if rank:
         said = json.loads(store.get(_KEY).decode())

@@ -1,7 +1,7 @@
-"""Collectives compared among ranks that share no memory: their hashes travel before each of them.
+"""Comparison of collectives among ranks that share no memory: they exchange hashes before each one.
 
-The page of a host (fingerprints.py) costs nothing; this costs one small message a collective and makes
-every collective wait for the slowest rank. So it is asked for, to find a mistake:
+The page of a host (fingerprints.py) costs nothing. This costs one small message per collective, and
+every collective waits for the slowest rank. So it runs only if asked for, to find a mistake:
 `lockstep.init(tags="all")`.
 """
 
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from lockstep.collectives.fingerprints import Uncompared, different, listed, timed_out
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 
-_LET_THE_OTHERS_SAY = timedelta(seconds=1)  # that they are waiting as well
+_LET_THE_OTHERS_SAY = timedelta(seconds=1)  # for other ranks to write that they also wait
 
 
 class ExchangedFingerprints(Uncompared):
-    """This rank's comparison of one group's collectives, over a gloo group of the same ranks
-    that nothing else uses. All ranks are compared when a number is posted.
+    """Compares one group's collectives when their numbers are posted. It uses a gloo group of the
+    same ranks that nothing else uses.
     """
 
     compares = True
@@ -43,11 +43,10 @@ class ExchangedFingerprints(Uncompared):
         self._timeout = timeout
 
     def post(self, number: int, text: str) -> None:
-        """Say that this rank is about to do `text` as its collective `number`, and compare with all
-        ranks.
+        """Announce `text` as this rank's collective `number`, and compare it with all ranks.
 
-        Raises CollectiveMismatch on all ranks, PeerFailed where one has gone, CollectiveTimeout
-        naming those that did not come.
+        Raises CollectiveMismatch on all ranks, PeerFailed if a rank has gone, and CollectiveTimeout
+        with the ranks that did not come.
         """
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
         mine = torch.tensor([number, int.from_bytes(digest, "big")])
@@ -68,7 +67,7 @@ class ExchangedFingerprints(Uncompared):
         return different(number, texts, self._ranks)
 
     def _alone(self, number: int, text: str, error: RuntimeError) -> CollectiveTimeout | PeerFailed:
-        """The comparison did not come about: ask who else is waiting."""
+        """Return the error of a comparison that failed. Ask which other ranks also wait for it."""
         self._store.set(f"waiting/{number}/{self._rank}", "")
         deadline = time.monotonic() + _LET_THE_OTHERS_SAY.total_seconds()
         while (missing := self._not_waiting(number)) and time.monotonic() < deadline:

@@ -1,18 +1,19 @@
-"""What every rank of a host is about to do, on one page of memory that all of them map.
+"""Fingerprints of collectives, in a page of memory that all ranks of a host map.
 
-Before a collective is issued, its rank writes down what it is: number, kind, dtype, shape, and the
-place in the program. Whoever comes second compares. Two ranks that call different things are told
-so, on all ranks, before any data is mixed; a rank that never comes, or has died, is named instead
-of waited for in a call that nobody can interrupt.
+Before a collective starts, its rank writes down what it is: number, kind, dtype, shape, and the
+place in the program. It compares this with what the other ranks have written. If two ranks call
+different collectives, all ranks raise an error before any data is mixed. If a rank never comes, or
+has died, the error names it. Without this, the others would wait in a call that cannot be
+interrupted.
 
     page    one block a rank
     block   a header (latest number, number at which a mismatch was found, pid) and a ring of the
             last tags
-    tag     its number and its text; the text is written first, so that a number that can be read
-            has its text
+    tag     its number and its text. The text is written first: if a number can be read, so can
+            its text
 
-The order of two writes of one process is kept by x86 and by the mutexes that every c10d call takes;
-the worst that a reordering could do is to miss a comparison.
+x86 keeps the order of two writes of one process, and so do the mutexes that every c10d call takes.
+At worst, a reordering would miss a comparison.
 """
 
 from __future__ import annotations
@@ -42,37 +43,37 @@ _TAG = 256  # bytes: 8 of number, the rest text
 _RING = 128  # tags; a rank that runs further ahead is not compared
 BLOCK = _HEADER_SIZE + _RING * _TAG  # bytes of a page for each rank
 _LOOK_FOR_THE_DEAD = 0.1  # seconds
-_LET_THE_OTHERS_COME = 0.5  # seconds, so that a mismatch can tell what each rank called
+_LET_THE_OTHERS_COME = 0.5  # seconds to wait after a mismatch, to report what each rank called
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 
 
 class Uncompared:
-    """What a group has whose ranks tell nobody what they are about to do."""
+    """The fingerprints of a group whose ranks do not compare their collectives."""
 
     compares = False
 
     def post(self, number: int, text: str) -> None:
-        """Say that this rank is about to do `text` as its collective `number`, and compare with
-        what the others have said of it. Raises CollectiveMismatch.
+        """Announce `text` as this rank's collective `number`, and compare it with what other ranks
+        have announced. Raises CollectiveMismatch.
         """
 
     def compare(self, number: int) -> None:
-        """All ranks have come to `number`: see that they mean the same by it. Raises
+        """Check that all ranks call the same collective `number`, once all have come to it. Raises
         CollectiveMismatch.
         """
 
     def wait(self, number: int, timeout: timedelta) -> None:
-        """Return when all ranks have come to collective `number` and mean the same by it."""
+        """Return when all ranks have come to collective `number` and call the same."""
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Raise what there is to say of the others while this rank waits for them elsewhere."""
+        """Raise an error about the other ranks, if there is one. This rank waits elsewhere."""
 
     def said(self, number: int) -> str:
-        """What this rank said its collective `number` is; empty when that is long ago."""
+        """Return the text of this rank's collective `number`; empty if it is no longer stored."""
         return ""
 
     def close(self) -> None:
-        """Forget what the others say."""
+        """Release the memory of the fingerprints."""
 
 
 class HostFingerprints(Uncompared):
@@ -83,9 +84,7 @@ class HostFingerprints(Uncompared):
     def __init__(
         self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True
     ) -> None:
-        """`places`: whether ranks must also come to a collective by the same line of the
-        program.
-        """
+        """`places`: whether ranks must also call a collective from the same line of the program."""
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
         self._places = places
@@ -112,7 +111,7 @@ class HostFingerprints(Uncompared):
             raise self._mismatch(number)
 
     def _all_here(self, number: int) -> bool:
-        """Compare with the ranks that have come to `number`; True when all have. Raises
+        """Compare with the ranks that have come to `number`. Return True if all have. Raises
         CollectiveMismatch.
         """
         words, all_here = self._words, True
@@ -127,8 +126,8 @@ class HostFingerprints(Uncompared):
         return all_here
 
     def _differs(self, other: int, number: int) -> bool:
-        """Whether another rank's tag of `number` speaks of something else. Who is far ahead has
-        written over it.
+        """Whether another rank's tag of `number` differs. False if that rank is far ahead and has
+        overwritten it.
         """
         here, there = self._tag(self._rank, number), self._tag(other, number)
         mine, theirs = self._memory[here : here + _TAG], self._memory[there : there + _TAG]
@@ -140,10 +139,10 @@ class HostFingerprints(Uncompared):
         return self._places or _without_place(theirs) != _without_place(mine)
 
     def wait(self, number: int, timeout: timedelta) -> None:
-        """Return when all ranks have come to collective `number` and mean the same by it.
+        """Return when all ranks have come to collective `number` and call the same.
 
-        Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead;
-        CollectiveTimeout, naming who did not come.
+        Raises CollectiveMismatch, PeerFailed if a rank that has not come is dead, and
+        CollectiveTimeout with the ranks that have not come.
         """
         if self._all_here(number):
             return
@@ -151,7 +150,7 @@ class HostFingerprints(Uncompared):
         pause = 0.0
         status.waits(True)
         while not self._all_here(number):
-            # 0 yields the core: on a host with more ranks than cores the one awaited may need it
+            # 0 yields the core: with more ranks than cores, the awaited rank may need it
             time.sleep(pause)
             now = time.monotonic()
             pause = 0.0 if now - begin < 0.001 else min(0.001, pause + 0.00005)
@@ -163,8 +162,8 @@ class HostFingerprints(Uncompared):
         status.waits(False)
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Compare once, and see whether a rank is dead that has not come to `number`, or that is
-        `awaited` (places) in the middle of it.
+        """Compare once. Raise PeerFailed if a dead rank has not come to `number`, or is one of the
+        `awaited` ranks (numbers in this group), for which this rank waits within the collective.
         """
         if not self._all_here(number):
             self._look_for_the_dead(number, self._missing(number))
@@ -185,7 +184,7 @@ class HostFingerprints(Uncompared):
         return self._memory[start + _WORD : start + _TAG].rstrip(b"\0").decode(errors="replace")
 
     def _mismatch(self, number: int) -> CollectiveMismatch:
-        # the others find it here, whatever they wait for
+        # other ranks read it here while they wait
         self._words[self._mine + 1] = number
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
@@ -226,8 +225,8 @@ def _without_place(tag: bytes) -> bytes:
 
 
 def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:
-    """The error that says what each rank meant by collective `number`; None for one that has not
-    come.
+    """Return the error that says what each rank calls as collective `number`. The text of a rank
+    that has not come is None.
     """
     said: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
@@ -244,7 +243,9 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
 def timed_out(
     number: int, call: str | None, missing: Sequence[int], timeout: timedelta
 ) -> CollectiveTimeout:
-    """The error that says which ranks (of the world) did not come to collective `number`."""
+    """Return the error that names the ranks (of the world) that did not come to collective
+    `number`.
+    """
     return CollectiveTimeout(
         "collective-timeout",
         number=number,
@@ -260,7 +261,7 @@ def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
     return _described(kind, tensor.shape, tensor.dtype, detail, place or call_site())
 
 
-# a program repeats itself
+# cached, because a program repeats its collectives
 @lru_cache(maxsize=1024)
 def _described(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, detail: str, place: str

@@ -1,10 +1,10 @@
-"""The one door through which collectives leave this library.
+"""`Group`: some ranks, their torch process group, and the collectives among them.
 
-A `Group` stands for some ranks and their torch process group. It numbers the collectives it issues
-(all members issue the same ones in the same order, so equal numbers are the same operation), says
-on the host's page what each of them is before it is issued, so that different ones never meet, and
-counts the bytes that this rank sends. At size 1 every collective is the identity: the same code
-runs, communication degenerates to nothing.
+The collectives of this library go through a Group. It numbers them: all members start the same ones
+in the same order, so equal numbers are the same operation. Before a collective starts, it writes on
+the host's page what it is, so that different ones are never mixed. It counts the bytes that this
+rank sends. With one rank every collective is the identity: the same code runs, without
+communication.
 """
 
 from __future__ import annotations
@@ -50,32 +50,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """A group's ranks, host by host: what goes between two hosts need not go there once for
-    every rank.
+    """A group's ranks by host, so that data can cross between two hosts once, not once for every
+    rank.
     """
 
     local: Group
     """The ranks of this host, which share memory."""
     across: Group
-    """The ranks with this one's place on every host, one of each; this one alone where it does
-    not talk to other hosts.
+    """The ranks with this one's number on every host, one of each. This rank alone if it does not
+    talk to other hosts.
     """
     owners: int
-    """The first so many ranks of each host talk to the other hosts: all of them, or one where
-    the hosts have different numbers.
+    """The number of ranks of each host that talk to other hosts, from the first: all of them, or
+    one if the hosts have different numbers of ranks.
     """
 
 
-_OPEN = 256  # collectives that nobody has waited for; the oldest is written down without a time
+# collectives that nobody has waited for; if there are more, the oldest is logged without a time
+_OPEN = 256
 
 
 class Record:
-    """A line for every collective in this rank's log, where `--debug` asks for it.
+    """Logs a line for every collective of this rank, if `--debug` asks for it.
 
         collective #12 all_reduce sum f32[1024] at train.py:71, 1024 elements, ranks 0-3: 0.35 ms
 
-    The time goes from the call to the return of the wait for it (on a GPU: until the stream has
-    been told to wait).
+    The time is from the call to the return of the wait for it (on a GPU: until the stream has been
+    told to wait).
     """
 
     def __init__(self, file: str, ranks: Sequence[int]) -> None:
@@ -85,12 +86,12 @@ class Record:
 
     @classmethod
     def where_asked_for(cls, ranks: Sequence[int]) -> Record | None:
-        """None unless the launcher's --debug has named a file."""
+        """Return a Record, or None unless the launcher's --debug has named a file."""
         file = os.environ.get(COLLECTIVES)
         return cls(file, ranks) if file else None
 
     def begin(self, number: int, text: str, elements: int) -> None:
-        """Collective `number` has been called."""
+        """Note that collective `number` was called."""
         self._begun[number] = (
             f"collective #{number} {text}, {elements} elements, {self._ranks}",
             time.perf_counter(),
@@ -99,14 +100,14 @@ class Record:
             self._unwaited(min(self._begun))
 
     def end(self, number: int) -> None:
-        """Its result is there. A second call does nothing."""
+        """Log collective `number`, whose result is there. A second call does nothing."""
         now = time.perf_counter()
         begun = self._begun.pop(number, None)
         if begun is not None:
             self._write(f"{begun[0]}: {1e3 * (now - begun[1]):.2f} ms")
 
     def close(self) -> None:
-        """Write down what was never waited for."""
+        """Log the collectives that were never waited for, and close the file."""
         for number in sorted(self._begun):
             self._unwaited(number)
         os.close(self._end)
@@ -121,8 +122,8 @@ class Record:
 
 
 class NativeWork:
-    """A c10d collective: who else must come to it, and what is left to do with its result (copy
-    it back, divide it).
+    """A c10d collective that has been started, and what remains to do with its result (copy it
+    back, divide it).
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class NativeWork:
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether the backend is through with it, without waiting."""
+        """Whether the backend has completed it. Does not wait."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -145,7 +146,7 @@ class NativeWork:
             return
         self._group.wait_for_all(self._number, timeout)
         wait_on_page(work, timeout)
-        self._work = None  # only now: a wait that raised can be tried again
+        self._work = None  # not before, so that a wait that raised can be repeated
         if self._finish is not None:
             self._finish()
         self._group.ended(self._number)
@@ -159,10 +160,10 @@ class Group:
 
     Attributes:
         ranks: the members' ranks in the world.
-        rank: this process's place among them.
-        number: of the last collective that was started.
-        bytes_sent: what this rank has sent so far. For collectives of the backend it is a ring's
-            share, whatever the backend really does.
+        rank: this process's number among them.
+        number: the number of the last collective that was started.
+        bytes_sent: bytes that this rank has sent so far. For the backend's own collectives it is
+            a ring's share, whatever algorithm the backend uses.
     """
 
     _of_process_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Group]] = WeakKeyDictionary()
@@ -174,7 +175,7 @@ class Group:
         ranks: tuple[int, ...] | None = None,
         rank: int | None = None,
     ) -> None:
-        """`ranks` and `rank` are torch's, unless it does not know the process group yet."""
+        """`ranks` and `rank` are needed only if torch does not know the process group yet."""
         self.process_group = process_group
         self.ranks = tuple(dist.get_process_group_ranks(process_group)) if ranks is None else ranks
         self.rank = dist.get_rank(process_group) if rank is None else rank
@@ -182,37 +183,39 @@ class Group:
         self.number = 0
         self.bytes_sent = 0
         self.opened = False
-        """Whether its members have seen if they share a host: a World does it, else the first
-        collective.
+        """Whether its members have found out if they share a host. A World does that, else the
+        first collective.
         """
-        self._turn = 0  # of opening, among those of its process group; 0 before
+        self._turn = 0  # how many times its process group has been opened; 0: not yet
         self.within: dist.ProcessGroup | None = None
-        """torch's default process group, of which this group is a part and with which it ends;
-        None where nobody looks.
+        """torch's default process group, of which this group is a part and with which it ends. None
+        if that is not checked.
         """
         self.watched = False
-        """All ranks of the world: what its collectives are stands on each rank's status page."""
+        """Whether this is the group of all ranks, whose collectives are shown on each rank's status
+        page.
+        """
         self.fingerprints = Uncompared()
-        """Of the collectives, compared with the other ranks' before anything is sent."""
+        """Compares its collectives with the other ranks' before anything is sent."""
         self._record = Record.where_asked_for(self.ranks)
         self._background = Background("lockstep collectives")
         self.tuning = BUILT_IN
         self.memory: HostMemory | None = None
-        """Where all ranks share the memory of one host: all-reduce through it."""
+        """The shared memory of the host, if all ranks share it: all-reduce goes through it."""
         self.find_hosts: Callable[[], Hosts | None] = lambda: None
-        """The hosts of the ranks, where there are several and one has several ranks, all on
-        CPUs. Collective.
+        """Returns the ranks by host if there are several hosts, one of them has several ranks, and
+        all compute on CPUs; else None. A collective.
         """
         self.ranks_per_node = self.size
-        """Of consecutive ranks that share a host; the last host may have fewer."""
+        """The number of consecutive ranks that share a host. The last host may have fewer."""
         self.waits = True
-        """Whether the host waits for all ranks before a collective's result; on a GPU it queues
-        the work and runs ahead.
+        """Whether this process waits for all ranks before a collective's result. With a GPU it does
+        not: it queues the work and runs ahead.
         """
         self.timeout = timedelta(minutes=30)
         self.host: Group = self
-        """The same ranks with CPU tensors: what the host must know of the others without waiting
-        for a GPU.
+        """The group of the same ranks for CPU tensors. Ranks exchange through it what they need
+        without waiting for a GPU.
         """
 
     @classmethod
@@ -231,19 +234,20 @@ class Group:
         return group
 
     def open(self) -> Group:
-        """What the first collective of a process group does that no World has made: over gloo
-        its members see whether they share a host. Gives this group. Every member calls it.
+        """Find out whether the members share a host, if the group is over gloo and no World has
+        done so. The first collective calls this, on every member. Return this group.
         """
         if not self.opened:
             self.within = dist.group.WORLD
-            # torch must not find its process group alive when the interpreter has ended
+            # torch must not find the process group alive after the interpreter has ended
             atexit.register(self.forget)
             backend = dist.get_backend(self.process_group)
             plain = backend == "undefined" and not torch.cuda.is_available()
             if self.size > 1 and (plain or backend in ("gloo", "lockstep")):
                 store = dist.distributed_c10d._get_process_group_store(self.process_group)
                 self.timeout = _timeout_of(self.process_group)
-                # a World may have forgotten the last; who timed out may come again
+                # a new turn for each new Group of this process group; the same one if this is
+                # repeated after a timeout
                 self._turn = self._turn or store.add(f"lockstep/{self.rank}", 1)
                 self.share_host(dist.PrefixStore(f"lockstep/{self._turn}", store), self.timeout)
             self.opened = True
@@ -258,11 +262,12 @@ class Group:
         places: bool = True,
         tensors: bool = True,
     ) -> None:
-        """Where all members are on one host, have collectives compared on a page of its memory,
-        and `tensors` (on the CPU) travel through it. Every member calls it, with a store of its own.
+        """If all members are on one host, compare collectives on a page of its memory, and send
+        `tensors` (on the CPU) through it. Every member calls it, with a store that nothing else
+        uses.
 
-        Ranks that the launcher says to be on different nodes are, for us, on different hosts.
-        `places` as of HostFingerprints.
+        Ranks that the launcher places on different nodes count as ranks on different hosts.
+        `places` is as in HostFingerprints.
         """
         here = f"{node} {this_host()}" if sys.platform == "linux" else ""
         store.set(f"host/{self.rank}", here)
@@ -277,11 +282,11 @@ class Group:
     def _gathered(
         self, store: dist.Store, keys: Sequence[str], timeout: timedelta
     ) -> Sequence[bytes]:
-        """What every rank has written under its key. Raises CollectiveTimeout."""
+        """Return what every rank has written under its key. Raises CollectiveTimeout."""
         status.waits(True)
         try:
             store.wait(list(keys), timeout)
-        except RuntimeError as error:  # of a FileStore no DistError
+        except RuntimeError as error:  # a FileStore raises no DistError
             keyed = zip(self.ranks, keys, strict=True)
             missing = [rank for rank, key in keyed if not store.check([key])]
             if not missing:
@@ -296,11 +301,13 @@ class Group:
         return [store.get(key) for key in keys]
 
     def in_background(self, run: Callable[[], T]) -> Future[T]:
-        """Do something on a thread of this group's own, after what was given to it before."""
+        """Call `run` on this group's own thread, after what was submitted before."""
         return self._background.submit(run)
 
     def forget(self) -> None:
-        """End of the world: the next Group of this process group is a new one."""
+        """Release everything, at the end of the world. The next Group of this process group is a
+        new one.
+        """
         atexit.unregister(self.forget)
         self._background.close()
         if self._record is not None:
@@ -315,15 +322,15 @@ class Group:
         self._of_process_group.pop(self.process_group, None)
 
     def alone(self) -> Group:
-        """This rank alone: everything that it does is the identity, and no other rank hears of
-        it.
+        """Return a group of this rank alone: its collectives are the identity, and involve no other
+        rank.
         """
         return Group(self.process_group, ranks=(self.ranks[self.rank],), rank=0)
 
     @classmethod
     def default(cls) -> Group:
-        """The Group of torch's default process group, whoever has opened it: what its
-        collectives are stands on the status page.
+        """Return the Group of torch's default process group, whoever has opened it. Its collectives
+        are shown on the status page.
         """
         if not dist.is_initialized():
             if len(cls._of_process_group):
@@ -340,18 +347,18 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks:
-        through shared memory where the ranks have it, else by the backend.
+        through shared memory if the ranks have it, else by the backend.
 
-        Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum
-        once; means of integers are refused. `place` says in errors where this was called; by
-        default the caller's file and line.
+        The tensor may have any dtype that the backend reduces and any strides; it may be empty or
+        0-d. A mean divides the sum once; a mean of integers raises UsageError. `place` is where
+        this was called, for errors; by default the caller's file and line.
         """
         if self.memory is not None:
             return self.memory.all_reduce(tensor, op, place)
         return self.backend_all_reduce(tensor, op, place)
 
     def backend_all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
-        """all_reduce, also where the ranks share memory."""
+        """all_reduce by the backend, even if the ranks share memory."""
         check_op(op, tensor)
         self.announce(
             "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size
@@ -374,7 +381,7 @@ class Group:
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Work:
         """Replace `tensor` on every rank by that of rank `root` (its number in this group): through
-        shared memory where the ranks have it.
+        shared memory if the ranks have it.
         """
         if self.memory is not None:
             return self.memory.broadcast(tensor, root, place, text)
@@ -383,7 +390,7 @@ class Group:
     def backend_broadcast(
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Work:
-        """broadcast, also where the ranks share memory."""
+        """broadcast by the backend, even if the ranks share memory."""
         self.check_root(root)
         self.announce(
             "broadcast",
@@ -395,7 +402,7 @@ class Group:
         )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        # a backend need not know the dtype of what it moves
+        # as bytes: a backend need not support the dtype of what it moves
         octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         work = dist.broadcast(octets, src=self.ranks[root], group=self.process_group, async_op=True)
 
@@ -409,10 +416,10 @@ class Group:
     def all_gather(
         self, tensor: Tensor, place: str | None = None, text: str | None = None
     ) -> Tensor:
-        """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size
-        * n, ...], 0-d gives [size].
+        """Return every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...]
+        gives [size * n, ...], 0-d gives [size].
 
-        The shapes must be equal on all ranks. Through shared memory where the ranks have it.
+        The shapes must be equal on all ranks. It goes through shared memory if the ranks have it.
         """
         if self.memory is not None:
             pieces = tensor.new_empty((self.size, *tensor.shape))
@@ -480,10 +487,10 @@ class Group:
         sends: int,
         text: str | None = None,
     ) -> int:
-        """Give the next collective its number, return it and, where ranks compare, tell them what
-        it is. Raises CollectiveMismatch.
+        """Give the next collective its number, and return it. If ranks compare, tell them what it
+        is. Raises CollectiveMismatch.
 
-        `text` says it in place of `kind`, `tensor` and `detail`.
+        `text` describes it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
         if (
@@ -504,13 +511,13 @@ class Group:
         return self.number
 
     def ended(self, number: int) -> None:
-        """The result of collective `number` is there."""
+        """Note that the result of collective `number` is there."""
         if self._record is not None:
             self._record.end(number)
 
     def say(self, text: str) -> None:
-        """Take the next number for something that all ranks do together, in words. Raises
-        CollectiveMismatch.
+        """Take the next number for something that all ranks do together, which `text` describes.
+        Raises CollectiveMismatch.
         """
         self.number += 1
         if self.within is not None and dist.group.WORLD is not self.within:
@@ -521,17 +528,17 @@ class Group:
         self.fingerprints.post(self.number, text)
 
     def look(self, awaited: Sequence[int] = ()) -> None:
-        """Raise what the page has to say of the others while this rank waits for them elsewhere
-        than in a collective of the backend.
+        """Raise an error about the other ranks that the page shows, if any. For use while this rank
+        waits for others outside a collective of the backend.
 
-        `awaited` are the places in this group of ranks that have begun it, and for which this rank
-        waits in its middle.
+        `awaited` are numbers in this group of ranks that have begun the collective, and that this
+        rank waits for within it.
         """
         self.fingerprints.look(self.number, awaited)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait until all ranks have come to collective `number`, naming those who have died or
-        do not come.
+        """Wait until all ranks have come to collective `number`. Errors name the ranks that have
+        died or do not come.
         """
         if self.waits:
             self.fingerprints.wait(number, timeout or self.timeout)
@@ -545,7 +552,9 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
-    """What the user gave it, where torch says it."""
+    """Return the timeout that the user gave the process group, if torch knows it; else torch's
+    default.
+    """
     with suppress(RuntimeError, AttributeError):
         return timedelta() + process_group._get_backend(torch.device("cpu")).options._timeout
     return dist.default_pg_timeout

@@ -1,7 +1,7 @@
-"""A schedule run over a list of tensors in one process, one for each rank: to teach, to test, and
-to use several devices of one process.
+"""Schedules run over a list of tensors in one process, one tensor for each rank: to teach, to test,
+and to use several devices of one process.
 
-The same transfers in the same order as between processes, so the same bits.
+The transfers and their order are the same as between processes, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 
 @torch.no_grad()
 def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None:
-    """Run a schedule: `cells[r]` are rank r's, changed in place. A mean is not divided here."""
+    """Run a schedule in place: `cells[r]` are rank r's cells. A mean is not divided here."""
     for transfers in schedule.transfers():
         # Every transfer reads what its sender held before the round.
         sent = [
@@ -48,8 +48,8 @@ def all_reduce(
     *,
     ranks_per_node: int | None = None,
 ) -> list[Tensor]:
-    """Replace every tensor by the sum (mean, max, min, prod) of all; they may be on different
-    devices. Returns them.
+    """Replace every tensor by the sum (mean, max, min, prod) of all, and return them. They may be
+    on different devices.
 
     Raises UsageError for tensors of different shapes or dtypes, an unknown operation or algorithm,
     and a mean of integers.
@@ -61,7 +61,7 @@ def all_reduce(
 def reduce(
     tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm: str = "tree"
 ) -> list[Tensor]:
-    """Replace tensor `root` by the sum of all; the others stay as they are. Returns them."""
+    """Replace tensor `root` by the sum of all, and return all. The others are not changed."""
     return _reduced("reduce", tensors, op, algorithm, root=root)
 
 
@@ -87,7 +87,7 @@ def _reduced(
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """Replace every tensor by tensor `root`. Returns them."""
+    """Replace every tensor by tensor `root`, and return them."""
     _check_alike(tensors)
     schedule = schedule_of("broadcast", algorithm, len(tensors), root=root)
     flats = [tensor.detach().reshape(-1).clone() for tensor in tensors]
@@ -101,7 +101,9 @@ def broadcast(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree")
 def reduce_scatter(
     tensors: Sequence[Tensor], op: str = "sum", algorithm: str = "ring"
 ) -> list[Tensor]:
-    """Rank r's rows of the sum of all, cut as `torch.tensor_split` cuts rows, by rank."""
+    """Return each rank's rows of the sum of all, by rank. Rows are cut as `torch.tensor_split` cuts
+    them.
+    """
     _check_alike(tensors)
     check_op(op, tensors[0])
     check_rows(tensors[0])
@@ -119,25 +121,25 @@ def reduce_scatter(
 
 
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
-    """What every rank ends with: all tensors. They may differ in the length of dim 0."""
+    """Return what every rank has at the end: all tensors. The length of dim 0 may differ."""
     return _moved("all_gather", tensors, len(tensors), algorithm)
 
 
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """What every rank ends with: its tensor of the root's list."""
+    """Return what every rank has at the end: its tensor of the root's list."""
     return [mine for (mine,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
 
 
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """What the root ends with: every rank's tensor."""
+    """Return what the root has at the end: every rank's tensor."""
     return _moved("gather", tensors, len(tensors), algorithm, root)[root]
 
 
 def all_to_all(
     tensors: Sequence[Sequence[Tensor]], algorithm: str = "direct"
 ) -> list[list[Tensor]]:
-    """What every rank ends with: from each rank the tensor that it had for this one.
-    `tensors[s][d]` goes from s to d.
+    """Return what every rank has at the end: one tensor from each rank. `tensors[s][d]` goes from s
+    to d.
     """
     size = len(tensors)
     for row in tensors:
@@ -149,7 +151,7 @@ def all_to_all(
 def _moved(
     kind: Kind, pieces: Sequence[Tensor], size: int, algorithm: str, root: int = 0
 ) -> list[list[Tensor]]:
-    """What each of `size` ranks ends with, where `pieces` are the cells of all ranks."""
+    """Return what each of `size` ranks has at the end. `pieces` are the cells of all ranks."""
     _check_any(pieces)
     check_pieces(kind, pieces, len(pieces))
     schedule = schedule_of(kind, algorithm, size, root=root)

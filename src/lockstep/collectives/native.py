@@ -1,7 +1,8 @@
-"""The backend's own collectives, made to mean the same on every backend: any dtype it can move, any
-strides, pieces of different lengths.
+"""The backend's own collectives, with the same meaning on every backend: any dtype that it can
+move, any strides, pieces of different lengths.
 
-Four of them also go through memory that the ranks share (`memory`, shared_memory/operations.py).
+Four of them can also go through memory that the ranks share (`memory`,
+shared_memory/operations.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lockstep.collectives.work import Handle, Work
 from lockstep.errors import UsageError
 
 IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-"""What shared memory does."""
+"""The collectives that can go through shared memory."""
 
 _all_gather_flat: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +41,9 @@ _reduce_scatter_flat: Callable[..., Any] = (
 
 
 def memory_of(group: Group, asked_by: str = "algorithm") -> HostMemory:
-    """Raises UsageError, naming the option that asked for it, where the group has none."""
+    """Return the group's shared memory. If it has none, raise a UsageError that names the option
+    `asked_by`.
+    """
     if group.memory is None:
         raise UsageError("shared-memory-impossible", name=asked_by)
     return group.memory
@@ -63,15 +66,15 @@ def broadcast(
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:
-    """Replace rank `root`'s tensor by the sum (mean, ...) over all ranks; the others' stay as
-    they are.
+    """Replace rank `root`'s tensor by the sum (mean, ...) over all ranks. The other ranks' tensors
+    are not changed.
     """
     group.check_root(root)
     check_op(op, tensor)
     group.announce("reduce", tensor, f"{op} to {root}", None, _unless(root, group, tensor.nbytes))
     if group.size == 1 or tensor.numel() == 0:
         return Handle([], lambda: tensor)
-    # A copy: gloo uses the others' tensors as scratch.
+    # A copy: gloo uses the tensors of the other ranks as scratch memory.
     total = tensor.detach().to(
         working_dtype(tensor), copy=True, memory_format=torch.contiguous_format
     )
@@ -91,8 +94,8 @@ def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:
 def reduce_scatter(
     group: Group, tensor: Tensor, op: Op, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
-    """This rank's part of the sum over all ranks: rows cut as `torch.tensor_split` cuts them,
-    the first parts one longer.
+    """Give this rank its rows of the sum over all ranks. They are cut as `torch.tensor_split` cuts
+    them: the first parts are one row longer.
     """
     check_op(op, tensor)
     check_rows(tensor)
@@ -100,7 +103,7 @@ def reduce_scatter(
     parts = list(tensor.detach().to(working).tensor_split(group.size))
     rows, own = parts[0].shape[0], parts[group.rank].shape[0]
     for rank, part in enumerate(parts):
-        if part.shape[0] < rows:  # of one shape for all
+        if part.shape[0] < rows:  # all parts need the same shape
             parts[rank] = torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
     mine = torch.empty_like(parts[group.rank], memory_format=torch.contiguous_format)
     if memory is not None:
@@ -122,12 +125,12 @@ def reduce_scatter(
 def all_gather(
     group: Group, tensor: Tensor, memory: HostMemory | None = None
 ) -> Handle[list[Tensor]]:
-    """Every rank's tensor, by rank; dim 0 may have another length on each."""
+    """Give every rank all ranks' tensors, by rank. Dim 0 may have a different length on each."""
     forms = gathered_forms(group, "all_gather", tensor)
     room = room_for(forms)
     mine = padded(tensor, room)
     if memory is not None:
-        # each of its own: who keeps one keeps no other
+        # separate tensors: a caller that keeps one does not keep the others
         apart = [mine.new_empty(room) for _ in forms]
         return Handle([memory.all_gather(apart, mine)], lambda: list(map(from_bytes, apart, forms)))
     everyone = mine.new_empty(group.size * room)
@@ -145,8 +148,8 @@ def all_gather(
 
 
 def gather(group: Group, tensor: Tensor, root: int) -> Handle[list[Tensor] | None]:
-    """On rank `root` every rank's tensor, by rank; dim 0 may have another length on each. None
-    on the others.
+    """Give rank `root` every rank's tensor, by rank, and the others None. Dim 0 may have a
+    different length on each.
     """
     group.check_root(root)
     forms = gathered_forms(group, "gather", tensor)
@@ -169,8 +172,8 @@ def gather(group: Group, tensor: Tensor, root: int) -> Handle[list[Tensor] | Non
 
 
 def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int) -> Handle[Tensor]:
-    """On every rank its tensor of rank `root`'s list, one for each rank, of one dtype; shapes
-    may differ.
+    """Give every rank its tensor of rank `root`'s list. The list has one tensor for each rank, all
+    of one dtype; shapes may differ.
     """
     forms, like = scattered_forms(group, tensors, root)
     room = room_for(forms)
@@ -193,8 +196,8 @@ def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int) -> Handle
 
 
 def all_to_all(group: Group, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
-    """From every rank the tensor that it has for this one: `tensors[r]` goes to rank r. Shapes
-    may differ, the dtype not.
+    """Give every rank one tensor from each rank: `tensors[r]` goes to rank r. Shapes may differ,
+    the dtype may not.
     """
     arriving = arriving_forms(group, tensors)
     leaving = [TensorSpec.of(tensor).bytes for tensor in tensors]
@@ -206,7 +209,7 @@ def all_to_all(group: Group, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
     arrived = octets.new_empty(sum(sizes))
 
     def finish() -> list[Tensor]:
-        # clone: pieces of one buffer could lie askew, and would keep all of it alive
+        # clone: a piece of the buffer may be misaligned, and would keep the whole buffer alive
         pairs = zip(arrived.split(sizes), arriving, strict=True)
         return [from_bytes(piece.clone(), form) for piece, form in pairs]
 
@@ -220,5 +223,5 @@ def all_to_all(group: Group, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
 
 
 def _unless(root: int, group: Group, bytes: int) -> int:
-    """What a rank sends to the root: nothing where it is the root."""
+    """Return the number of bytes that this rank sends to the root: 0 if it is the root."""
     return 0 if group.rank == root else bytes

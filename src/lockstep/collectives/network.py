@@ -1,11 +1,11 @@
-"""How long a schedule takes on a network that does not exist yet: executed on times in place of
+"""How long a schedule takes on a network, which need not exist: it is run on times instead of
 tensors.
 
 The model is Hockney's: a message of S bytes takes latency + S / bandwidth. A rank sends and
-receives at once, each one message at a time; the ranks of a node share what leaves it. A round
-lasts as long as its slowest rank or node needs, and one that repeats is multiplied, not walked:
-65,536 ranks take no longer than 4. Agrees with the closed formulas where these apply (Thakur,
-Rabenseifner and Gropp, 2005).
+receives at the same time, one message each way. The ranks of a node share its link to other nodes.
+A round lasts as long as its slowest rank or node needs. A repeated round is computed once and
+multiplied: a ring of 65,536 ranks takes two computations, as a ring of 4 does. The results agree
+with the closed formulas where these apply (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.config.knob import number, whole
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency` in seconds; `bandwidth` in bytes per second, one way."""
+    """A connection: `latency` in seconds, `bandwidth` in bytes per second in one direction."""
 
     latency: float
     bandwidth: float
@@ -34,8 +34,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Nodes of `ranks_per_node` ranks. `within` connects the ranks of a node, each with its own;
-    `between` is one node's way out, shared by its ranks.
+    """Nodes of `ranks_per_node` ranks. `within` is each rank's own link to the ranks of its node.
+    `between` is a node's link to the other nodes, which its ranks share.
 
     `reduce_rate` is how many bytes per second a rank adds; infinite by default.
     """
@@ -51,15 +51,16 @@ class Network:
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float, reduce_rate: float = float("inf")) -> Network:
-        """Every rank a node of its own."""
+        """Return a network in which every rank is a node of its own."""
         link = Link(latency, bandwidth)
         return cls(link, link, 1, reduce_rate)
 
     def time(self, schedule: Schedule, bytes: float) -> float:
-        """Seconds that the schedule takes for a tensor of so many bytes on every rank (in a
-        scatter or all-gather: all pieces together).
+        """Return the seconds that the schedule takes for a tensor of `bytes` bytes on every rank
+        (in a scatter or all-gather: all pieces together).
         """
-        # An all-to-all numbers the cells of all ranks; the others number those of one tensor.
+        # The cells of an all-to-all are those of all ranks, W * W; elsewhere they are those of one
+        # tensor.
         cell = bytes / (schedule.world if schedule.kind == "all_to_all" else schedule.cells)
         return sum(
             each.repeat * self._round(each, cell, schedule.world) for each in schedule.rounds
@@ -86,11 +87,11 @@ class Network:
 
 
 def _rate(name: str, value: float) -> None:
-    """Raise a UsageError for no rate; one without end is one."""
+    """Raise a UsageError unless `value` is a positive rate. Infinity is allowed."""
     if value != float("inf"):
         number(name, value, above=0, unit="bytes per second")
 
 
 def _busiest(who: Ranks, seconds: NDArray[Any], count: int) -> float:
-    """The most that anybody has to do."""
+    """Return the largest total of `seconds` of any rank or node."""
     return float(np.bincount(who, weights=seconds, minlength=count).max())

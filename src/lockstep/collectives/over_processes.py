@@ -1,8 +1,8 @@
-"""A schedule run between processes, over point-to-point messages of whatever backend the group has.
+"""A schedule run between processes, over point-to-point messages of the group's backend.
 
-A large tensor is cut into lanes that go through the schedule side by side: while one lane's piece
-is on its way another's is being added. What arrives is added as soon as it is there, in the order
-of the schedule: the bits do not depend on timing.
+A large tensor is cut into lanes, which go through the schedule in parallel: while one lane's piece
+is sent, another lane's is added. What arrives is added in the order of the schedule, so the bits do
+not depend on timing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lockstep.collectives.schedule import Kind, Schedule, Transfer, spans
 from lockstep.collectives.work import wait_on_page
 from lockstep.errors import PeerFailed
 
-LANE = 2 * 2**20  # bytes of a message that are worth a lane of their own
+LANE = 2 * 2**20  # bytes; a message is cut into one lane for each LANE bytes
 _MOST_LANES = 8
-_TAGS = 1 << 20  # messages of one collective carry one tag, those of another one another
+_TAGS = 1 << 20  # number of tags: all messages of one collective have the same tag
 
 Steps = tuple[tuple[list[Transfer], list[Transfer]], ...]
 
@@ -32,7 +32,7 @@ Steps = tuple[tuple[list[Transfer], list[Transfer]], ...]
 def plan(
     kind: Kind, algorithm: str, world: int, rank: int, root: int, ranks_per_node: int | None
 ) -> tuple[Schedule, Steps]:
-    """The schedule and what it has one rank do."""
+    """Return the schedule, and what one rank sends and receives in each round."""
     schedule = schedule_of(kind, algorithm, world, root=root, ranks_per_node=ranks_per_node)
     return schedule, tuple(schedule.of_rank(rank))
 
@@ -40,8 +40,8 @@ def plan(
 def execute(
     group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op: str = "sum"
 ) -> None:
-    """Do one rank's part of a schedule, on every lane. `number` is the collective's. Raises
-    PeerFailed where another rank has gone.
+    """Run one rank's part of a schedule, on every lane. `number` is the collective's number. Raises
+    PeerFailed if another rank has gone.
     """
     if dist.get_backend(group.process_group) == "nccl":
         _execute_batched(group, steps, lanes, op)
@@ -57,7 +57,7 @@ def execute(
         for lane in runs:
             lane.end()
     except RuntimeError as error:
-        group.look()  # raises PeerFailed, naming the dead, where this host knows
+        group.look()  # raises PeerFailed with the dead rank, if this host knows it
         raise PeerFailed(
             "peer-left-collective",
             number=number,
@@ -73,7 +73,7 @@ class _Lane:
 
     def __init__(self, group: Group, tag: int, cells: Cells, op: str) -> None:
         self._group, self._tag, self._cells, self._op = group, tag, cells, op
-        # and which cells must not change before they have left
+        # the sends in flight, each with the cells that must not change before it is done
         self._leaving: list[tuple[dist.Work, frozenset[int]]] = []
         self._arriving: list[tuple[Transfer, list[Tensor], list[dist.Work]]] = []
 
@@ -82,7 +82,7 @@ class _Lane:
         self._post()
 
     def step(self) -> None:
-        """Take what arrives in this round, then post the next."""
+        """Take what arrives in this round, then start the next."""
         for transfer, places, works in self._arriving:
             for work in works:
                 wait_on_page(work, self._group.timeout)
@@ -102,8 +102,8 @@ class _Lane:
         sends, receives = next(self._steps, ([], []))
         sending = frozenset(cell for transfer in sends for cell in transfer.cells)
         for transfer in receives:
-            # Where the content is replaced it is received in place, unless that would overwrite
-            # what is on its way out.
+            # Content that replaces cells is received in place, unless this round also sends from
+            # them.
             beside = transfer.reduce or not sending.isdisjoint(transfer.cells)
             if not beside:
                 self._wait_for(transfer.cells)
@@ -121,7 +121,7 @@ class _Lane:
                     )
 
     def _wait_for(self, cells: Sequence[int]) -> None:
-        """Return when nothing of these cells is on its way out any more."""
+        """Return when no send of these cells is in flight any more."""
         still = []
         for work, theirs in self._leaving:
             if theirs.isdisjoint(cells):
@@ -132,7 +132,7 @@ class _Lane:
 
     def _isend(self, piece: Tensor, rank: int) -> dist.Work:
         bytes = piece.numel() * piece.element_size()
-        # no call between reading and writing it: another thread counts too
+        # no call between the read and the write of the sum: other threads add to it too
         self._group.bytes_sent += bytes
         work = dist.isend(
             piece, dst=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
@@ -149,7 +149,7 @@ class _Lane:
 
 
 def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str) -> None:
-    """Round by round, all messages of a round in one launch: how NCCL wants them."""
+    """Run round by round, with all messages of a round in one launch, as NCCL needs it."""
     for sends, receives in steps:
         for cells in lanes:
             places = [
@@ -183,7 +183,9 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
 
 
 def lanes_of(flat: Tensor, schedule: Schedule) -> list[Cells]:
-    """Cut a flat tensor into as many lanes as its messages are worth, the same on all ranks."""
+    """Cut a flat tensor into lanes: one for each LANE bytes of the largest message, up to 8. The
+    same on all ranks.
+    """
     largest = max((int(each.count.max()) for each in schedule.rounds if len(each)), default=1)
     message = flat.numel() * flat.element_size() * largest // schedule.cells
     lanes = min(_MOST_LANES, max(1, message // LANE))

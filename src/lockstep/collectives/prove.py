@@ -1,9 +1,9 @@
-"""Run a schedule on symbols and see that it does what it claims, for every rank and every cell.
+"""Run a schedule on symbols, and check for every rank and cell that it does what it claims.
 
-A cell's content is the expression of the contributions that were added up in it. The proof fails,
-with the round, rank and cell, where a rank sends what it does not have, a contribution is counted
-twice or lost, a message brings nothing new, or a rank ends without what the collective promises.
-What comes out is also the order of addition: which bits a rank gets follows from nothing else.
+A cell's content is the expression of the contributions that were added in it. The proof fails, with
+the round, rank and cell, if a rank sends what it does not have, a contribution is counted twice or
+lost, a message brings nothing new, or a rank does not end with what the collective promises. The
+expression is also the order of addition, which alone determines the bits that a rank gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Order = int | tuple["Order", "Order"]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What lies in a cell: the ranks counted in it, as bits, and in which order they were added."""
+    """The content of a cell: the ranks whose contributions it has, as bits, and the order of
+    addition.
+    """
 
     ranks: int
     order: Order
@@ -30,10 +32,10 @@ class Content:
 class Proof:
     """What is true of a schedule that was proved.
 
-    `messages` of all ranks together; `messages_of[r]` and `cells_sent_by[r]` what rank r sends (a
-    cell is 1/cells of the tensor); `orders[cell]` how the contributions of a cell were added, the
-    lesser rank first; `same_bits` whether all ranks that hold a cell at the end added it in the
-    same order, so that they hold the same bits.
+    `messages` counts those of all ranks. `messages_of[r]` and `cells_sent_by[r]` count what rank r
+    sends (a cell is 1/cells of the tensor). `orders[cell]` is the order in which the contributions
+    of a cell were added, the lower rank first. `same_bits` is whether all ranks that hold a cell at
+    the end added it in the same order, and so hold the same bits.
     """
 
     rounds: int
@@ -44,12 +46,12 @@ class Proof:
     same_bits: bool
 
     def share_sent(self, rank: int, cells: int) -> float:
-        """What a rank sends, as a multiple of the tensor."""
+        """Return how much a rank sends, as a multiple of the tensor."""
         return self.cells_sent_by[rank] / cells
 
 
 def prove(schedule: Schedule) -> Proof:
-    """Raise ScheduleError unless every rank ends with what the collective promises, each
+    """Raise ScheduleError unless every rank ends with what the collective promises, with each
     contribution counted exactly once.
     """
     state = _before(schedule)
@@ -141,7 +143,7 @@ def _after(
 
 def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dict[int, str], bool]:
     orders: dict[int, str] = {}
-    texts: dict[int, str] = {}  # what was copied is the same object on many ranks
+    texts: dict[int, str] = {}  # by id: an order that was copied is the same object on many ranks
     same = True
     for rank in range(schedule.world):
         for cell in wanted_after(
@@ -159,7 +161,7 @@ def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dic
 
 
 def _complete(schedule: Schedule, cell: int) -> int:
-    """The ranks whose contributions belong into a cell."""
+    """Return the ranks whose contributions belong in a cell, as bits."""
     if schedule.kind in REDUCING:
         return (1 << schedule.world) - 1
     if schedule.kind in ("broadcast", "scatter"):
@@ -172,8 +174,8 @@ def _ranks(bits: int) -> list[int]:
 
 
 def written(order: Order) -> str:
-    """`((0+1)+(2+3))`. The lesser rank stands first: a+b and b+a are the same bits. Without
-    recursion, for rings of many ranks.
+    """Return the order as text: `((0+1)+(2+3))`. The lower rank stands first: a+b and b+a have the
+    same bits. Not recursive, for rings of many ranks.
     """
     done: list[tuple[int, str]] = []  # least rank, text
     work: list[Order | None] = [order]

@@ -1,5 +1,5 @@
-"""How elements are reduced: which operations there are, what torch and c10d call them, and for which
-dtypes each has a meaning.
+"""Reduce operations: which there are, what torch and c10d call them, and for which dtypes each has
+a meaning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_op(op: str, tensor: Tensor) -> None:
 
 
 def check_rows(tensor: Tensor) -> None:
-    """Raise a UsageError for what a reduce-scatter cannot cut."""
+    """Raise a UsageError for a 0-d tensor, which a reduce-scatter cannot cut."""
     if not tensor.dim():
         raise UsageError("collective-without-rows")
 
@@ -81,5 +81,7 @@ _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which backends reduce a tensor: its own where they know it."""
+    """Return the dtype in which backends reduce a tensor: its own if they support it, else a
+    replacement.
+    """
     return _WIDER.get(tensor.dtype, tensor.dtype)

@@ -1,16 +1,17 @@
-"""A collective algorithm as data: who sends which piece to whom, round by round.
+"""A collective algorithm as data: which rank sends which piece to which rank, round by round.
 
-    ring all-reduce of 4 ranks, 4 cells          round 1, three times, the cell going down by one
-                                                 each time:
-                                                   0 -> 1 cell 0   1 -> 2 cell 1   2 -> 3 cell 2   3 -> 0 cell 3   (add)
-                                                 round 2, three times:
-                                                   0 -> 1 cell 1   1 -> 2 cell 2   2 -> 3 cell 3   3 -> 0 cell 0   (replace)
+    ring all-reduce of 4 ranks, 4 cells
 
-The tensor is cut into `cells`. A round's transfers go together: every one of them reads what its
-sender held before the round. A round that repeats moves its cells by `shift` each time, so that a
-ring is two rounds at 4 ranks and at 65,536. Five readers share this one description: it is proved
-(prove.py), run between processes (over_processes.py) and in one (in_process.py), timed
-(network.py), drawn (draw.py).
+    round 1, three times, the cell going down by one each time: the receiver adds
+        0 -> 1 cell 0   1 -> 2 cell 1   2 -> 3 cell 2   3 -> 0 cell 3
+    round 2, three times, likewise: the receiver replaces
+        0 -> 1 cell 1   1 -> 2 cell 2   2 -> 3 cell 3   3 -> 0 cell 0
+
+The tensor is cut into `cells`. The transfers of a round run at the same time: each reads what its
+sender held before the round. A repeated round moves its cells by `shift` each time, so a ring is
+two rounds with 4 ranks and with 65,536. Five modules read this description: prove.py checks it,
+over_processes.py runs it between processes, in_process.py runs it in one process, network.py times
+it, and tools/show/schedule_picture.py draws it.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ Kind = Literal[
 Ranks = NDArray[np.int64]
 REDUCING: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter")
 BLOCK = 1024
-"""Elements. Slices of a tensor begin at a multiple of it, so that what is computed block by block does not
-depend on the number of ranks.
+"""Number of elements. Slices of a tensor begin at a multiple of it, so that results computed block
+by block do not depend on the number of ranks.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """Transfers that go together: number i takes `count[i]` cells from `cell[i]` on (past the last
-    comes the first) from rank `src[i]` to `dst[i]`.
+    """Transfers that run at the same time. Transfer i sends `count[i]` cells, from `cell[i]` on,
+    from rank `src[i]` to rank `dst[i]`. After the last cell comes the first.
 
-    The receiver adds them to what it holds (`reduce`) or puts them in its place. All of it happens
-    `repeat` times, each time with cells that are `shift` further.
+    The receiver adds the cells to what it holds (`reduce`), or replaces what it holds. The round
+    runs `repeat` times, each time with cells that are `shift` further.
     """
 
     src: Ranks
@@ -64,7 +65,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message of one round, for readers that want them one by one."""
+    """One message of one round, for callers that need the messages one by one."""
 
     src: int
     dst: int
@@ -74,8 +75,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """An algorithm `name` for the collective `kind` among `world` ranks, over `cells` pieces;
-    `root` where the kind has one.
+    """An algorithm `name` for the collective `kind` among `world` ranks, over `cells` pieces; with
+    `root` if the kind has one.
     """
 
     name: str
@@ -86,11 +87,11 @@ class Schedule:
     root: int = 0
 
     def __len__(self) -> int:
-        """Rounds, repeated ones counted."""
+        """Return the number of rounds, counting repeats."""
         return sum(each.repeat for each in self.rounds)
 
     def transfers(self) -> Iterator[list[Transfer]]:
-        """Every round, written out."""
+        """Yield the transfers of every round, counting repeats."""
         for each in self.rounds:
             starts = list(
                 zip(
@@ -115,7 +116,7 @@ class Schedule:
                 ]
 
     def of_rank(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
-        """What one rank sends and what it receives in every round; rounds in which it does
+        """Yield what one rank sends and what it receives in every round. Rounds in which it does
         neither are left out.
         """
         for each in self.rounds:
@@ -136,12 +137,12 @@ class Schedule:
         return Transfer(int(each.src[number]), int(each.dst[number]), cells, each.reduce)
 
     def reversed(self, kind: Kind, name: str | None = None, *, in_order: bool = False) -> Schedule:
-        """The same transfers backwards, from the last round to the first: what spread a cell now
-        collects it.
+        """Return the same transfers backwards, from the last round to the first: what spread a cell
+        now collects it.
 
         An all-gather becomes a reduce-scatter, a broadcast a reduce, a scatter a gather. `in_order`
-        keeps the rounds in their order, where none builds on another, so that ranks are added in
-        theirs.
+        keeps the order of the rounds, so that ranks are added in their order; no round may depend
+        on another.
         """
         turned = tuple(
             replace(
@@ -169,7 +170,7 @@ def together(
     repeat: int = 1,
     shift: int = 0,
 ) -> Round:
-    """A Round; a single number stands for all of its transfers."""
+    """Make a Round. A single number applies to all of its transfers."""
     arrays = np.broadcast_arrays(np.atleast_1d(np.asarray(src, dtype=np.int64)), dst, cell, count)
     sources, targets, cells, counts = (
         np.ascontiguousarray(array, dtype=np.int64) for array in arrays
@@ -178,14 +179,14 @@ def together(
 
 
 def followed_by(first: Schedule, second: Schedule, name: str, kind: Kind) -> Schedule:
-    """One after the other."""
+    """Return a schedule that runs `first`, then `second`."""
     assert (first.world, first.cells) == (second.world, second.cells)
     return replace(first, name=name, kind=kind, rounds=(*first.rounds, *second.rounds))
 
 
 def spans(numel: int, cells: int) -> list[tuple[int, int]]:
-    """The elements [start, stop) of each cell of a flat tensor: as `torch.tensor_split` cuts it,
-    the first `numel % cells` one longer.
+    """Return the elements [start, stop) of each cell of a flat tensor. They are cut as
+    `torch.tensor_split` cuts: the first `numel % cells` cells are one element longer.
     """
     each, more = divmod(numel, cells)
     starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
@@ -193,8 +194,8 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
 
 
 def slice_of(numel: int, rank: int, size: int) -> range:
-    """One rank's elements of `numel`: whole blocks, and the tensor's end. Empty for some ranks
-    where there are fewer blocks than ranks.
+    """Return one rank's elements of `numel`: whole blocks, except at the tensor's end. Some ranks
+    have none if there are fewer blocks than ranks.
     """
     blocks = -(-numel // BLOCK)
     begin, end = (min(numel, place * blocks // size * BLOCK) for place in (rank, rank + 1))
@@ -202,8 +203,8 @@ def slice_of(numel: int, rank: int, size: int) -> range:
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:
-    """The cells that a rank has something in before the collective. Cells of an all-to-all are
-    numbered src * world + dst.
+    """Return the cells in which a rank has content before the collective. Cells of an all-to-all
+    are numbered src * world + dst.
     """
     if kind in REDUCING:
         return range(cells)
@@ -215,7 +216,7 @@ def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> ran
 
 
 def wanted_after(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:
-    """The cells that a rank must have, complete, after the collective."""
+    """Return the cells that a rank must have, complete, after the collective."""
     if kind in ("all_reduce", "broadcast", "all_gather"):
         return range(cells)
     if kind in ("reduce", "gather"):
@@ -226,6 +227,6 @@ def wanted_after(kind: Kind, world: int, rank: int, root: int, cells: int) -> ra
 
 
 def cells_of(rank: int, world: int, cells: int) -> range:
-    """The cells that are a rank's own, where every rank has its share."""
+    """Return a rank's own cells, if every rank has its share."""
     assert cells == world, "one cell a rank"
     return range(rank, rank + 1)

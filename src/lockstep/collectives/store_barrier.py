@@ -1,9 +1,10 @@
-"""Ranks that meet through the store: a barrier that names who is missing, and a turn for rank 0.
+"""Synchronization through the store: a barrier that names missing ranks, and a block that rank 0
+runs first.
 
-Both go through the key-value store of the process group and not through collectives, so that a rank
-that never comes cannot leave the others in a call that nobody can interrupt. One write decides:
-whoever first stores the outcome (all here, or who is missing) has decided it for everybody, also
-for those who come later.
+Both use the key-value store of the process group, not collectives. So a rank that never comes
+cannot leave the others in a call that cannot be interrupted. One write decides a barrier: the first
+rank that stores the outcome (all here, or the missing ranks) decides it for all, also for ranks
+that come later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HEARTBEAT = timedelta(seconds=1)
 
 
 class Clock(Protocol):
-    """As the module `time`."""
+    """The functions of the module `time` that `meet` uses."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
@@ -42,10 +43,10 @@ def meet(
 ) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
-    `what` those have not done that do not come, for the message. `look` is called every now and
-    then while this rank waits, to raise what else may have happened to the others. Raises
-    BarrierTimeout on every rank, the late ones included, when some did not come within `timeout` of
-    the first that gave up.
+    `what` says in the error what the missing ranks have not done. While this rank waits, it calls
+    `look` from time to time, which may raise another error about the ranks. Raises BarrierTimeout
+    on every rank, also on late ones, if some ranks have not come when the first rank has waited for
+    `timeout`.
     """
     if size == 1:
         return
@@ -88,11 +89,11 @@ def meet(
 def first(
     store: dist.Store, name: str, rank: int, size: int, timeout: timedelta | None
 ) -> Iterator[bool]:
-    """Rank 0 enters at once (and gets True); the others enter when it has left, however long that
-    takes, as long as it shows signs of life.
+    """Run the block on rank 0 (which gets True), then on the others. They wait as long as rank 0
+    shows signs of life.
 
-    Raises LockstepError on the waiting ranks when rank 0's block raised, or when no sign of life
-    came for `timeout` (default 30 s).
+    Raises LockstepError on the waiting ranks if rank 0's block raised, or if no sign of life came
+    for `timeout` (default 30 s).
     """
     if rank == 0:
         with _alive(store, f"{name}/alive") if size > 1 else nullcontext():
@@ -123,7 +124,7 @@ def first(
 
 @contextmanager
 def _alive(store: dist.Store, key: str) -> Iterator[None]:
-    """Count up `key` once a second from a thread, for as long as the block runs."""
+    """Increment `key` once a second from a thread, while the block runs."""
     over = threading.Event()
 
     def beat() -> None:
@@ -140,7 +141,7 @@ def _alive(store: dist.Store, key: str) -> Iterator[None]:
 
 
 def wait_for_count(store: dist.Store, key: str, count: int, timeout: timedelta) -> None:
-    """Wait until `key` has been counted up to `count`. Raises LockstepError after `timeout`."""
+    """Wait until the counter `key` has reached `count`. Raises LockstepError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while (here := store.add(key, 0)) < count:
         if time.monotonic() > deadline:

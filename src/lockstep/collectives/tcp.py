@@ -1,9 +1,9 @@
-"""This process's TCP connections to other hosts, as the kernel sees them: which link is slow,
-without a message of ours. Linux only.
+"""This process's TCP connections to other hosts, as the kernel sees them. They show which link is
+slow, without extra messages. Linux only.
 
-busy            seconds in which octets were under way to the other side: of a link that keeps
-                everybody waiting, most of the time
-rate            bytes a second that the other side has last confirmed
+busy            seconds in which bytes were on their way to the peer; on a link for which all ranks
+                wait, that is most of the time
+rate            bytes per second that the peer confirmed most recently (delivery rate)
 round trip      latency, smoothed by the kernel
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-_INFO = 256  # bytes; a kernel that knows less gives less
-# where they stand in the kernel's struct tcp_info (include/uapi/linux/tcp.h)
+_INFO = 256  # bytes to ask for; an older kernel returns fewer
+# byte offsets in the kernel's struct tcp_info (include/uapi/linux/tcp.h)
 _ROUND_TRIP, _RATE, _BUSY, _SENT = 68, 160, 168, 200
 _RETRANSMITTED = 100
 _ESTABLISHED = 1
@@ -28,25 +28,25 @@ _ESTABLISHED = 1
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One connection since it was opened; seconds and bytes."""
+    """A TCP connection, since it was opened. Times are in seconds, amounts in bytes."""
 
     ends: tuple[str, str]
-    """Address and port here and there."""
+    """Address and port of this host, and of the peer."""
     here: str
-    """The address here."""
+    """The address of this host."""
     host: str
-    """The peer's."""
+    """The address of the peer."""
     round_trip: float
     busy: float
     sent: int
     retransmitted: int
-    """Packets."""
+    """A number of packets."""
     rate: float
 
 
 def connections() -> Iterator[Connection]:
-    """Those of this process to other hosts, that are open. Nothing where the system does not
-    tell.
+    """Yield the open TCP connections of this process to other hosts. Yields nothing if the system
+    has no TCP_INFO.
     """
     if not hasattr(socket, "TCP_INFO"):
         return
@@ -86,7 +86,7 @@ def _connection(number: int) -> Connection | None:
 
 
 def _address(text: str) -> str:
-    """An IPv4 address as such also where the socket is an IPv6 one."""
+    """Return an address as text. An IPv4 address in IPv6 form becomes plain IPv4."""
     found = ip_address(text.partition("%")[0])
     return str(getattr(found, "ipv4_mapped", None) or found)
 

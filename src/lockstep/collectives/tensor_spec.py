@@ -1,7 +1,7 @@
-"""Shapes and dtypes that ranks tell each other before tensors of different lengths travel, and
-tensors as plain bytes.
+"""Shapes and dtypes that ranks exchange before they send tensors of different lengths, and tensors
+as plain bytes.
 
-What only moves data can move any dtype: backends that know few of them are given bytes.
+A collective that only moves data can move any dtype: a backend that supports few dtypes gets bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.errors import CollectiveMismatch, UsageError
 from lockstep.runtime.status import short_dtype
 
 _MOST_DIMS = 8
-_ALIGNMENT = 16  # bytes, so that any dtype can be seen in a buffer of bytes
+_ALIGNMENT = 16  # bytes, so that a buffer of bytes can be viewed as any dtype
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -42,7 +42,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorSpec:
         return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
 
     def any_length(self) -> str:
-        """What must be alike on all ranks: all but the length of dim 0."""
+        """Return what must be equal on all ranks: the form, with `*` as the length of dim 0."""
         return f"{short_dtype(self.dtype)}[{','.join(['*', *map(str, self.shape[1:])][: len(self.shape)])}]"
 
     @property
@@ -66,7 +66,7 @@ class TensorSpec:
         return count
 
     def encode(self) -> list[int]:
-        """As a row of numbers, of one length for all."""
+        """Return the form as ROW integers."""
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
             raise UsageError("tensor-not-describable", form=str(self), dims=_MOST_DIMS)
         return [
@@ -81,12 +81,12 @@ class TensorSpec:
         return cls(_DTYPES[row[0]], tuple(row[2 : 2 + row[1]]))
 
 
-ROW = 2 + _MOST_DIMS  # numbers of an encoded form
+ROW = 2 + _MOST_DIMS  # integers of an encoded form
 
 
 def exchange(group: Group, mine: Sequence[TensorSpec], kind: str) -> list[list[TensorSpec]]:
-    """Every rank's forms, by rank; all ranks give equally many. A small collective on the host,
-    which other ranks see as `kind`.
+    """Return every rank's forms, by rank. All ranks give the same number of forms. A small
+    collective on the CPU, which other ranks see as `kind`.
     """
     text = (
         f"{kind} {mine[0].any_length()}"
@@ -99,8 +99,8 @@ def exchange(group: Group, mine: Sequence[TensorSpec], kind: str) -> list[list[T
 
 
 def gathered_forms(group: Group, kind: str, tensor: Tensor) -> list[TensorSpec]:
-    """Every rank's. Raises CollectiveMismatch, on all ranks, where more than the length of dim 0
-    differs.
+    """Return every rank's form. Raises CollectiveMismatch, on all ranks, if more than the length of
+    dim 0 differs.
     """
     forms = [form for (form,) in exchange(group, [TensorSpec.of(tensor)], kind)]
     first = forms[0]
@@ -121,9 +121,11 @@ def gathered_forms(group: Group, kind: str, tensor: Tensor) -> list[TensorSpec]:
 def scattered_forms(
     group: Group, tensors: Sequence[Tensor] | None, root: int
 ) -> tuple[list[TensorSpec], Tensor]:
-    """What rank `root` scatters, on all ranks; and an empty tensor of bytes, where it is to lie.
+    """Return the forms of the tensors that rank `root` scatters, on all ranks, and an empty tensor
+    of bytes on the device of the result.
 
-    Refuses a list elsewhere, and one of another length, before anything is sent.
+    Raises UsageError before anything is sent, if another rank gives a list, or if the list has
+    another length.
     """
     group.check_root(root)
     if (tensors is not None) != (group.rank == root):
@@ -142,14 +144,14 @@ def scattered_forms(
 
 
 def arriving_forms(group: Group, tensors: Sequence[Tensor]) -> list[TensorSpec]:
-    """What each rank has for this one in an all-to-all."""
+    """Return the forms of what each rank sends to this one in an all-to-all."""
     check_pieces("all_to_all", tensors, group.size)
     everyone = exchange(group, [TensorSpec.of(tensor) for tensor in tensors], "all_to_all")
     return [theirs[group.rank] for theirs in everyone]
 
 
 def check_pieces(kind: str, tensors: Sequence[Tensor], size: int) -> None:
-    """Raise a UsageError unless there is a tensor for each of `size` ranks, all of one dtype."""
+    """Raise a UsageError unless there is one tensor for each of `size` ranks, all of one dtype."""
     if len(tensors) != size:
         raise UsageError("tensors-not-one-a-rank", kind=kind, count=len(tensors), size=size)
     dtypes = sorted({short_dtype(tensor.dtype) for tensor in tensors})
@@ -158,18 +160,18 @@ def check_pieces(kind: str, tensors: Sequence[Tensor], size: int) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements as bytes, flat: a view of a contiguous tensor, a copy of another."""
+    """Return the elements as flat bytes: a view of a contiguous tensor, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(octets: Tensor, form: TensorSpec) -> Tensor:
-    """The tensor that lies in these bytes, without a copy."""
+    """Return the tensor in these bytes, without a copy."""
     return octets[: form.bytes].view(form.dtype).view(form.shape)
 
 
 def room_for(forms: Sequence[TensorSpec]) -> int:
-    """Bytes that hold any of the tensors: exactly theirs where they are alike, else rounded up
-    so that none lies askew behind another.
+    """Return a number of bytes that holds any of the tensors: their size if all are equal, else the
+    largest, rounded up so that none is misaligned after another.
     """
     sizes = {form.bytes for form in forms}
     largest = max(sizes)
@@ -177,7 +179,7 @@ def room_for(forms: Sequence[TensorSpec]) -> int:
 
 
 def padded(tensor: Tensor, room: int) -> Tensor:
-    """The tensor's bytes with `room` of them."""
+    """Return the tensor's bytes, padded with zeros to `room` bytes."""
     octets = as_bytes(tensor)
     if octets.numel() == room:
         return octets

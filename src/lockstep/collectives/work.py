@@ -1,4 +1,4 @@
-"""Handles of collectives under way: one class for each way to wait."""
+"""Handles of collectives in flight: one class for each way to wait."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Work(Protocol):
 
 
 def asks(work: Work) -> Callable[[], bool] | None:
-    """How to ask a work, without waiting, whether it is done; None where it only begins when
-    somebody waits for it.
+    """Return a function that tells, without waiting, whether a work is done. None if the work only
+    starts when somebody waits for it.
     """
     if isinstance(work, Handle):
         parts = [asks(each) for each in work.works]
@@ -37,7 +37,7 @@ def asks(work: Work) -> Callable[[], bool] | None:
 
 
 def wait_on_page(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for what a backend does, and say on the status page that this rank waits."""
+    """Wait for a backend's work, and show on the status page that this rank waits."""
     status.waits(True)
     if timeout is None:
         work.wait()
@@ -54,15 +54,13 @@ class Done:
 
 
 class Later(Generic[T]):
-    """A collective that a group's background thread does: waited for like a Handle."""
+    """A collective that runs on a group's background thread. It is waited for like a Handle."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> T:
-        """Return the result when it is there. Raises what the collective raised, and
-        TimeoutError.
-        """
+        """Return the result when it is there. Raises the collective's error, or TimeoutError."""
         status.waits(True)
         found = self._future.result(None if timeout is None else timeout.total_seconds())
         status.waits(False)
@@ -74,12 +72,12 @@ class Later(Generic[T]):
 
 
 class Handle(Generic[T]):
-    """A collective that is under way. Its tensors must not be touched before `wait`, which
-    returns the result; several may be in flight.
+    """A collective in flight. `wait` returns the result; nothing may touch its tensors before that.
+    Several may be in flight.
 
     Args:
-        works: to wait for.
-        finish: then makes the result. Without works it is the whole collective.
+        works: the parts to wait for.
+        finish: makes the result after that. Without works it is the whole collective.
     """
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], T]) -> None:
@@ -100,21 +98,23 @@ class Handle(Generic[T]):
 
 
 class Staged:
-    """Collectives, each of which begins when the one before is done. The first has begun."""
+    """Collectives in sequence: each starts when the one before is done. The first has started."""
 
     def __init__(self, stages: Generator[Work]) -> None:
         self._stages = stages
         self._work: Work | None = next(stages, None)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """A second call does nothing; one after a timeout continues where that one was."""
+        """Wait for all stages. A second call does nothing; a call after a timeout continues where
+        it stopped.
+        """
         while self._work is not None:
             self._work.wait(timeout)
             self._work = next(self._stages, None)
 
     def done(self) -> bool:
-        """Whether the stage that has begun is, without waiting: the others begin when they are
-        waited for.
+        """Whether the stage that has started is done, without waiting. The other stages start only
+        in `wait`.
         """
         done = None if self._work is None else asks(self._work)
         return self._work is None or (done is not None and done())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def __getattr__(name: str) -> object:
-    """`lockstep.world` was a module: its two public names, for one release."""
+    """Return `World` or `init`, for one release: `lockstep.world` was a module that had them."""
     if name in ("World", "init"):
         from lockstep.world import world
 

@@ -1,5 +1,5 @@
-"""What a world gives to each of its groups: tags that are compared, memory of its host, a twin
-on the CPU, and what algorithms are chosen by.
+"""What a world gives to each of its groups: fingerprints, the shared memory of its host, a twin for
+CPU tensors, and the thresholds by which algorithms are chosen.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ C = TypeVar("C", bound=Closable)
 
 
 class Sizes(Protocol):
-    """Of the world: how many ranks it has now, in all and on this host."""
+    """A world's current number of ranks, in all and on this host."""
 
     size: int
     local_size: int
 
 
 class WorldGroups:
-    """Makes a world's groups and fits them out; every member of a group calls the same.
+    """Makes a world's groups and sets them up. Every member of a group makes the same calls.
 
     `subgroup(ranks)` makes a group of world ranks.
     """
@@ -57,12 +57,12 @@ class WorldGroups:
         subgroup: Callable[[Sequence[int]], Group],
     ) -> None:
         self.made: list[Group] = []
-        """All that were fitted out, twins too."""
+        """All groups that were set up, including twins."""
         self._world, self._store, self._device = world, store, device
         self._local_size, self._node = place.local_size, place.node
         self._timeout, self._tags, self._tuning = timeout, tags, tuning
         self._subgroup = subgroup
-        self._turns: dict[str, int] = {}  # so far, by ranks
+        self._turns: dict[str, int] = {}  # number of groups made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
 
     @property
@@ -70,8 +70,8 @@ class WorldGroups:
         return self._world.local_size == self._world.size
 
     def make(self, ranks: Sequence[int], rank: int) -> Group:
-        """A group of ranks as the whole world numbers them, made by its members only, of whom
-        this one is `rank`.
+        """Make a group of `ranks`, numbered as in the whole world. Only its members call this; this
+        process is `rank`.
         """
         self._same_number_of_groups(ranks, rank)
         with loopback(self.on_one_host):
@@ -80,7 +80,7 @@ class WorldGroups:
         return self.take(Group.of(group))
 
     def take(self, group: Group) -> Group:
-        """Fit out a group that is there."""
+        """Set up a group that exists already."""
         self.made.append(group)
         group.within = dist.group.WORLD
         self._describe(group)
@@ -89,7 +89,7 @@ class WorldGroups:
         return group
 
     def twin(self, group: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Another process group of the same ranks, over gloo."""
+        """Return another process group of the same ranks, over gloo."""
         with loopback(self.on_one_host):
             twin: dist.ProcessGroup | None = dist.new_group(
                 list(group.ranks),
@@ -102,8 +102,8 @@ class WorldGroups:
         return twin
 
     def _same_number_of_groups(self, ranks: Sequence[int], rank: int) -> None:
-        """torch names a group by its ranks and by how many groups a rank has already: where that
-        differs the members would wait for ever.
+        """Raise UsageError unless all members have made the same number of groups. torch names a
+        group by its ranks and that number: if it differs, the members wait without end.
         """
         count = len(dist.distributed_c10d._world.pg_names)
         key = f"subgroup/{'-'.join(map(str, ranks))}"
@@ -114,8 +114,8 @@ class WorldGroups:
             raise UsageError("subgroups-out-of-step", ranks=list(ranks), counts=counts)
 
     def _describe(self, group: Group) -> None:
-        """What the choice of an algorithm depends on: the thresholds, and how many ranks in a
-        row share a host.
+        """Set what the choice of an algorithm depends on: the thresholds, and the number of
+        consecutive ranks that share a host.
         """
         group.tuning = self._tuning
         first = group.ranks[0] // self._local_size
@@ -123,8 +123,8 @@ class WorldGroups:
         group.find_hosts = lambda: self._hosts(group)
 
     def _hosts(self, group: Group) -> Hosts | None:
-        """Asked once a group. On one host, with tensors elsewhere than on the CPU, or without
-        tags there is nothing to ask.
+        """Return the group's hosts, which are found once for each group. None on one host, with
+        tensors that are not on the CPU, and without tags.
         """
         if group not in self._hosts_of:
             several = (
@@ -139,8 +139,9 @@ class WorldGroups:
         return self._hosts_of[group]
 
     def _compare(self, group: Group, *, tensors: bool) -> None:
-        """Have every collective of the group compared before it is issued: on a page of memory
-        where all ranks are on one host. There its `tensors`, if on the CPU, share memory too.
+        """Have every collective of the group compared before it starts: on a page of memory if all
+        ranks are on one host. `tensors`: whether its tensors are on the CPU; then they go through
+        that memory too.
         """
         group.waits = tensors
         before, group.opened = group.opened, True
@@ -166,15 +167,15 @@ class WorldGroups:
         self._compare(group.host, tensors=True)
 
 
-_UNABLE = 0  # of a rank that cannot share memory with anybody
+_UNABLE = 0  # stands for a rank that cannot share memory
 
 
 def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Group]) -> Hosts | None:
-    """The group's ranks by host; None where that is of no use: one host, or one rank on each. Every
-    member calls it.
+    """Return the group's ranks by host. None if there is one host, one rank on each host, or a rank
+    that cannot share memory. Every member calls it.
 
-    `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher says to be on different
-    nodes are, for us, on different hosts.
+    `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher places on different
+    nodes count as ranks on different hosts.
     """
     mine = torch.tensor([_number_of(node) if possible() else _UNABLE])
     numbers: list[int] = group.all_gather(
@@ -199,7 +200,7 @@ def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Grou
 
 
 def _number_of(node: int) -> int:
-    """Of this host, in 62 bits, and never that of being unable."""
+    """Return a number for this host, of 62 bits and never `_UNABLE`."""
     return (
         1
         + int.from_bytes(hashlib.sha256(f"{node} {this_host()}".encode()).digest()[:8], "big") // 4

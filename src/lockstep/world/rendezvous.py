@@ -1,7 +1,6 @@
-"""How a rank joins its world: over which backend, through which store, on which interface, with how
-many threads.
+"""How a rank joins its world: backend, store, network interface and threads.
 
-Everything here happens once, before there is a World; `lockstep.init()` puts it together.
+All of this happens once, before there is a World; `lockstep.init()` calls it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,16 @@ from lockstep.runtime.private import owner_lives, start_time, user_directory
 from lockstep.runtime.slurm_step import Step, address
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set where a launcher has the store, and rank 0 is a client of it as the others are."""
+"""This environment variable is set if a launcher has the store. Then rank 0 is a client, as the
+other ranks are.
+"""
 _BACKENDS = ("gloo", "nccl", "mpi")
 _PAUSE_SECONDS = 0.25  # between two attempts to connect
 
 
 def choose_backend(asked: str | None, place: Placement) -> str:
-    """The backend that was asked for, or the one that fits the hardware. Raises UsageError for
-    one that cannot work here.
+    """Return the backend that was asked for, or the one that fits the hardware. Raises UsageError
+    for one that cannot work here.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = asked or ("nccl" if gpus else "gloo")
@@ -59,8 +60,8 @@ def choose_backend(asked: str | None, place: Placement) -> str:
 def find_store(
     place: Placement, init_method: str | None, timeout: timedelta | None, at_end: ExitStack
 ) -> dist.Store:
-    """The key-value store that the ranks find each other through. What has to end after the last
-    use of it is given to `at_end`.
+    """Return the key-value store through which the ranks find each other. `at_end` receives what
+    must be closed after the last use of the store.
     """
     if init_method is None and place.size == 1:
         return dist.HashStore()
@@ -88,8 +89,8 @@ def find_store(
 
 
 def _wait_for_node_0(place: Placement, timeout: timedelta) -> None:
-    """Until somebody listens where the ranks meet. torch's own client prints a stack of C++
-    frames for each of its tries.
+    """Return when something listens at the rendezvous address. torch's own client prints a stack of
+    C++ frames for each of its tries.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -131,7 +132,9 @@ def _store_among_siblings(
 
 
 def timeout_of_launcher() -> timedelta | None:
-    """What --timeout has said that one collective may take."""
+    """Return the launcher's --timeout for one collective, if there is one. Warn about NCCL_TIMEOUT,
+    which nothing reads.
+    """
     if os.environ.get("NCCL_TIMEOUT"):
         text = (
             f"NCCL_TIMEOUT={os.environ['NCCL_TIMEOUT']} is set, but neither NCCL nor torch reads"
@@ -159,17 +162,17 @@ def _environment(**values: str) -> Iterator[None]:
 
 @cache
 def spare_forks() -> None:
-    """Have forked children, such as loader workers, leave what this process has for collection
-    alone, from their first instruction on.
+    """Keep forked children, such as loader workers, from garbage-collecting what this process has.
+    This holds from a child's first instruction on.
 
-    A process group among it, of an earlier world, would be torn down where its threads do not
-    exist: the child hangs or crashes.
+    Such garbage may include the process group of an earlier world. A child would destroy it without
+    its threads, and would hang or crash.
     """
     forking = threading.local()
 
     def before() -> None:
         forking.collecting = gc.isenabled()
-        # what other modules run in the child before they let us may set a collection off
+        # hooks of other modules run in the child before ours, and may start a collection
         gc.disable()
 
     def after() -> None:
@@ -185,8 +188,8 @@ def spare_forks() -> None:
 
 @contextmanager
 def loopback(one_host: bool) -> Iterator[None]:
-    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to
-    the network, or to other users of the host.
+    """On one host, make gloo listen on loopback. Then no host name is looked up, and nothing is
+    open to the network or to other users of the host.
     """
     closed = one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
     with _environment(**{"GLOO_SOCKET_IFNAME": "lo"} if closed else {}), no_strangers("gloo"):
@@ -194,7 +197,9 @@ def loopback(one_host: bool) -> Iterator[None]:
 
 
 class SharedCores:
-    """Intra-op threads: the cores of this host shared among its ranks, until closed."""
+    """Sets the intra-op threads until closed: this host's cores divided by its ranks, unless the
+    user has set OMP_NUM_THREADS.
+    """
 
     def __init__(self, local_size: int) -> None:
         self._before = torch.get_num_threads()
@@ -216,10 +221,10 @@ _SIBLINGS_PAUSE_SECONDS = 0.01
 
 
 def siblings_key(env: Mapping[str, str]) -> str:
-    """A name that all ranks of this job compute alike, and no other job does.
+    """Return a name that is equal for all ranks of this job, and for no other job.
 
-    MPI launchers name the job in `env` (their ranks may have different parents); otherwise it is
-    this process's parent.
+    MPI launchers name the job in `env` (their ranks may have different parents). Otherwise the name
+    identifies this process's parent.
     """
     for name in _JOB_NAMES:
         if env.get(name):
@@ -229,8 +234,8 @@ def siblings_key(env: Mapping[str, str]) -> str:
 
 
 def publish_port(key: str, port: int) -> None:
-    """Rank 0: leave `port` for the others. Replaces what it has left under this key, and removes
-    what dead processes have left under any.
+    """Publish `port` for the other ranks; rank 0 calls this. It replaces what it has published
+    under this key, and removes what dead processes have published under any key.
     """
     withdraw_port(key)
     for file in user_directory().glob("port-*"):
@@ -240,10 +245,11 @@ def publish_port(key: str, port: int) -> None:
 
 
 def find_port(key: str, timeout: timedelta) -> int:
-    """The others: the port that a living rank 0 has left, waiting for it up to `timeout`.
+    """Return the port that a living rank 0 has published; the other ranks call this. It waits up to
+    `timeout`.
 
     Raises:
-        LockstepError: nothing was left in time.
+        LockstepError: nothing was published in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while (file := next(filter(owner_lives, _files(key)), None)) is None:
@@ -254,7 +260,7 @@ def find_port(key: str, timeout: timedelta) -> int:
 
 
 def withdraw_port(key: str) -> None:
-    """Rank 0: remove the file, if it is this process's."""
+    """Remove the published port, if it is this process's; rank 0 calls this."""
     for file in _files(key, os.getpid()):
         file.unlink(missing_ok=True)
 
@@ -268,9 +274,9 @@ _KNOWN_WITHIN = timedelta(seconds=10)
 
 @cache
 def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
-    """The store of a step on several hosts, one for all worlds of this process.
+    """Return the store of a SLURM step on several hosts. All worlds of this process share it.
 
-    Raises a sentence within ten seconds of reaching something that is not of this step.
+    Raises LockstepError within ten seconds if another program listens on the step's port.
     """
     host, port = address(step)[0], step.port
     if step.rank == 0:
@@ -307,8 +313,8 @@ def _mark(step: Step) -> str:
 
 
 def _listen(host: str, port: int, step: Step) -> socket.socket:
-    """On the address that the others will use; everywhere if this host takes its own name for
-    loopback, as Debian's do.
+    """Listen on the address that the other ranks use. If this host resolves its own name to
+    loopback, as Debian hosts do, listen on all addresses.
     """
     found = _look_up(host)
     where = "" if found.is_loopback and host != str(found) else str(found)

@@ -1,9 +1,8 @@
-"""Who am I among how many: `lockstep.init()` answers it once, for every way a script can be
-started.
+"""`lockstep.init()` tells a process its rank and the world size, however the script was started.
 
 The same script runs under `lockstep run`, torchrun, mpirun, srun, inside the user's own `mp.spawn`,
-and as plain `python`, which is a world of one rank. A World owns everything that has a lifetime
-(groups, threads, files) and closes it last in, first out.
+and as plain `python`, which is a world of one rank. A World owns everything that must be closed
+(groups, threads, files), and closes them in reverse order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from lockstep.world.rendezvous import (
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_generations = itertools.count()  # of worlds that this process has opened, equal on all ranks
+_generations = itertools.count()  # numbers the worlds that this process opens, equally on all ranks
 
 
 class World:
@@ -62,7 +61,7 @@ class World:
     Attributes:
         rank: this process's number, from 0.
         size: the number of ranks, the world size.
-        local_rank: its number among the ranks of this host.
+        local_rank: this process's number among the ranks of this host.
         local_size: the number of ranks on this host.
         node: this host's number.
         device: where this rank's model and gradients are.
@@ -71,7 +70,7 @@ class World:
     """
 
     _open: ClassVar[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
-    # of worlds that were closed without waiting
+    # process groups of worlds that were closed without waiting
     _failed: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
     def __init__(
@@ -93,13 +92,13 @@ class World:
         self.timeout = timeout
         self.adopted = adopted
         self._store = store
-        self._at_end = at_end or ExitStack()  # of the last use of the store
+        self._at_end = at_end or ExitStack()  # closed after the last use of the store
         self._meetings = 0
         self._depth = 0
         self._owned: list[Closable] = []
         self._determinism: Determinism | None = None
         self.failing = False
-        """Whether it is being closed without waiting for the others."""
+        """Whether this world is being closed without waiting for the other ranks."""
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
         self._groups = WorldGroups(
             self,
@@ -160,8 +159,8 @@ class World:
         """Combine a flag of every rank; all ranks get the same answer. Every rank calls it.
 
         Args:
-            flag: this rank's.
-            how: "any": whether some rank's flag is true; "all": whether every rank's is.
+            flag: this rank's flag.
+            how: "any": whether some rank's flag is true; "all": whether every flag is true.
         """
         chosen("how", how, ("any", "all"))
         value = torch.tensor(int(flag))
@@ -178,8 +177,8 @@ class World:
         samples.
 
         Args:
-            value: this rank's.
-            weight: what it counts, such as samples.
+            value: this rank's value.
+            weight: the number of samples (or other units) that the value is the mean of.
 
         Returns:
             The mean, equal on all ranks; nan where all weights are 0.
@@ -197,7 +196,7 @@ class World:
         """Return when all ranks have called it.
 
         Args:
-            timeout: the longest wait; default: what `init` says.
+            timeout: the longest wait; default: the timeout of `init`.
 
         Raises:
             BarrierTimeout: on all ranks; `missing` has the ranks that did not come in time.
@@ -205,7 +204,8 @@ class World:
         timeout = timeout or self.timeout
         self.group.say(f"barrier {call_site()}")
         if self.group.memory is not None:
-            # a rank that waits for one of them before it comes here needs this one's share of it
+            # Before it comes here, another rank may wait for a collective in which this rank's part
+            # is not done.
             self.group.memory.finish_all(timeout)
         self._meet(timeout)
 
@@ -218,7 +218,7 @@ class World:
     def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
         """Run a block on rank 0, and then on the others.
 
-        Use it for work that is done once and found by the rest, such as the preparation of a data
+        Use it for work that one rank does and the others use, such as the preparation of a data
         set. The block may take any time. The others fail as soon as rank 0 raises.
 
         Example::
@@ -233,21 +233,22 @@ class World:
         return meeting.first(self._store, f"first/{self._meetings}", self.rank, self.size, timeout)
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A Group of some ranks. Its members call this, all of them, and no other rank.
+        """Return a Group of some ranks. All its members call this, and no other rank does.
 
         Args:
-            ranks: numbers in this world, in the order in which they count in the group.
+            ranks: numbers in this world, in the order of their numbers in the group.
         """
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise UsageError("not-ranks-of-world", ranks=list(ranks), last=self.size - 1)
         if self.rank not in ranks:
             raise UsageError("not-in-subgroup", rank=self.rank, ranks=list(ranks))
-        whole = self.group.ranks  # other numbers where some have died (go_on_among)
+        # differs from the current numbers if some ranks have died (go_on_among)
+        whole = self.group.ranks
         return self._groups.make([whole[rank] for rank in ranks], whole[self.rank])
 
     def for_messages(self) -> dist.ProcessGroup:
-        """A process group over gloo for messages from point to point, which are listened for as
-        long as the training takes. Every rank calls it.
+        """Return a gloo process group for point-to-point messages. Its timeout is a year, because
+        ranks wait for such messages during the whole training. Every rank calls it.
         """
         return self._groups.twin(self.group, timeout=timedelta(days=365))
 
@@ -268,7 +269,7 @@ class World:
         return group
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
-        """The Group of a process group that your own code made. All its members call this.
+        """Return the Group of a process group that your own code made. All its members call this.
 
         Args:
             process_group: this process must be a member.
@@ -307,15 +308,15 @@ class World:
     # -- lifetime ---------------------------------------------------------------------------------
 
     def own(self, resource: C) -> C:
-        """Have `resource.close()` called when this world closes, the last resource first. Returns
+        """Have `resource.close()` called when this world closes, the last resource first. Return
         `resource`.
         """
         self._owned.append(resource)
         return resource
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for all ranks, `init`'s timeout at most; then end what this world owns, and its
-        process group.
+        """Wait for all ranks, at most for the timeout of `init`. Then close what this world owns,
+        and its process group.
 
         A second call does nothing. A process group that your own code made stays.
 
@@ -324,13 +325,13 @@ class World:
         """
         if self._open.get(self.group.process_group) is not self:
             return
-        # by the user's own code, as torch's examples end
+        # the user's code may have destroyed it, as torch's examples do at the end
         destroyed = self.group.within is not dist.group.WORLD
         self.group.within = None
         try:
             if not failed and not self.adopted:
                 if not destroyed or self._groups.on_one_host:
-                    # elsewhere ranks compare by messages of groups that are gone
+                    # on several hosts ranks compare over groups that are gone then
                     self.group.say("end of the world (close)")
                     self.group.wait_for_all(self.group.number)
                 self._meet(self.timeout)
@@ -358,8 +359,7 @@ class World:
         if not destroyed:
             dist.destroy_process_group()
         if self.size > 1:
-            # Whoever hosts the store must leave last: a rank that still looks at it would find its
-            # host gone.
+            # The rank that hosts the store leaves last: another rank may still read it.
             with suppress(dist.DistError, LockstepError):
                 self._store.add("left", 1)
                 if self.rank == 0:
@@ -369,8 +369,7 @@ class World:
     def _at_exit(self) -> None:
         self.close(failed=getattr(sys, "last_value", None) is not None)
         if self.group.process_group in self._failed:
-            # The interpreter's own end would wait for a partner that has left the collective: there
-            # is nothing to wait for.
+            # A normal end of the interpreter would wait for a rank that has left the collective.
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -418,18 +417,18 @@ def init(
             world.barrier()
 
     Args:
-        rank: this process's number, where your own code started it.
+        rank: this process's number, if your own code started it.
         world_size: the number of processes; needed with `rank`.
-        backend: "nccl" for GPUs, "gloo" for CPUs, "mpi" where torch was built with it. Default: as
-            the hardware is.
+        backend: "nccl" for GPUs, "gloo" for CPUs, "mpi" if torch was built with it. Default:
+            by `device` if it is given, else "nccl" if there are GPUs.
         init_method: the rendezvous, as torch takes it, such as "tcp://host:port". Default: the
             launcher's variables.
         timeout: the longest that one collective may take. Default: the launcher's `--timeout`, else
             torch's own.
-        tags: whether ranks compare each collective before it runs. "host": where all of them are on
+        tags: whether ranks compare each collective before it runs. "host": if all of them are on
             one host, at no cost. "all": on several hosts too, at one small message a collective.
             "off": never.
-        tuning: a file that `lockstep bench collectives --tune FILE` wrote; every rank chooses
+        tuning: a file that `lockstep bench collectives --tune FILE` wrote; all ranks choose
             algorithms by it. Rank 0 reads it. Default: the file that LOCKSTEP_TUNING names.
         device: where this rank computes. Default: the local rank's GPU with "nccl", else the CPU.
             With "gloo" several ranks may share one GPU.
@@ -488,7 +487,7 @@ def init(
 
 
 def _device_of(backend: str, asked: torch.device | str | None, place: Placement) -> torch.device:
-    """This rank's, made the current one if it is a GPU."""
+    """Return this rank's device. A GPU becomes the current device."""
     default = "cuda" if backend == "nccl" else "cpu"
     device = torch.device(asked or default)
     chosen("device", device.type, ["cuda"] if backend == "nccl" else ["cpu", "cuda"])
@@ -538,7 +537,9 @@ def _adopt() -> World:
 
 
 def _place_of(rank: int, size: int) -> Placement | None:
-    """What the environment says of a rank that is known, if it speaks of that rank."""
+    """Return this rank's placement from the environment. None if the environment describes another
+    rank, or none.
+    """
     with suppress(UsageError):
         found = placement(os.environ)
         if found is not None and (found.rank, found.size) == (rank, size):

@@ -1,4 +1,4 @@
-"""Every algorithm by its name: pure functions of the world size."""
+"""The algorithms by name: pure functions of the world size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 ROOTED: tuple[Kind, ...] = ("broadcast", "reduce", "scatter", "gather")
 
-# From the world size, and the root where the collective has one.
+# Functions of the world size, and of the root if the collective has one.
 _BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
     "all_reduce": {
         "central": reducing.central,
@@ -48,7 +48,7 @@ _BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
         "direct": moving.direct_all_gather,
     },
     "all_to_all": {"direct": moving.direct_all_to_all},
-    # these move data backwards: what spread it now collects it
+    # these run a schedule backwards: what spread data now collects it
     "reduce": {
         "central": lambda *size: moving.flat("broadcast", *size).reversed("reduce", in_order=True),
         "tree": lambda *size: moving.binomial_broadcast(*size).reversed("reduce"),
@@ -75,14 +75,14 @@ def algorithms_of(kind: Kind) -> list[str]:
 
 
 def check_root(root: int, size: int) -> None:
-    """Raise a UsageError for what is no rank of a group of this size."""
+    """Raise a UsageError if `root` is no rank of a group of this size."""
     if not 0 <= root < size:
         raise UsageError("root-outside-group", root=root, size=size, last=size - 1)
 
 
 def check_algorithm(kind: Kind, name: str, *others: str) -> None:
-    """Raise a UsageError for what is neither a written-out algorithm of this collective nor one
-    of the others.
+    """Raise a UsageError unless `name` is a written-out algorithm of this collective or one of
+    `others`.
     """
     choices = [*others, *algorithms_of(kind)]
     if name not in choices:
@@ -92,8 +92,8 @@ def check_algorithm(kind: Kind, name: str, *others: str) -> None:
 def schedule(
     kind: Kind, algorithm: str, world: int, *, root: int = 0, ranks_per_node: int | None = None
 ) -> Schedule:
-    """The schedule of that name. `ranks_per_node` is for "hierarchical": ranks 0 .. g-1 share node
-    0, and so on.
+    """Return the schedule of that name. `ranks_per_node` is for "hierarchical": ranks 0 .. g-1
+    share node 0, and so on.
 
     Raises UsageError for an unknown name, a world size below 1 and a root outside it.
     """

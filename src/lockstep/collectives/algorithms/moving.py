@@ -1,8 +1,8 @@
 """Collectives that only move data: broadcast, scatter, all-gather, all-to-all. Backwards they
-collect: see `Schedule.reversed`.
+collect data: see `Schedule.reversed`.
 
-Costs for W ranks and a tensor of S bytes, latency a, seconds per byte b (Thakur, Rabenseifner and
-Gropp, 2005).
+The costs are for W ranks and a tensor of S bytes, with latency a and b seconds per byte (Thakur,
+Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def flat(kind: Kind, world: int, root: int = 0) -> Schedule:
 
 
 def binomial_broadcast(world: int, root: int = 0) -> Schedule:
-    """Who has it passes it on: ceil(log2 W) (a + S b). Farthest first, so that backwards neighbours
-    are added first, along a balanced tree.
+    """Every rank that has the tensor sends it on: ceil(log2 W) (a + S b). The farthest ranks come
+    first. So the reversed schedule adds neighbours first, along a balanced tree.
 
     Ranks count from the root: every multiple of 2d sends to the rank d above, for d from the
     largest power of two below W down to 1.
@@ -41,8 +41,8 @@ def binomial_broadcast(world: int, root: int = 0) -> Schedule:
 
 
 def binomial_scatter(world: int, root: int = 0) -> Schedule:
-    """Down the same tree, each rank with the pieces of those below it: ceil(log2 W) a + (W-1)/W
-    S b.
+    """The pieces go down the tree of `binomial_broadcast`. Each rank gets its own piece and those
+    of the ranks below it: ceil(log2 W) a + (W-1)/W S b.
     """
     rounds = []
     for d, start in _levels(world):
@@ -57,7 +57,7 @@ def binomial_scatter(world: int, root: int = 0) -> Schedule:
 
 
 def _levels(world: int) -> Iterator[tuple[int, Ranks]]:
-    """The distance of each level of the tree, and who sends in it."""
+    """Yield the distance of each level of the tree, and the ranks that send in it."""
     distance = 1 << max(0, (world - 1).bit_length() - 1)
     while distance and world > 1:
         yield distance, np.arange(0, world - distance, 2 * distance)
@@ -65,7 +65,7 @@ def _levels(world: int) -> Iterator[tuple[int, Ranks]]:
 
 
 def ring_all_gather(world: int) -> Schedule:
-    """Every rank passes on, to its right, what it received last: (W-1)(a + S/W b)."""
+    """Every rank sends to its right the piece that it received last: (W-1)(a + S/W b)."""
     ranks = np.arange(world)
     rounds = (
         (together(ranks, (ranks + 1) % world, ranks, reduce=False, repeat=world - 1, shift=-1),)
@@ -76,8 +76,8 @@ def ring_all_gather(world: int) -> Schedule:
 
 
 def doubling_all_gather(world: int) -> Schedule:
-    """The pieces that a rank holds double each round: ceil(log2 W) a + (W-1)/W S b (Bruck and
-    others, 1997), for any W.
+    """The number of pieces that a rank holds doubles each round: ceil(log2 W) a + (W-1)/W S b
+    (Bruck and others, 1997), for any W.
     """
     ranks = np.arange(world)
     rounds = []
@@ -94,7 +94,7 @@ def doubling_all_gather(world: int) -> Schedule:
 
 
 def direct_all_gather(world: int) -> Schedule:
-    """Every rank sends its piece to each other one: (W-1)(a + S/W b), no piece is passed on."""
+    """Every rank sends its piece to each other: (W-1)(a + S/W b). No rank passes a piece on."""
     ranks = np.arange(world)
     rounds = tuple(
         together(ranks, (ranks + distance) % world, ranks, reduce=False)
@@ -104,8 +104,8 @@ def direct_all_gather(world: int) -> Schedule:
 
 
 def direct_all_to_all(world: int) -> Schedule:
-    """In round d every rank sends to the one d above: (W-1)(a + S/W b). Cells are numbered src *
-    W + dst.
+    """In round d every rank sends to the rank d above it: (W-1)(a + S/W b). Cells are numbered src
+    * W + dst.
     """
     ranks = np.arange(world)
     rounds = tuple(

@@ -1,7 +1,7 @@
-"""All-reduce, written as what it is: first everything is collected, then it is spread.
+"""All-reduce algorithms: each first collects the sums, then spreads them.
 
-Costs for W ranks and a tensor of S bytes: latency a, seconds per byte b (Thakur, Rabenseifner and
-Gropp, 2005; Patarasuk and Yuan, 2009).
+The costs are for W ranks and a tensor of S bytes, with latency a and b seconds per byte (Thakur,
+Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lockstep.collectives.schedule import Ranks, Round, Schedule, followed_by, t
 
 
 def central(world: int) -> Schedule:
-    """Through rank 0, one rank after the other: 2(W-1)(a + S b), and rank 0 sends and receives
-    everything. The naive way.
+    """Everything goes through rank 0, one rank after the other: 2(W-1)(a + S b). The naive way:
+    rank 0 sends and receives everything.
     """
     spread = flat("broadcast", world)
     return followed_by(spread.reversed("reduce", in_order=True), spread, "central", "all_reduce")
@@ -34,11 +34,11 @@ def tree(world: int) -> Schedule:
 
 
 def ring(world: int) -> Schedule:
-    """Round the ring twice: 2(W-1) a + 2(W-1)/W S b. Each rank sends 2(W-1)/W of the tensor
+    """Twice around the ring: 2(W-1) a + 2(W-1)/W S b. Each rank sends 2(W-1)/W of the tensor
     whatever W is; only the latency grows.
 
-    First cell r starts at rank r and is added to at every stop; after W-1 rounds rank r - 1 holds
-    cell r complete. Then they go round again.
+    First, cell r starts at rank r, and every rank on its way adds to it. After W-1 rounds rank r -
+    1 has the sum of cell r. Then the sums go around again.
     """
     ranks = np.arange(world)
     right = (ranks + 1) % world
@@ -48,8 +48,8 @@ def ring(world: int) -> Schedule:
 
 
 def direct(world: int) -> Schedule:
-    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b),
-    two messages deep.
+    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b).
+    Every contribution reaches every rank in two messages.
     """
     spread = direct_all_gather(world)
     return followed_by(
@@ -58,8 +58,8 @@ def direct(world: int) -> Schedule:
 
 
 def recursive_doubling(world: int) -> Schedule:
-    """Pairs exchange everything, at distance 1, 2, 4 ...: log2(W)(a + S b), and two more rounds
-    where W is no power of two.
+    """Pairs exchange everything, at distance 1, 2, 4 ...: log2(W)(a + S b), and two more rounds if
+    W is no power of two.
 
     For a power of two all ranks add along one balanced tree: ((0+1)+(2+3))+((4+5)+(6+7)).
     """
@@ -78,9 +78,9 @@ def halving_doubling(world: int) -> Schedule:
     """Pairs exchange halves, quarters ..., at distance 1, 2, 4 ..., then back: 2 log2(W) a +
     2(W-1)/W S b. Rabenseifner's algorithm.
 
-    Nearest first, so that for a power of two every cell is added along the balanced tree of the
-    ranks; the usual order, farthest first, pairs rank 0 with W/2 first. W that is no power of two
-    costs two more rounds of the whole tensor.
+    The nearest pairs come first. So for a power of two, every cell is added along the balanced tree
+    of the ranks. In the usual order the farthest pairs come first: rank 0 with W/2. If W is no
+    power of two, it costs two more rounds of the whole tensor.
     """
     folded = _Folded.of(world)
     core = folded.core
@@ -103,11 +103,11 @@ def halving_doubling(world: int) -> Schedule:
 
 
 def hierarchical(world: int, ranks_per_node: int) -> Schedule:
-    """Up a tree inside every node, round a ring of the nodes' first ranks, down the trees: only the
-    ring crosses the network.
+    """Up a tree within every node, around a ring of the nodes' first ranks, then down the trees.
+    Only the ring uses the network between nodes.
 
     Any world size: the last node may be smaller. With n nodes of g ranks: 2 ceil(log2 g)(a + S b)
-    inside, 2(n-1)(a + S/n b) between.
+    within nodes, 2(n-1)(a + S/n b) between them.
     """
     leaders = np.arange(0, world, ranks_per_node)
     nodes = len(leaders)
@@ -139,8 +139,8 @@ def hierarchical(world: int, ranks_per_node: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """A power of two of ranks, `core`; the others' contributions are brought in before, by the
-    rank above, and the sum brought back after.
+    """A power of two of ranks, `core`. Each other rank, `quiet`, first sends its contribution to
+    the rank above it, and receives the sum from it at the end.
     """
 
     core: Ranks

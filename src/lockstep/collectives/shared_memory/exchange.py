@@ -1,11 +1,12 @@
 """Collectives of private tensors through slots in shared memory, piece by piece.
 
-A rank copies a piece into its next slot and raises its flag. When all flags are up, each takes what
-it needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
-written again only when all have read what was in it. Every rank adds in the same order, along a
-balanced tree (collectives/addition_order.py), so all have the same bits. Half-precision is added in float32.
+A rank copies a piece into its next slot and raises its flag. When all flags are up, each rank takes
+what it needs from all slots, straight into its own tensor. There is one synchronization per piece:
+a slot is written again only after all ranks have read it. Every rank adds in the same order, along
+a balanced tree (collectives/addition_order.py), so all have the same bits. Half precision is added
+in float32.
 
-A small message takes what Python takes for it: so tensors are detached where they come in, and
+For a small message, most of the time is spent in Python. So tensors are detached on entry, and
 nothing here runs under torch.no_grad.
 """
 
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
 
 PIECE = 2**20  # bytes
 SLOTS = 4
-AT_ONCE = 2**17  # bytes: what every rank adds up all of
+AT_ONCE = 2**17  # bytes; up to this size every rank adds the whole tensor
 
 
 class Exchange(ABC):
-    """One collective, in pieces, which are numbered over all of the group's collectives, from
-    `first` on. Kinds say what they `take` from everybody's slots.
+    """One collective, done in pieces. Subclasses define what they `take` from all slots.
+
+    The pieces are numbered over all of the group's collectives; those of this one begin at `first`.
 
     Args:
         slots: the group's shared memory.
         first: number of this collective's first piece.
-        mine: this rank's pieces, which it gives to the others.
-        results: flat tensors, and the tensors in which they belong.
+        mine: this rank's pieces, which the other ranks read.
+        results: flat tensors, each with the tensor that it is copied to.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class Exchange(ABC):
     ) -> None:
         self.slots, self.first, self._mine, self._results = slots, first, mine, results
         self.pieces = len(mine)
-        self.number = 0  # among the group's collectives
+        self.number = 0  # this collective's number in the group
         self.finished = False
         self._ahead = 0  # pieces written
-        self._taken = 0  # pieces; none is taken twice where a wait that timed out is repeated
-        self._error: RuntimeError | None = None  # of its own tensors: it keeps no other one up
+        self._taken = 0  # pieces; a wait that is repeated after a timeout continues here
+        # an error in this collective's tensors, for `wait`; other collectives continue
+        self._error: RuntimeError | None = None
 
     def give(self, piece: int) -> None:
         """Write this rank's piece to its slot."""
@@ -62,19 +65,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def take(self, piece: int) -> None:
-        """Read what everybody has written of a piece."""
+        """Read what all ranks have written of a piece."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the result is there. Raises PeerFailed and CollectiveTimeout, naming who
-        did not come within `timeout` (default: the group's); then it can be called again.
+        """Return when the result is there. Raises PeerFailed, and CollectiveTimeout with the ranks
+        that did not come within `timeout` (default: the group's). It can then be called again.
         """
         self.slots.finish(self, timeout)
         if self._error is not None:
             raise self._error
 
     def write_ahead(self) -> None:
-        """Write what there is room for, without waiting: the others find it when they come. In
-        order: where an earlier collective has pieces left, its turn is first.
+        """Write the pieces that have a free slot, without waiting. The other ranks find them when
+        they come. Pieces of an earlier collective are written first.
         """
         while (
             self._ahead < self.pieces
@@ -84,7 +87,9 @@ class Exchange(ABC):
             self._write()
 
     def _freed(self, piece: int) -> int:
-        """How many pieces all must have read before this one may be written to its slot."""
+        """Return how many pieces all ranks must have read before this piece may be written to its
+        slot.
+        """
         return self.first + piece - SLOTS + 1
 
     def _write(self) -> None:
@@ -94,7 +99,7 @@ class Exchange(ABC):
         self.slots.written.post(self.slots.put)
 
     def complete(self) -> None:
-        """Do all of it that is not done, waiting for the others."""
+        """Do the rest of the collective, waiting for the others."""
         while self._taken < self.pieces:
             self._meet(self._taken)
             self.take(self._taken)
@@ -103,7 +108,9 @@ class Exchange(ABC):
         self._end()
 
     def _meet(self, piece: int) -> None:
-        """Return when everybody has written this piece, and means the same by it."""
+        """Return when all ranks have written this piece. At the first piece, check that they call
+        the same collective.
+        """
         if self._ahead <= piece:
             self.slots.read.until(self._freed(piece))
             self._write()
@@ -116,7 +123,7 @@ class Exchange(ABC):
         try:
             for flat, tensor in self._results:
                 _copy_back(flat, tensor)
-        except RuntimeError as error:  # such as a tensor whose elements share memory
+        except RuntimeError as error:  # such as an expanded tensor, whose elements share memory
             self._error = error
         self.finished = True
 
@@ -125,7 +132,7 @@ class Exchange(ABC):
 
 
 class AllReduce(Exchange):
-    """Of a small tensor: every rank adds up all of it."""
+    """All-reduce of a small tensor: every rank adds all of it."""
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
         flat = _flat(tensor, working_dtype(tensor))
@@ -138,9 +145,9 @@ class AllReduce(Exchange):
 
 
 class AllReduceBySlices(AllReduce):
-    """Of a large tensor: a rank adds up its slice of each piece, and gives the sum to the others in
-    its slot, where its own part of that slice would lie. So each piece has a second
-    synchronisation. A rank waits for it after it has added up the next piece.
+    """All-reduce of a large tensor: a rank adds its slice of each piece. It gives the sum to the
+    others in its slot, where its own part of that slice would be. So each piece has a second
+    synchronization, for which a rank waits after it has added the next piece.
     """
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
@@ -154,7 +161,7 @@ class AllReduceBySlices(AllReduce):
             self._place(self.slots.rank, piece, rank).copy_(part)
 
     def take(self, piece: int) -> None:
-        """Add up this rank's slice."""
+        """Add this rank's slice."""
         size, mine = self.slots.size, self.slots.rank
         if mine < len(self._slices[piece]):
             own = self._slices[piece][mine]
@@ -176,7 +183,7 @@ class AllReduceBySlices(AllReduce):
         self._end()
 
     def _collect(self, piece: int) -> None:
-        """Copy the others' slices of the sum."""
+        """Copy the sums of the other ranks' slices."""
         self.slots.reduced.until(self.first + piece + 1)
         for rank, part in self._others(piece):
             part.copy_(self._place(rank, piece, rank))
@@ -188,7 +195,7 @@ class AllReduceBySlices(AllReduce):
         ]
 
     def _place(self, whose: int, piece: int, rank: int) -> Tensor:
-        """Where the slice of `rank` lies in a slot."""
+        """Return the part of rank `whose`'s slot for the slice of `rank`."""
         slices = self._slices[piece]
         return self.slot(whose, piece, slices[rank], rank * slices[0].nbytes)
 
@@ -223,7 +230,7 @@ class AllGather(Exchange):
 
 
 class ReduceScatter(Exchange):
-    """A slot holds a chunk for every rank."""
+    """Reduce-scatter. A slot holds a chunk for every rank."""
 
     def __init__(
         self, slots: HostMemory, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op
@@ -246,8 +253,8 @@ class ReduceScatter(Exchange):
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its elements side by side on the CPU: itself, or a copy. Of a tensor of inference mode a
-    copy, which can be written to anywhere.
+    """Return the elements as a flat, contiguous CPU tensor: a view, or a copy. An inference tensor
+    is copied, because only the copy can be written to in any mode.
     """
     if tensor.is_inference():
         with torch.inference_mode(False):

@@ -1,10 +1,11 @@
 """Tensors of which the ranks of a host have one copy, and each rank a view of its own.
 
-    shared      mapped MAP_SHARED: what is written here all ranks see
-    private     the same memory, mapped MAP_PRIVATE: shows what is shared, until this rank writes to
-                a page of it. Then the kernel gives it a copy of that page, which nobody else sees
+    shared      mapped MAP_SHARED: all ranks see what is written here
+    private     the same memory, mapped MAP_PRIVATE: shows the shared content until this rank writes
+                to a page. Then the kernel gives this rank a copy of that page, which no other rank
+                sees
 
-Which pages are copies says the kernel (/proc/self/pagemap), whoever wrote to them, and how.
+The kernel tells which pages are copies (/proc/self/pagemap), no matter what wrote to them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import Tensor
 
 _PAGE = 4096
 _ENTRY = 8  # bytes of /proc/self/pagemap a page
-_FILE = 1  # of the three highest bits but one: the page belongs to a file, as shared memory does
-_KINDS = 61  # where they begin; the others say that it is in memory, or swapped out
+_FILE = 1  # bit 61: the page belongs to a file, as shared memory does
+_KINDS = 61  # bits 61 to 63; 62 and 63: the page is swapped out, or in memory
 
 
 class OneCopy:
-    """`lay(octets)` gives the tensors in this memory; every one begins with a page."""
+    """Memory that all ranks share, and this rank's private view. `lay(octets)` returns the tensors
+    in such memory; each begins on a new page.
+    """
 
     def __init__(
         self, shared: mmap.mmap, private: mmap.mmap, lay: Callable[[Tensor], list[Tensor]]
@@ -35,8 +38,8 @@ class OneCopy:
         self.private = lay(self._octets)
 
     def differing(self) -> list[Tensor]:
-        """What this rank sees otherwise than what is shared: the numbers of such pages, then all
-        their bytes. While nobody writes to what is shared.
+        """Return where this rank's view differs from the shared content: the numbers of such pages,
+        then all their bytes. Nobody may write to the shared memory meanwhile.
         """
         numbers, found = [torch.zeros(0, dtype=torch.int64)], [self._octets[:0]]
         for pages in copied_pages(self._octets):
@@ -48,8 +51,8 @@ class OneCopy:
         return [torch.cat(numbers), torch.cat(found)]
 
     def publish(self, mine: Sequence[range]) -> None:
-        """Let all see what this rank has written to these elements of each tensor; from now on it
-        sees what is shared. While nobody reads what is shared.
+        """Copy what this rank has written to these elements of each tensor to the shared memory.
+        From then on its view shows the shared content. Nobody may read the shared memory meanwhile.
         """
         begin = self._octets.data_ptr()
         slices = []
@@ -66,10 +69,10 @@ class OneCopy:
 
 
 def copied_pages(octets: Tensor) -> Iterator[range]:
-    """Runs of pages of which this process has copies of its own. `octets`: all of a private
-    mapping.
+    """Yield the runs of pages of which this process has its own copies. `octets` is all of a
+    private mapping.
     """
-    # opened each time: a child process has another one
+    # opened each time, because a child process has its own
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         known = os.pread(
             file.fileno(),
@@ -80,7 +83,9 @@ def copied_pages(octets: Tensor) -> Iterator[range]:
 
 
 def runs_of_copies(entries: Tensor) -> Iterator[range]:
-    """As `copied_pages`, of what the kernel says of each page (its admin-guide/mm/pagemap.rst)."""
+    """Yield the runs of `copied_pages`, from the kernel's entry of each page (its
+    admin-guide/mm/pagemap.rst).
+    """
     kinds = (entries >> _KINDS) & 7
     copies = ((kinds > 0) & (kinds & _FILE == 0)).nonzero().flatten()
     if not len(copies):
@@ -91,7 +96,7 @@ def runs_of_copies(entries: Tensor) -> Iterator[range]:
 
 
 def kernel_tells() -> bool:
-    """Whether this process can see which pages are copies; a container may hide it."""
+    """Whether this process can see which pages are copies. A container may hide it."""
     handle = os.memfd_create("lockstep", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, 3 * _PAGE)

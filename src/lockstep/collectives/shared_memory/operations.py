@@ -1,12 +1,12 @@
-"""Collectives through memory that the ranks of one host share, in torch: nothing to compile.
+"""Collectives through memory that the ranks of one host share. Only torch: nothing to compile.
 
-    memory   a line of words a rank: how many pieces it has written, how many it has read from
-             everybody, and so on
-             for every rank a few slots, each holds a piece of its tensor
+    memory   a line of words for each rank: how many pieces it has written, how many it has read
+             from all ranks, and so on
+             a few slots for each rank: each holds a piece of its tensor
 
-Tensors of one's own go through the slots piece by piece (exchange.py); tensors that lie in shared
-memory themselves are summed where they are (resident.py). The order of two writes of one process,
-piece then word, is kept by x86; elsewhere this is not used.
+Private tensors go through the slots piece by piece (exchange.py). Tensors in shared memory are
+summed in place (resident.py). All of it needs the two writes of one process, first the piece, then
+the word, to stay in order. x86 keeps that order; elsewhere this is not used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
 if TYPE_CHECKING:
     from lockstep.collectives.group import Group
 
-# words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in
+# words of 8 bytes from one rank's line to the next: two cache lines, because CPUs fetch them in
 # pairs
 _LINE = 16
 _FLAGS = 7
@@ -63,12 +63,12 @@ def possible() -> bool:
 
 
 def _length(size: int) -> int:
-    """Bytes of memory for that many ranks; pages are taken only when touched."""
+    """Return the bytes of memory for `size` ranks. A page takes memory only when it is touched."""
     return _header(size) + size * SLOTS * PIECE
 
 
 def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> HostMemory:
-    """A group's shared memory, and what is allocated in it later. Every member calls it, on a
+    """Return a group's shared memory. It can map more memory later. Every member calls this, on a
     host where it is `possible`.
     """
     numbers = itertools.count()
@@ -83,7 +83,7 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
 
 
 def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
-    """On which cores each member may run: a launcher may have bound them, each to its own."""
+    """Return the cores on which each member may run: a launcher may have bound each to its own."""
     store.set(f"{key}/cores/{group.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     return [json.loads(store.get(f"{key}/cores/{rank}")) for rank in range(group.size)]
 
@@ -93,11 +93,11 @@ def _header(size: int) -> int:
 
 
 class HostMemory:
-    """One group's collectives through shared memory. They are done in the order in which they were
-    started, on every rank the same.
+    """One group's collectives through shared memory. They run in the order in which they were
+    started, which is the same on every rank.
 
-    `more(bytes, *kinds)` maps further memory that all ranks see; every rank calls it. `crowded`:
-    ranks share cores.
+    `more(bytes, *kinds)` maps further memory that all ranks see; every rank calls it. `crowded` is
+    whether ranks share cores.
     """
 
     def __init__(
@@ -126,19 +126,19 @@ class HostMemory:
         ]
         self.written, self.reduced, self.read, self.ready, self.done, *gathered = flags
         self._updated, self._copied = gathered
-        self._sums = 0  # started
+        self._sums = 0  # sums that were started
         self._gathers = 0
-        # of slots: a view takes longer to make than a small message
+        # views of slots, because making a view takes longer than a small message
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
         self._slots_begin = _header(group.size)
-        self._given = 0  # pieces that started operations have numbered
+        self._given = 0  # pieces of all collectives that were started
         self.put = 0  # pieces that this rank has written
         self._open: deque[Exchange | Sum] = deque()
-        self._number = 0  # of the one that is being done
-        self._patience: timedelta | None = None  # of who waits for it; None: the group's
+        self._number = 0  # the collective that is running
+        self._patience: timedelta | None = None  # timeout of the current wait; None: the group's
 
     def close(self) -> None:
-        """Forget the memory; it goes with the last process that maps it."""
+        """Release the memory. It is freed with the last process that maps it."""
         self._waits.close()
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Exchange:
@@ -147,7 +147,8 @@ class HostMemory:
         """
         check_op(op, tensor)
         how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
-        work = how(self, self._given, tensor, op)  # may lack memory: so before it has a number
+        # may run out of memory, so it comes before the collective gets its number
+        work = how(self, self._given, tensor, op)
         self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         return self._start(work)
 
@@ -194,8 +195,8 @@ class HostMemory:
     def allocate(
         self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
     ) -> list[list[Tensor]]:
-        """Zeros in shared memory, of these numbers of elements: `found[i][r]` is tensor i of
-        rank r. Every rank calls it alike.
+        """Return tensors of zeros in shared memory, of these numbers of elements: `found[i][r]` is
+        tensor i of rank r. Every rank calls it with the same arguments.
         """
         length = self._agree(sizes, dtypes, place)
         (memory,) = self._more(length * self._group.size, mmap.MAP_SHARED)
@@ -207,13 +208,17 @@ class HostMemory:
     def allocate_once(
         self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
     ) -> OneCopy:
-        """As `allocate`, but all ranks have the same tensors, and each a view of its own."""
+        """As `allocate`, but all ranks have the same tensors, and each rank has its own view of
+        them.
+        """
         length = self._agree(sizes, dtypes, place)
         shared, private = self._more(length, mmap.MAP_SHARED, mmap.MAP_PRIVATE)
         return OneCopy(shared, private, lambda octets: _laid(octets, sizes, dtypes))
 
     def _agree(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None) -> int:
-        """How many bytes these tensors take, the same on all ranks."""
+        """Return how many bytes these tensors take, after checking that it is the same on all
+        ranks.
+        """
         length = max(_PAGE, sum(map(_whole_pages, sizes, dtypes)))
         self._group.say(f"shared memory of {length} bytes {place or call_site()}")
         self._group.wait_for_all(self._group.number)
@@ -243,15 +248,16 @@ class HostMemory:
         along: Along | None = None,
     ) -> Sum:
         """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all
-        ranks, everywhere or each slice on its rank.
+        ranks. With `scattered`, each rank only gets its slice of the sum.
 
-        `wait` divides the sum by what `divisor()` is then, on all ranks. Until it returns, nobody
-        may touch the tensor. With `across` it is the sum over several hosts, each
-        of which does this; with `along` that of other tensors of `allocate`.
+        `wait` calls `divisor()` and divides the sum by it, on all ranks. Nobody may touch the
+        tensor until `wait` returns. With `across` it is the sum over several hosts, each of which
+        calls this. With `along` it is the sum of other tensors of `allocate`.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
-        # not seen by version counters, with which a Reducer looks whether its caller wrote
+        # `data` hides these writes from the version counters, by which a Reducer sees its caller's
+        # writes
         parts = [part.data for part in parts]
         work = Sum(
             self,
@@ -271,10 +277,9 @@ class HostMemory:
 
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
         """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's.
-        Returns when all ranks have.
+        Return when all ranks have done so.
 
-        From then on nobody reads this rank's memory: whatever the caller writes there stays its
-        own.
+        From then on no rank reads this rank's memory, so the caller may write to it.
         """
         self.finish_all()
         rank, size = self._group.rank, self._group.size
@@ -295,19 +300,19 @@ class HostMemory:
         self._group.ended(self._number)
 
     def nap(self) -> None:
-        """Wait in naps from now on: what was started is finished on a thread beside one that
-        computes.
+        """From now on sleep in every wait. For a thread that finishes what was started, while
+        another thread computes.
         """
         self._waits.nap()
 
     def finish_all(self, timeout: timedelta | None = None) -> None:
-        """Do everything that was started; `timeout` as of `finish`."""
+        """Finish everything that was started; `timeout` is as for `finish`."""
         if self._open:
             self.finish(self._open[-1], timeout)
 
     def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
-        """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the
-        slot's beginning.
+        """Return the memory where rank `rank` writes, or wrote, a piece: `numel` elements, `skip`
+        bytes after the start of the slot.
         """
         key = rank * SLOTS + piece % SLOTS, numel, dtype, skip
         found = self._views.get(key)
@@ -316,19 +321,20 @@ class HostMemory:
                 self._views.clear()
             start = self._slots_begin + key[0] * PIECE + skip
             with torch.inference_mode(False):
-                # it is kept: a view made in inference mode could not be written to after it
+                # the view is kept, and one made in inference mode could be written to in that mode
+                # only
                 found = self._views[key] = self._octets[
                     start : start + numel * dtype.itemsize
                 ].view(dtype)
         return found
 
     def compare(self, number: int) -> None:
-        """See that all ranks, which have come to collective `number`, mean the same by it."""
+        """Check that all ranks, which have come to collective `number`, call the same."""
         self._group.fingerprints.compare(number)
 
     def finish(self, work: Exchange | Sum, timeout: timedelta | None = None) -> None:
-        """Do everything that was started before this, and this. Others have `timeout` to come to
-        each (default: the group's).
+        """Finish everything that was started before this, and this. The other ranks have `timeout`
+        to come to each (default: the group's).
         """
         before, self._patience = self._patience, timeout
         try:
@@ -361,10 +367,10 @@ def _whole_pages(size: int, dtype: torch.dtype) -> int:
 
 
 def _laid(octets: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Tensors in this memory, one after the other, each from a new page on."""
+    """Return tensors in this memory, one after the other. Each begins on a new page."""
     whole, start, tensors = octets.untyped_storage(), octets.storage_offset(), []
     for size, dtype in zip(sizes, dtypes, strict=True):
-        # a storage each: torch.save refuses one that is seen in several dtypes
+        # a storage for each: torch.save refuses a storage that is viewed as several dtypes
         room = whole[start : start + size * dtype.itemsize]
         tensors.append(torch.empty(0, dtype=dtype).set_(room, 0, (size,), (1,)))
         start += _whole_pages(size, dtype)

@@ -1,14 +1,13 @@
-"""Sums of tensors that lie in shared memory themselves: nothing is copied in, nothing is copied
-out.
+"""Sums of tensors that are in shared memory themselves: nothing is copied in or out.
 
-    region      the memory of one rank, mapped by all; a bucket of gradients lies at the same place
-                in everybody's
-    slice       the elements of a tensor that one rank adds up, from all regions, and writes to all
-                of them
+    region      the memory of one rank, mapped by all ranks. A bucket of gradients is at the same
+                offset in each region
+    slice       the elements of a tensor that one rank adds, from all regions, and writes to all of
+                them
 
-Two synchronisations: all have said that their tensor is ready, all have said that their slice is
-done. Between them the tensor belongs to everybody. Which rank adds up an element decides nothing
-about its bits, because all add along the same tree.
+There are two synchronizations: all tensors are ready, and all slices are done. Between them, all
+ranks read and write the tensor. The bits of an element do not depend on which rank adds it, because
+all ranks add along the same tree.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from lockstep.collectives.addition_order import Term, add_up, fold
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.waits import Flag
 
-# elements that are added up at a time, so that the sum is in the cache when it is written to the
-# others
+# elements that are added at a time, so that the sum is still in the cache when it is written to the
+# other ranks
 _PIECE = 2**18
 
 
 class Queue(Protocol):
-    """What a Sum needs of the group's shared memory (operations.py)."""
+    """What a Sum uses of the group's shared memory (operations.py)."""
 
     ready: Flag
     done: Flag
@@ -38,26 +37,28 @@ class Queue(Protocol):
 
 
 class Across(NamedTuple):
-    """What happens to a slice between its sum on this host and its way to everybody: it is
-    summed over other hosts.
+    """How a slice is summed over other hosts, after its sum on this host and before it goes to all
+    ranks.
     """
 
     owners: int
-    """The first so many ranks of this host have slices; on every host the same number."""
+    """The number of ranks of this host that have slices, from the first; equal on every host."""
     reduce: Callable[[Tensor], None]
     """Replaces a slice by its sum over all hosts. Only owners call it, in the order of the sums."""
 
 
 class Along(NamedTuple):
-    """What is added up in place of one tensor a rank, and in which order (collectives/addition_order.py)."""
+    """Tensors to add in place of one tensor of each rank, and their order of addition
+    (collectives/addition_order.py).
+    """
 
     term: Term
     tensors: Sequence[Tensor]
 
 
 class Sum:
-    """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or
-    (`scattered`) each slice on its rank only.
+    """The sum of one tensor of each rank, in shared memory. It replaces all of these tensors or, if
+    `scattered`, each slice on its rank only.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Sum:
         along: Along | None = None,
     ) -> None:
         self._queue, self._parts, self._rank, self._divisor = queue, parts, rank, divisor
-        self.order = order  # among the group's sums
+        self.order = order  # number among the group's sums
         self._scattered = scattered
         self._across = across
         self._along = along
@@ -82,19 +83,19 @@ class Sum:
         self.finished = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming
-        who did not come.
+        """Return when the tensor holds the sum. Raises PeerFailed, and CollectiveTimeout with the
+        ranks that did not come.
         """
-        # also what was started later: the others wait for this rank's slices of it
+        # also what was started later: the other ranks wait for this rank's slices of it
         self._queue.finish_all()
         self.await_others()
 
     def await_others(self) -> None:
-        """Return when all slices are there; this rank's own is complete."""
+        """Return when all slices are done; this rank's own must be done already."""
         self._queue.done.until(self.order + 1)
 
     def complete(self) -> None:
-        """Add up this rank's slice, as soon as all are ready."""
+        """Add this rank's slice, as soon as all ranks' tensors are ready."""
         self._queue.ready.until(self.order + 1)
         owners = len(self._parts) if self._across is None else self._across.owners
         if self._rank < owners:

@@ -1,5 +1,5 @@
-"""Memory that the processes of one host map together. It has no name, so nothing stays behind,
-whatever kills them.
+"""Memory that the processes of one host map together. It has no name, so it never outlives the
+processes, however they end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lockstep.errors import UsageError
 
 
 def this_host() -> str:
-    """Equal for processes that can map each other's memory: one kernel, one space of process
-    numbers. Linux only.
+    """Return a text that is equal for processes that can map each other's memory: those of one
+    kernel and one PID namespace. Linux only.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -32,11 +32,11 @@ def share(
     timeout: timedelta,
     kinds: Sequence[int] = (mmap.MAP_SHARED,),
 ) -> list[mmap.mmap]:
-    """`length` bytes of zeros that all ranks see, mapped in each of `kinds`; every one of them calls
+    """Map `length` bytes of zeros that all ranks see, once for each of `kinds`. Every rank calls
     it. Linux only.
 
-    The pages come into being when they are touched, in memory and not in /dev/shm, whose limit does
-    not matter. Raises UsageError on a rank that is not on rank 0's host after all.
+    A page takes memory only when it is touched. The limit of /dev/shm does not apply. Raises
+    UsageError on a rank that is not on rank 0's host.
     """
     if rank:
         host, path = store.get(f"{key}/path").decode().rsplit(" ", 1)

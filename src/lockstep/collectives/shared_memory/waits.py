@@ -1,11 +1,11 @@
-"""Waiting for another process's number in shared memory to grow: never for ever, and never at the
-cost of the process awaited.
+"""Waiting until another process's number in shared memory grows: never without end, and never at
+the cost of the process it waits for.
 
-While every rank has a core: a short spin, which is all that is mostly needed; then the core is
-given away for a while; then naps. Where ranks share cores the core is given away at once, and then
-a rank sleeps until it is woken: with the kernel's futex, for which Python has no function. A sleeper
-says what it saw; the kernel looks again before it puts it to sleep, so no change is missed. x86-64
-Linux, like all of this room.
+If every rank has a core, a wait spins for a short time, which is mostly enough. Then it yields the
+core for a while, and then it naps. If ranks share cores, it yields at once, and then sleeps until
+it is woken, with the kernel's futex, for which Python has no function. A sleeper passes the number
+that it saw; the kernel compares it before the sleep, so no change is missed. x86-64 Linux only,
+like all of this folder.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lockstep.runtime import status
 _SPINS = 300
 _YIELDS = 0.002  # seconds
 _LONGEST_NAP = 0.001
-_LOOK = 0.1  # seconds between two looks at whether the others live
+_LOOK = 0.1  # seconds between two checks whether the other ranks live
 _WORD = 8  # bytes
 
 
 class Waits:
-    """Waits on the words of `view`, which lie at `address`.
+    """Waits on the words of `view`, which are at `address`.
 
-    `crowded`, the same on all ranks: they have fewer cores than they are. `look(ranks)` raises
-    where one of them has ended; `late(ranks)` makes the error after `timeout()` seconds.
+    `crowded` is whether ranks share cores; it is the same on all ranks. `look(ranks)` raises an
+    error if one of the ranks has ended. `late(ranks)` makes the error after `timeout()` seconds.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Waits:
         self._yields = _YIELDS
 
     def close(self) -> None:
-        """Forget the memory, and the group that it is of."""
+        """Release the memory, and the references to its group."""
         self._view.release()
         del self._look, self._late, self._timeout
 
     def nap(self) -> None:
-        """From now on sleep until woken: for waits on a thread beside one that computes, which
-        looking again and again would keep from the interpreter: giving the core away does not
-        give that away. All ranks call it.
+        """From now on sleep until woken. This is for a thread beside one that computes: a spinning
+        thread would keep the interpreter lock from it, and yielding the core does not release that
+        lock. All ranks call it.
         """
         self._crowded, self._yields = True, 0.0
 
     def post(self, place: int, number: int) -> None:
-        """Let the others see this number."""
+        """Write a number that the other ranks see, and wake those that sleep."""
         self._view[place] = number
         if self._crowded:
             futex_wake(self._address + _WORD * place)
@@ -107,7 +107,7 @@ class Waits:
         try:
             self._look(missing)
         except PeerFailed:
-            if self._missing(places, least) == missing:  # else it wrote its word, and then ended
+            if self._missing(places, least) == missing:  # else it posted its number, and then ended
                 raise
 
     def _missing(self, places: Sequence[int], least: int) -> list[int]:
@@ -115,31 +115,31 @@ class Waits:
 
 
 class Flag:
-    """A number of each rank that only grows, and that the others wait for."""
+    """One number for each rank. It only grows, and the other ranks wait for it."""
 
     def __init__(self, waits: Waits, places: Sequence[int], rank: int) -> None:
-        """`places`: of each rank's word."""
+        """`places`: the index of each rank's word."""
         self._waits, self._places, self._mine = waits, places, places[rank]
 
     def post(self, number: int) -> None:
-        """Let the others see this rank's."""
+        """Write this rank's number, which the other ranks see."""
         self._waits.post(self._mine, number)
 
     def reached(self, least: int) -> bool:
-        """Whether every rank's is `least` or more, without waiting."""
+        """Whether every rank's number is `least` or more, without waiting."""
         return self._waits.reached(self._places, least)
 
     def until(self, least: int) -> None:
-        """Return when every rank's is `least` or more."""
+        """Return when every rank's number is `least` or more."""
         self._waits.until(self._places, least)
 
 
 def crowded(cores_of: Sequence[Sequence[int]]) -> bool:
-    """Whether ranks that may run on these cores, by rank, are more than the cores."""
+    """Whether there are more ranks than cores. `cores_of` has the cores of each rank."""
     return len(cores_of) > len(set().union(*cores_of))
 
 
-# numbers of the system call and of its operations (include/uapi/linux/futex.h), between processes
+# numbers of the system call and of its operations between processes (include/uapi/linux/futex.h)
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
 _EVERYBODY = 2**31 - 1
 
@@ -152,8 +152,8 @@ _call = ctypes.CDLL(None).syscall
 
 
 def futex_sleep(address: int, seen: int, seconds: float) -> None:
-    """Sleep in the kernel. Return when the word at `address` is woken, no longer holds `seen`, or the time is over; a
-    signal may end it early.
+    """Sleep in the kernel. Return when the word at `address` is woken, no longer holds `seen`, or
+    the time is over. A signal may end it early.
     """
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     _call(
@@ -168,5 +168,5 @@ def futex_sleep(address: int, seen: int, seconds: float) -> None:
 
 
 def futex_wake(address: int) -> None:
-    """Wake all who sleep on the word at `address`."""
+    """Wake all processes that sleep on the word at `address`."""
     _call(_FUTEX, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
