@@ -230,8 +230,7 @@ def profile(
 
 
 def _message() -> float:
-    """Return the seconds of an all-reduce as large as the facts of a step, on this host's loopback.
-    """
+    """Return the seconds of an all-reduce as large as a step's facts, on this host's loopback."""
     with init(backend="gloo") as world:
         note = torch.zeros(numbers(world.size), dtype=torch.float64)
         ways = {"sum": lambda: world.group.backend_all_reduce(note).wait()}
@@ -360,7 +359,7 @@ class _Timed:
         return self._training.forward.loss(self._training.forward(batch), batch)
 
     def _count(self) -> None:
-        """Count the FLOPs of the first micro-batch; `autograd.grad` calls none of the training's
+        """Count the FLOPs of the first micro-batch. `autograd.grad` does not call the Reducer's
         hooks.
         """
         window = next(self._windows)
