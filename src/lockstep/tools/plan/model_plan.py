@@ -1,5 +1,5 @@
-"""`lockstep plan --model`: predicts a rank's memory and the step time, for a model and a device from
-the table and every layout that fits.
+"""`lockstep plan --model`: predicts a rank's memory and the step time, for a model and a device
+from the table and every layout that fits.
 
 Every device has the same number of samples in a step, in every layout (weak scaling). A replica on
 n devices computes n micro-batches. Efficiency is the time in which one device alone would compute

@@ -169,8 +169,7 @@ def noise_scale_of(source: Callable[[], Task], *, steps: int = 40) -> NoiseScale
 
 
 def _measure(source: Callable[[], Task], steps: int) -> list[tuple[float, float]]:
-    """Return the (small, big) of each step's `Norms`, as plain numbers for the launching process.
-    """
+    """Return each step's (small, big) of `Norms`, as plain numbers that can be sent back."""
     task = source()
     with init(backend="gloo") as world, matmul_precision(task.precision):
         return [(each.small, each.big) for each in _walk(task, world, steps)]
