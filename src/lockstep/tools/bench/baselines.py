@@ -305,7 +305,7 @@ class Stepped(Baseline):
 
 
 Wrappers = Mapping[str, Callable[[Setting, float], Baseline]]
-"""Constructors of DDP variants by name; their second argument is the bucket size in megabytes."""
+"""Constructors of DDP variants by name; their argument `megabytes` is the bucket size."""
 OURS: Mapping[str, Callable[[Setting], Baseline]] = {
     "local": Loop,
     "wrapper:native": partial(Wrapped, reduce="native"),

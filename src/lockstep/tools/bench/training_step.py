@@ -55,8 +55,8 @@ class StepRow:
     seconds: list[float]
     """Seconds of each step on the slowest rank."""
     apart: float | None = None
-    """Distance of the final weights from those of the first DDP variant, divided by the distance
-    that those moved; None if not compared.
+    """Distance of the final weights from those of the reference (the first DDP variant), divided by
+    the distance that those moved; None if not compared.
     """
     peak_mib: float | None = None
     """Peak growth of memory since before the model was built, in MiB, of the rank with most; None
@@ -193,8 +193,8 @@ def measure(
 def _check(
     task: Task, workers: int, variants: Sequence[str], steps: int, others: baselines.Wrappers
 ) -> None:
-    """Raise UsageError here for what would fail on every rank. The length of a stream is unknown,
-    so it is not checked.
+    """Raise UsageError here for what would fail on every rank. A stream, whose length is unknown,
+    is assumed to fill a step.
     """
     for name, value in (("steps", steps), ("workers", workers)):
         knob.whole(name, value)
@@ -282,7 +282,8 @@ def _apart(
     models: Mapping[str, nn.Module], start: Sequence[Tensor], world: World
 ) -> dict[str, float]:
     """Return the distance of each model's parameters from those of the reference, divided by the
-    distance that those moved; the largest over all ranks. The reference is the first DDP variant.
+    distance that those moved; the largest over all ranks. The reference is the first DDP variant,
+    or the first variant if there is no DDP.
 
     Buffers are not compared: Lockstep averages BatchNorm's moving statistics over ranks, torch's
     DDP takes those of rank 0.

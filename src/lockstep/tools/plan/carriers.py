@@ -64,7 +64,9 @@ def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
 
 
 def _per_byte(network: Network, found: Schedule) -> float:
-    """Return the seconds per byte without latency: beside a very long one, rounding hides them."""
+    """Return the seconds per byte, computed without latency: next to a very long latency, rounding
+    would lose the time of one byte.
+    """
     without = replace(
         network,
         within=Link(0.0, network.within.bandwidth),
@@ -133,7 +135,7 @@ def _distance(world: int, distance: int, repeat: int) -> Round:
 
 
 def _others(world: int, per_node: int) -> list[tuple[int, int]]:
-    """Return pairs (a rank, number of ranks with the same cost to reach rank 0)."""
+    """Return pairs (a rank, number of ranks for which a message to rank 0 costs the same)."""
     near = min(per_node, world) - 1
     far = world - 1 - near
     return [(1, near)] * (near > 0) + [(world - 1, far)] * (far > 0)

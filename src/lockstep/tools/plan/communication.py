@@ -261,7 +261,9 @@ class TalkingRanks:
         return self._seconds(self.cost(message), message.bytes)
 
     def _seconds(self, of: Cost, bytes: float) -> float:
-        """Return the seconds of a collective. Times measured on one host include the software."""
+        """Return the seconds of a collective. Times measured on one host already include the time
+        of the software.
+        """
         if not bytes or not of.rounds:
             return 0.0
         least = 0.0 if isinstance(self.network, OneHost) else self.software
@@ -318,8 +320,8 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
 
 
 def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """Return the communication of local steps: every H steps, after the backward, replicas send how
-    far they have moved. With `overlap`, the next steps are computed meanwhile.
+    """Return the communication of local steps: every H steps, after the backward, replicas send the
+    change of their weights. With `overlap`, the next steps are computed at the same time.
     """
     assert method.local is not None
     every = method.sync_every or 1
@@ -335,8 +337,9 @@ def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
 
 
 def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """Return the communication with a parameter server: gradients go to the ranks that own the
-    parameters, which come back. The first ranks own a part each, and do not send it to themselves.
+    """Return the communication with a parameter server. Ranks send gradients to the owners of the
+    parameters, which send parameters back. Each of the first ranks owns a part, and keeps its own
+    gradients of this part.
     """
     assert method.server is not None
     if isinstance(ranks.network, OneHost):

@@ -139,7 +139,7 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.method.mesh is not None:
-            # a single rank needs no mesh; it only serves for comparison
+            # one rank is only the base for comparison, and has no mesh
             counts = {*self.workers, self.scaling.base} - {1}
             check_mesh(self.method.mesh, "a task", 0, counts)
 
@@ -193,7 +193,9 @@ def predicted(
 
 
 def _takes_software(joined: PlanNetwork, workers: int) -> bool:
-    """Whether software adds to the time of messages. On a free network, it takes no time either."""
+    """Whether to add the time of the software to messages: not on one host, where it is measured,
+    and not on a free network, where messages take no time.
+    """
     return (
         workers > 1
         and isinstance(joined.network, Network)

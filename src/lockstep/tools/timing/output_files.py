@@ -53,7 +53,7 @@ def write_json(file: Path | None, what: object, option: str = "--json") -> None:
 @contextmanager
 def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
     """Give the content of a JSON file to the block, which parses it. Raises UsageError if the file
-    cannot be read, or if the block finds that `writer` did not write it.
+    cannot be read, or if the block fails because `writer` did not write the file.
     """
     try:
         yield json.loads(file.read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def writing(file: Path | str, option: str) -> Iterator[None]:
         raise UsageError("cannot-write", name=option, file=str(file), reason=reason) from error
 
 
-_WIDE = 10_000  # characters: longer than any line
+_WIDE = 10_000  # characters; no line of a table is longer
 
 
 def table(

@@ -37,8 +37,8 @@ class Leaves:
 def leaves(buckets: Sequence[Sequence[Tensor]], ready: Sequence[float] = ()) -> list[Leaves]:
     """Return the `Leaves` of buckets of parameters, which are in the order in which they leave.
 
-    `ready`: the share of the backward after which each bucket is complete. Without it, the share of
-    the backward is the share of all elements that this bucket and the earlier ones have.
+    `ready`: the share of the backward after which each bucket is complete. Without it, this share
+    is assumed to be that of this and all earlier buckets in the number of elements.
     """
     sizes = [sum(each.numel() for each in bucket) for bucket in buckets]
     shares = ready or [so_far / sum(sizes) for so_far in accumulate(sizes)]
@@ -52,7 +52,7 @@ def laid_out(parameters: Sequence[Tensor], landed: Sequence[float] = ()) -> list
     """Return the parameters in buckets, as the Reducer makes them. `landed`: for each parameter,
     the share of the backward after which its gradient was complete; buckets follow this order.
 
-    Without it, gradients are assumed to complete from the last parameter to the first.
+    Without it, gradients are assumed to become complete from the last parameter to the first.
     """
     entries = [
         Entry(str(number), each.numel(), each.dtype, each.device)
@@ -93,8 +93,8 @@ class PhaseTimes:
     loading: float
     """Seconds to load a micro-batch in the rank's own process."""
     spread: float
-    """Standard deviation of a rank's step, divided by the median step: from the mean of all ranks
-    in the same step, or, for a single rank, from its median step.
+    """Standard deviation of a rank's step time, divided by the median step time. Deviations are
+    from the mean of all ranks in the same step; for a single rank, from its median.
     """
 
     def describe(self) -> str:
@@ -172,7 +172,7 @@ class Profile:
 
     def describe(self, per_host: int | None) -> str:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
-        `per_host`: the number of ranks that share a host; None: all share this one.
+        `per_host`: the number of ranks that share a host; None: all ranks share one host.
         """
         kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])

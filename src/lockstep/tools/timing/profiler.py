@@ -46,7 +46,7 @@ _WARM_UP = 3  # steps: the second one orders the buckets by arrival
 _FEWEST = 5
 _MESSAGES = 41
 _NEVER = 10**9  # steps between two synchronizations
-# for `counted`: fewest and most repetitions; seconds after which no more than the fewest are made
+# for `counted`: fewest and most repetitions; after these seconds, the fewest are enough
 _REPEATS, _BUDGET = (5, 50), 2.0
 
 

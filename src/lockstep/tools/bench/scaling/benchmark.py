@@ -199,8 +199,8 @@ def benchmark_scaling(
 ) -> Scaling:
     """Train at each number of workers in turns, on this host, and compare samples per second.
 
-    Ranks are new processes, and the trained models are discarded. A script that calls this needs `if
-    __name__ == "__main__":` around the call, because ranks import it.
+    Ranks are new processes, and the trained models are discarded. A script that calls this needs
+    `if __name__ == "__main__":` around the call, because ranks import the script.
 
     Example::
 

@@ -1,5 +1,5 @@
-"""Predicts efficiency from one rank's work, measured alone, and the link between ranks. The steps
-that it is compared with are not used.
+"""Predicts efficiency from one rank's work, measured alone, and the link between ranks. Measured
+steps of several ranks are not used.
 
 The work of the rank with the most micro-batches is measured on one rank alone, with its share of
 the batch and its threads. With more threads than cores, its time grows in proportion. Communication
