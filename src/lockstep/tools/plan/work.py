@@ -53,7 +53,7 @@ class RankWork:
     buckets: Sequence[Leaves] = ()
     """Buckets in the order in which they leave."""
     width: float = WIDTH
-    """Bytes of a gradient's element."""
+    """Bytes per element of a gradient."""
     facts: int = 0
     """Bytes that ranks exchange before the last backward of a step: weights, losses."""
     buffers: int = 0

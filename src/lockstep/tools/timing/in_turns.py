@@ -23,7 +23,7 @@ from lockstep.training.opening import intra_op_threads
 from lockstep.world.world import World
 
 Way = Callable[[], object]
-_LONG = 10**6  # steps or epochs: the length of the training that schedulers get
+_LONG = 10**6  # steps or epochs: length of the training for which schedulers are made
 
 
 def take_turns(

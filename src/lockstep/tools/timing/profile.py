@@ -123,7 +123,7 @@ class Profile:
     micro_batch: int
     buckets: Sequence[Leaves]
     width: int
-    """Bytes of a gradient's element; the largest if they differ."""
+    """Bytes per element of a gradient; the largest if they differ."""
     buffers: int
     """Bytes of the buffers that ranks average after every step."""
     weights: int

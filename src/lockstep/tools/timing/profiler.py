@@ -154,7 +154,7 @@ def counted(model: nn.Module, loss: Callable[[], Tensor]) -> Counted:
 
 
 def _landed(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> list[float]:
-    """Record when gradients are complete, in a backward that is not timed for anything else."""
+    """Record when gradients are complete, in one more backward that only serves for this."""
     watch = Stopwatch([each for each in model.parameters() if each.requires_grad], device)
     try:
         found = loss()

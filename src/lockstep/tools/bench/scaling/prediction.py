@@ -48,7 +48,7 @@ class Carried:
     buckets: Sequence[Leaves]
     """Buckets of gradients, in the order in which they leave."""
     width: int
-    """Bytes of a gradient's element; the largest if they differ."""
+    """Bytes per element of a gradient; the largest if they differ."""
     buffers: int
     """Bytes that ranks average after every step: BatchNorm's statistics."""
     overlaps: bool

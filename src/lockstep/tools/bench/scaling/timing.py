@@ -54,7 +54,7 @@ class TeamTurns:
         self._ranks, self._leads = ranks, leads
 
     def ready(self) -> None:
-        """Report that this rank is ready. Every rank calls it once; then the first turn begins."""
+        """Report that this rank is ready. The first turn begins when every rank has called it."""
         if self._store.add("ready", 1) == self._ranks:
             self._store.set(_key(0), "")
 
