@@ -1,1 +1,1 @@
-"""Looks at, measures and predicts trainings. Nothing of the core or of training/ imports it."""
+"""Tools that inspect, measure and predict trainings. The core and training/ import none of them."""

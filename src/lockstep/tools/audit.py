@@ -1,9 +1,8 @@
-"""What a training would do with its data, without training: who sees which sample, how evenly, with
-how much padding, how random.
+"""Checks how a training would use its data, without training: which rank gets which samples, the
+balance between ranks, the share of padding, and the randomness of samples.
 
-The keys of every rank's micro-batches are walked as a Loader walks them; few samples are fetched,
-and how many is said: for their lengths, their share of padding, and whether their randomness is
-keyed.
+It walks the indices of every rank's micro-batches as a Loader does. It fetches few samples, and
+reports how many: for lengths and padding, and to check that randomness follows the seed.
 """
 
 from __future__ import annotations
@@ -34,16 +33,17 @@ _ABOUT = "augmentation"
 
 @dataclass(slots=True)
 class Lengths:
-    """Of the fields whose first dimension is not the same in all samples, the first; tokens are
-    its rows.
+    """Lengths of samples, in the first field whose first dimension varies between samples. A token
+    is a row of this field.
     """
 
     batches: int = 0
     name: str = ""
-    """Of the field, such as "field 0"; "" where none varies."""
+    """Name of the field, such as "field 0"; "" if no field varies."""
     tokens: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, rows of its samples), a micro-batch."""
+    """(rank, tokens of its samples) for each micro-batch."""
     padding: float | None = None
+    """Share of the padded field that is padding; None if batches are not padded."""
     failed: str = ""
     """Why a micro-batch could not be made."""
 
@@ -54,8 +54,8 @@ class Lengths:
 
 
 class Looks:
-    """Fetches samples and makes batches under their random streams, as a Loader does; the
-    process's own states are put back.
+    """Fetches samples and makes batches under their random streams, as a Loader does. Restores the
+    process's own generator states.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
@@ -64,7 +64,7 @@ class Looks:
         self._at_once = fetches_at_once(dataset)
 
     def lengths(self, keys: list[tuple[int, list[int]]]) -> Lengths:
-        """Of the samples of these micro-batches, (rank, indices) each, in the first epoch."""
+        """Measure the samples of these micro-batches, each (rank, indices), in the first epoch."""
         found = Lengths()
         parts: list[tuple[int, list[dict[str, int]], dict[str, Tensor]]] = []
         for rank, indices in keys:
@@ -110,8 +110,8 @@ class Looks:
         return found
 
     def randomness(self, indices: list[int]) -> Finding:
-        """Whether samples belong to (seed, epoch, index): fetched twice equal, and in another
-        epoch not.
+        """Check that samples depend on (seed, epoch, index) only: fetched twice, a sample is
+        equal; in another epoch it differs.
         """
         constant: list[int] = []
         ends: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -163,7 +163,7 @@ class Looks:
         return note(_ABOUT, f"{text}: augmentation is random, or depends on the kind of sample")
 
     def _watched(self, epoch: int, index: int) -> tuple[Any, list[str]]:
-        """A sample, and the states in which it left the global generators that it moved."""
+        """Fetch a sample. Returns it with the new states of the global generators that it used."""
         generators = (Torch(), Numpy(), Random())
         with randomness.preserved():
             randomness.sample(self._seed, epoch, index)
@@ -182,8 +182,8 @@ class Looks:
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors and arrays in a sample or batch that have a first dimension, each with its
-    place.
+    """Yield the tensors and arrays in a sample or batch that have a first dimension, each with a
+    name for its place.
     """
     if isinstance(value, np.ndarray):
         value = (
@@ -200,7 +200,7 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(one: Any, other: Any) -> bool | None:
-    """Whether two samples are equal, nan to nan; None where they hold what cannot be compared."""
+    """Whether two samples are equal, with nan equal to nan; None if they cannot be compared."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -235,7 +235,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _odd(value: Any) -> str:
-    """The type in a sample that cannot be compared."""
+    """Return the name of the type in a sample that cannot be compared."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
@@ -245,23 +245,23 @@ def _odd(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What was found. `wrong` says whether something is."""
+    """The result of an audit. `wrong` says whether it found an error."""
 
     samples: int
     workers: int
     epochs: int
     described: str
-    """How a step is cut and shared."""
+    """How a step is divided into micro-batches and shared among ranks."""
     samples_by_rank: list[int]
-    """Of one epoch, the first."""
+    """Samples of each rank in the first epoch."""
     tokens_by_rank: list[int] | None
-    """In the micro-batches looked at; None where the samples have no length that varies."""
+    """Tokens of each rank in the micro-batches looked at; None if no field varies in length."""
     padding: float | None
-    """Share of the numbers of a padded field that are padding, in the micro-batches looked at."""
+    """Share of a padded field that is padding, in the micro-batches looked at; None if unknown."""
     looked_at: int
-    """Micro-batches that were made for it."""
+    """Number of micro-batches that were made to measure lengths and padding."""
     probed: list[int]
-    """Samples that were fetched several times."""
+    """Indices of the samples that were fetched several times."""
     findings: list[Finding]
 
     @property
@@ -279,7 +279,9 @@ class Audit:
         return {**figures, "verdicts": verdicts, "wrong": self.wrong}
 
     def table(self) -> str:
-        """For people: a line a rank (the first and last of many), then the findings."""
+        """Return a text with a line for each rank (of many, the first and last), then the
+        findings.
+        """
         head = ["rank", "samples", *([] if self.tokens_by_rank is None else ["tokens"])]
         rows: list[list[object]] = [
             list(row) for row in zip(range(self.workers), *self._by_rank(), strict=True)
@@ -309,19 +311,19 @@ def audit(
     micro_batches: int = 64,
     probes: int = 8,
 ) -> Audit:
-    """Audit a map-style data set as `workers` ranks would see it. One process; nothing is trained
-    and no rank started.
+    """Audit a map-style data set as `workers` ranks would see it. It runs in this process, trains
+    nothing and starts no ranks.
 
     Args:
-        epochs: how many are walked for coverage.
-        micro_batches: most that are made, to measure lengths and padding: those of whole steps,
-            spread over the first epoch.
-        probes: samples that are fetched several times: twice under one random stream, and once in
-            another epoch.
+        epochs: number of epochs that are checked for missing and repeated samples.
+        micro_batches: maximum number of micro-batches that are made to measure lengths and
+            padding. They belong to whole steps, spread over the first epoch.
+        probes: number of samples that are fetched several times: twice under one random stream,
+            and once in another epoch.
 
     Raises:
-        UsageError: sizes that cannot be cut, an empty or iterable-style data set, or a count below
-            1.
+        UsageError: the batch sizes are invalid, the data set is empty or iterable-style, or a count
+            is below 1.
     """
     _check(dataset, workers=workers, epochs=epochs, micro_batches=micro_batches, probes=probes)
     loaders = [
@@ -373,7 +375,7 @@ def _check(dataset: Dataset[Any], **counts: int) -> None:
 
 
 def _of_batches(lengths: Lengths, tokens: list[int] | None) -> list[Finding]:
-    """`tokens`: by rank; None where lengths do not vary."""
+    """Judge balance and padding. `tokens`: those of each rank; None if lengths do not vary."""
     batches = counted(lengths.batches, "micro-batch", "es")
     if lengths.failed:
         return [wrong("batches", lengths.failed)]
@@ -392,7 +394,7 @@ def _of_batches(lengths: Lengths, tokens: list[int] | None) -> list[Finding]:
 
 
 def _seen(loaders: list[Loader], epoch: int, total: int) -> tuple[NDArray[np.int64], list[int]]:
-    """How often every sample is in the epoch, and how many each rank has."""
+    """Count how often the epoch has each sample, and how many samples each rank has."""
     seen, by_rank = np.zeros(total, dtype=np.int64), []
     for loader in loaders:
         mine = 0
@@ -406,7 +408,7 @@ def _seen(loaders: list[Loader], epoch: int, total: int) -> tuple[NDArray[np.int
 
 
 def _keys(loaders: list[Loader], steps: list[int], most: int) -> list[tuple[int, list[int]]]:
-    """(rank, samples) of the micro-batches of these steps of the first epoch, at most so many."""
+    """Return (rank, indices) of at most `most` micro-batches of these steps of the first epoch."""
     found = []
     for step in steps:
         for loader in loaders:
@@ -418,7 +420,9 @@ def _keys(loaders: list[Loader], steps: list[int], most: int) -> list[tuple[int,
 
 
 def _covered(by_epoch: Sequence[NDArray[np.int64]], *, chosen: bool) -> list[Finding]:
-    """`chosen`: by an order of the task's own, which may be there to leave out and repeat."""
+    """Judge coverage. `chosen`: the order is the task's own, and may repeat or leave out samples
+    on purpose.
+    """
     last = len(by_epoch) - 1
     found = [
         finding
@@ -469,5 +473,5 @@ def _balance(by_rank: list[int], about: str, what: str) -> Finding:
 
 
 def _spread(total: int, most: int) -> list[int]:
-    """At most `most` numbers below `total`, evenly spread, the first and the last among them."""
+    """Return at most `most` evenly spread numbers below `total`, with the first and the last."""
     return sorted({int(place) for place in np.linspace(0, total - 1, min(most, total))})

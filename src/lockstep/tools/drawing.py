@@ -1,9 +1,9 @@
-"""A sheet of boxes, words, lines and arrows, as SVG. Every figure of `show`, `bench`, `plan` and
-`report` is one; plots on axes are in svg.py.
+"""Drawings of boxes, text, lines and arrows, as SVG. `show`, `bench`, `plan` and `report` make all
+their figures with it; svg.py adds plots with axes.
 
-A colour is the name of a CSS variable: var(--blue). Inside an HTML page the page defines it. A file
-of its own carries PALETTE, light or dark as the reader's system asks, and lies on a sheet in the
-palette's own colour, so that it can be read on any page.
+A colour is the name of a CSS variable: var(--blue). An HTML page defines these variables itself. A
+standalone file contains PALETTE and follows the reader's system, light or dark. It has its own
+background colour, so that it is legible on any page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PALETTE = {
     "gold": ("#8a6100", "#e0b040"),
     "grey": ("#5b6570", "#98a2ad"),
 }
-"""Colours of a file of its own: on a light and on a dark system."""
+"""Colours in a standalone file: (on a light system, on a dark system)."""
 SERIES = tuple(
     f"var(--{name})"
     for name in ("blue", "orange", "green", "purple", "red", "teal", "gold", "grey")
@@ -42,14 +42,14 @@ INK, SOFT, FAINT, CARD, ARROW = (
     f"var(--{name})" for name in ("ink", "soft", "faint", "card", "orange")
 )
 TINT = 0.22
-"""How strong a colour is under words: they stay legible on it."""
+"""Opacity of a colour behind text, so that the text stays legible."""
 MARGIN = 14.0
 Point = tuple[float, float]
 Curve = tuple[Point, Point, Point, Point]
 
 
 def width_of(text: str, size: float, weight: str = "normal") -> float:
-    """About the width of a line, in a font that is rather wide."""
+    """Estimate the width of a line of text; a wide font is assumed."""
     ems = sum(0.36 if each in "iljtfrI.,:;'|!()[] " else 0.95 if each in "mwMW%@" else 0.66 for each in text)  # fmt: skip
     return size * ems * (1.08 if weight == "bold" else 1.0)
 
@@ -61,7 +61,7 @@ class Shape:
     text: str | None = None
 
     def markup(self, alone: bool) -> str:
-        """`alone`: in a file of its own, whose colours are written out."""
+        """Return the SVG element. `alone`: for a standalone file, whose colours are literal."""
         given = dict(self.attributes)
         if alone:
             named = {
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Shapes that are moved together."""
+    """Shapes that are moved together, by (x, y)."""
 
     x: float
     y: float
@@ -94,10 +94,10 @@ class Placed:
 
 
 class Drawing:
-    """A sheet that is as large as what lies on it, and at least as large as it is told. What is
-    drawn first lies below.
+    """A sheet that grows with its content, and has at least the given `width` and `height`. Later
+    shapes cover earlier ones.
 
-    `title` and `description` are what is read aloud in place of a file of its own.
+    A screen reader reads `title` and `description` in place of a standalone file.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Drawing:
         self._right, self._low = width, height
         self._shapes: list[Shape | Placed] = []
         self.zoom = 1.0
-        """px of a unit in a file of its own."""
+        """Pixels per unit in a standalone file."""
 
     @property
     def width(self) -> int:
@@ -129,14 +129,16 @@ class Drawing:
         stroke: str = FAINT,
         **more: Any,
     ) -> None:
-        """`tint`: how strong its colour is, from 0 to 1."""
+        """Draw a rectangle. `tint`: the opacity of its colour, from 0 to 1."""
         at = {"x": float(x), "y": float(y), "width": float(width), "height": float(height)}
         opacity = None if tint is None else f"{tint:g}"
         look = {"fill": fill, "fill-opacity": opacity, "stroke": stroke, **more}
         self._add(Shape("rect", {**at, **look}), x + width, y + height)
 
     def words(self, x: float, y: float, text: str, *, anchor: str = "start", **font: Any) -> None:
-        """One line; `y` is its base. `font`: size in units (13), weight (normal), fill."""
+        """Draw one line of text; `y` is its baseline. `font`: size in units (13), weight (normal),
+        fill.
+        """
         font = {"size": 13, "weight": "normal", "fill": INK, **font}
         how = {
             "text-anchor": anchor,
@@ -150,8 +152,8 @@ class Drawing:
         self._add(shape, right, y + 0.3 * font["size"])
 
     def heading(self, lines: Sequence[str], *, wrap: float = 0) -> float:
-        """The title in bold, and lines under it, broken where they pass `wrap`. Returns the y under
-        them.
+        """Draw the first line as a bold title, and the others under it; wrap lines wider than
+        `wrap`. Returns the y below them.
         """
         y = MARGIN
         for number, line in enumerate(lines):
@@ -162,8 +164,8 @@ class Drawing:
         return y + 10
 
     def legend(self, y: float, meanings: Mapping[str, tuple[str, float]], wrap: float) -> float:
-        """A box and its meaning, one beside the other; a colour and its tint by name. Returns the
-        y under them.
+        """Draw a coloured box beside each name of `meanings`, which gives its colour and tint.
+        Returns the y below them.
         """
         x = MARGIN
         for name, (colour, tint) in meanings.items():
@@ -176,8 +178,8 @@ class Drawing:
         return y + 22
 
     def note(self, y: float, text: str, wrap: float, fill: str = SOFT) -> float:
-        """Small words at the left, broken where they pass `wrap`; `y` is the first line's base.
-        Returns that of the last.
+        """Draw small text at the left, wrapped at `wrap`; `y` is the baseline of the first line.
+        Returns the baseline of the last line.
         """
         lines = wrapped(text, wrap, 12)
         for number, line in enumerate(lines):
@@ -185,8 +187,8 @@ class Drawing:
         return y + 17 * (len(lines) - 1)
 
     def arrow(self, curve: Curve, kind: str, colour: str = ARROW, *, both: bool = False) -> None:
-        """Along a cubic curve from its first point to its last, or `both` ways. `kind`: its
-        class.
+        """Draw an arrow along a cubic curve, with a head at its last point, or at `both` ends.
+        `kind`: its CSS class.
         """
         start, bend, back, end = (f"{x:.1f},{y:.1f}" for x, y in curve)
         how = {"fill": "none", "stroke": colour, "stroke-width": 1.6}
@@ -197,7 +199,7 @@ class Drawing:
             self._head(curve[0], curve[1], colour)
 
     def _head(self, tip: Point, before: Point, colour: str) -> None:
-        """Of an arrow that comes from `before`."""
+        """Draw the head of an arrow that points from `before` to `tip`."""
         angle = math.atan2(tip[1] - before[1], tip[0] - before[0])
         sides = [(tip[0] - 7 * math.cos(angle + turn), tip[1] - 7 * math.sin(angle + turn)) for turn in (-0.42, 0.42)]  # fmt: skip
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, *sides))
@@ -222,7 +224,7 @@ class Drawing:
         self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
 
     def place(self, other: Drawing, x: float, y: float) -> None:
-        """Another drawing, with its corner there."""
+        """Place another drawing with its top left corner at (x, y)."""
         self._shapes.append(Placed(x, y, other._shapes))
         self._right = max(self._right, 2 * x + other.width)
         self._low = max(self._low, y + other.height)
@@ -235,11 +237,11 @@ class Drawing:
         return [shape.markup(alone) for shape in self._shapes]
 
     def svg(self) -> str:
-        """As a file of its own."""
+        """Return the text of a standalone SVG file."""
         size = f'width="{round(self.zoom * self.width)}" height="{round(self.zoom * self.height)}"'
         paper = Shape("rect", {"width": self.width, "height": self.height, "rx": 6, "fill": "var(--paper)"})  # fmt: skip
         shapes = [paper.markup(True), *self._markup(True)]
-        classes = " ".join(re.findall(r' class="([^"]*)"', "".join(shapes)))  # text has no quotes
+        classes = " ".join(re.findall(r' class="([^"]*)"', "".join(shapes)))  # text is escaped
         used = sorted(set(re.findall(r"\b[fs]-\w+", classes)))
         dark = "".join(
             f".{each}{{{'fill' if each[0] == 'f' else 'stroke'}:{PALETTE[each[2:]][1]}}}"
@@ -254,12 +256,14 @@ class Drawing:
         return "\n".join([begin, *told, style, *shapes, "</svg>"]) + "\n"
 
     def inside(self) -> str:
-        """For the inside of an HTML page."""
+        """Return the SVG element for an HTML page."""
         begin = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" focusable="false">'
         return "\n".join([begin, *self._markup(False), "</svg>"])
 
     def save(self, file: Path | str) -> None:
-        """Raises UsageError for another ending than .svg, or a file that cannot be written."""
+        """Write a standalone file. Raises UsageError if its name does not end in .svg, or if it
+        cannot be written.
+        """
         file = Path(file)
         check_picture(file)
         with writing(file, "--out"):
@@ -267,7 +271,7 @@ class Drawing:
 
 
 def wrapped(text: str, most: float, size: float, weight: str = "normal") -> list[str]:
-    """A text in lines of at most so many units, broken between words."""
+    """Break a text between words into lines of at most `most` units."""
     lines: list[str] = []
     for word in text.split(" "):
         if lines and width_of(f"{lines[-1]} {word}", size, weight) <= most:

@@ -10,23 +10,23 @@ Level = Literal["ok", "note", "warn", "fix", "WRONG"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A line of the report."""
+    """The result of one check: a line of the output."""
 
     name: str
     value: str
-    """What is there, with figures."""
+    """What the check found, with figures."""
     level: Level = "ok"
-    """note: worth knowing; warn: training works, but slower or with a risk; fix: it will not
-    work as it is; WRONG: it is other than it says.
+    """note: worth knowing; warn: training works, but slower or with a risk; fix: training will
+    not work; WRONG: `audit` found an error in the data set or its order.
     """
     fix: str = ""
-    """What is wrong and what to do, as a sentence; "" where all is well, and where `value` says
+    """A sentence that says what is wrong and what to do; "" if nothing is, or if `value` says
     it.
     """
 
 
 def judged(name: str, value: str, *, fix: str = "", warn: str = "") -> Finding:
-    """A finding whose level follows from which sentence there is."""
+    """Return a finding of level "fix" or "warn" if that sentence is given, otherwise "ok"."""
     return Finding(
         name=name, value=value, level="fix" if fix else "warn" if warn else "ok", fix=fix or warn
     )

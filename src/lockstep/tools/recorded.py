@@ -1,4 +1,4 @@
-"""What a run directory holds, for `report` and `verify`: finished or not, with anatomy or without."""
+"""Reads a run directory for `report` and `verify`, whether or not the run has finished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = Literal["finished", "under way", "interrupted"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """Records as they were written, by kind."""
+    """The records of a run, as they were written, by kind."""
 
     run: Path
     state: State
@@ -31,16 +31,16 @@ class Recorded:
     result: Mapping[str, Any] | None
     anatomy: Anatomy | None
     whole: bool
-    """Whether all records could be read. Others are left out."""
+    """Whether all records could be read. Unreadable ones are left out."""
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """What the latest start of the ranks has told; empty where none has."""
+        """The record of the latest start of the ranks; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
 
 
 def read(run: Path) -> Recorded:
-    """Raises UsageError where `run` has no settings."""
+    """Read the run directory. Raises UsageError if it has no settings."""
     settings = Settings.read(run)
     lines = _text(run / METRICS).splitlines()
     found = [_mapping(line) for line in lines]
@@ -80,7 +80,9 @@ def read(run: Path) -> Recorded:
 
 
 def number(value: Any) -> float:
-    """A number of metrics.jsonl, where nan and infinities are texts. nan for what is none."""
+    """Return a number of metrics.jsonl, where nan and infinities are strings. nan if `value` is no
+    number.
+    """
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -88,7 +90,7 @@ def number(value: Any) -> float:
 
 
 def in_use(lock: Path) -> bool:
-    """Whether a training holds the run's lock."""
+    """Whether a training holds the run's `lock` file."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

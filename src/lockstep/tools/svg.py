@@ -9,18 +9,18 @@ from typing import Any
 from lockstep.tools.drawing import FAINT, INK, MARGIN, Drawing, Point, Shape, width_of, wrapped
 
 WIDTH = 360
-"""Of a plot: a phone's width, so that 10 units of text can be read there."""
-_FONT = 10  # of a plot's words
-_FULL = 680  # px of a plot in a file of its own
-_EDGE = 9.0  # of the sheet around plots
+"""Width of a plot in units: that of a phone, so that text of 10 units is legible there."""
+_FONT = 10  # units: size of the text in a plot
+_FULL = 680  # pixels: width of a plot in a standalone file
+_EDGE = 9.0  # units: margin of the sheet around plots
 
 
 class Plot(Drawing):
-    """Axes `across`, from a number to a number, and `up`; or, in place of `up`, a row a name from
-    the top.
+    """A plot with a horizontal axis `across` and a vertical axis `up`, each (lowest, highest).
+    With `rows` it has a row for each name, from the top, in place of the vertical axis.
 
-    `legend`: colours by name. `log`: which of the two axes are logarithmic. Its other colours are
-    --ink and --faint.
+    `legend`: colours by name. `log`: the names of the logarithmic axes, such as "across up". The
+    plot's other colours are --ink and --faint.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Plot(Drawing):
     def bar(
         self, begin: float, end: float, top: float, height: float, fill: str, **more: Any
     ) -> None:
-        """From a number to a number; `top` and `height` in rows."""
+        """Draw a bar from `begin` to `end` on the horizontal axis; `top` and `height` in rows."""
         left, more = self.x(begin), {"stroke": "none", **more}
         self.box(left, self.y(top), self.x(end) - left, height * self.row_height, fill, **more)
 
     def said(self, x: float, row: float, text: str) -> None:
-        """In the middle of a row, at a number."""
+        """Draw text in row `row`, centred at `x` on the horizontal axis."""
         self._said(self.x(x), self.y(row) + 3.5, text, "middle")
 
     def inscribed(self, x: float, row: float, text: str) -> None:
-        """Small, into a bar that begins at `x`."""
+        """Draw small text into a bar that begins at `x`."""
         self.words(self.x(x) + 2, self.y(row) + 2.8, text, size=8, fill="var(--paper)")
 
     def curve(
@@ -110,7 +110,7 @@ class Plot(Drawing):
         width: float = 1.5,
         dashes: str | None = None,
     ) -> None:
-        """Through the points, interrupted where one is not finite."""
+        """Draw a line through the points, with a gap at each point that is not finite."""
         piece: list[Point] = []
         for x, y in [*points, (math.nan, math.nan)]:
             if math.isfinite(y):
@@ -122,12 +122,12 @@ class Plot(Drawing):
             piece = []
 
     def band(self, low: Iterable[Point], high: Iterable[Point], colour: str) -> None:
-        """What lies between two curves."""
+        """Fill the area between two curves."""
         back = list(high)[::-1]
         self.area([(self.x(x), self.y(y)) for x, y in [*low, *back]], colour, 0.2)
 
     def stripe(self, begin: float, end: float, colour: str) -> None:
-        """From a number to a number, from the bottom to the top."""
+        """Draw a stripe of the plot's full height, from `begin` to `end`."""
         left, high = self.x(begin), self._bottom - self._top
         self.box(left, self._top, self.x(end) - left, high, colour, tint=0.15, stroke="none")
 
@@ -137,7 +137,7 @@ class Plot(Drawing):
             self._right = max(self._right, right + 2)
 
     def _named(self, legend: Mapping[str, str], top: float) -> float:
-        """The legend. Returns where it ends."""
+        """Draw the legend. Returns the y below it."""
         x, y = 2.0, top + 11.0
         for name, colour in legend.items():
             width = 22 + width_of(name, _FONT)
@@ -153,7 +153,7 @@ class Plot(Drawing):
 
 
 def figure(title: str, plots: Sequence[Plot], description: str = "") -> Drawing:
-    """Plots one under the other, below a title."""
+    """Return a drawing of a title and the plots below it, one under the other."""
     sheet = Drawing(title, description)
     y = 6.0
     for line in wrapped(title, WIDTH, 12, "bold"):
@@ -167,13 +167,13 @@ def figure(title: str, plots: Sequence[Plot], description: str = "") -> Drawing:
 
 
 def _widened(ends: Point) -> Point:
-    """A range has a length."""
+    """Return the range `ends`, made 1 long if it is empty."""
     low, high = ends
     return ends if low < high else (low - 0.5, low + 0.5)
 
 
 def _marks(low: float, high: float, most: int) -> dict[float, str]:
-    """Round numbers from `low` to `high`, and how they are written."""
+    """Return at most `most` + 1 round numbers from `low` to `high`, each with its label."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(power * each for each in (1, 2, 5, 10) if power * each * most >= high - low)
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)

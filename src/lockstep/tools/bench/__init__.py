@@ -1,1 +1,1 @@
-"""How fast it is, measured."""
+"""Benchmarks of Lockstep's speed and memory."""

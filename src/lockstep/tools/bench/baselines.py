@@ -1,12 +1,13 @@
-"""The ways to take one training step of a task: a loop of one's own, that loop around torch's DDP
-and ours, a Stepper. All are given the same few windows, fetched and weighed before any clock runs.
+"""Variants of one training step of a task: a plain loop, this loop around torch's DDP or Lockstep's
+DistributedDataParallel, and a Stepper. All get the same few windows, which are fetched and weighed
+before anything is timed.
 
-Each has a model, an optimizer and a scheduler of its own, built alike. A loop around a DDP is what
-a careful user writes: gradients are kept back until the last micro-batch (`no_sync`), and the sum
-of losses is scaled so that the mean over ranks is the mean over the global batch.
+Each has its own model, optimizer and scheduler, built alike. The loop around a DDP is what a
+careful user writes: gradients are summed only in the last micro-batch (`no_sync`), and losses are
+scaled so that the mean over ranks is the mean over the global batch.
 
-For that the sum of all weights must be known before the first backward. Ours sends it along; here
-it is handed to the others for nothing.
+This scale needs the sum of all weights before the first backward. A Stepper sends the weights with
+the gradients; the other variants get the sum here at no cost.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from lockstep.training.build import Length, loader_of, model_of, optimizer_of, s
 from lockstep.world.world import World
 
 WINDOWS = 4
-"""Windows that the turns go round in: other data from step to step, and all of it fits into
-memory.
+"""Number of windows that the steps cycle through: the data changes from step to step, and all of it
+fits into memory.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class WeighedWindow:
-    """One window, as one rank is given it."""
+    """One window with its weights, as one rank gets it."""
 
     window: Window
     batches: list[Any]
@@ -56,21 +57,20 @@ class WeighedWindow:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Windows in turn, and what is known of the task's steps."""
+    """The windows to cycle through, and facts about the task's steps."""
 
     given: Sequence[WeighedWindow]
     draws: bool
     """Whether a forward or its loss draws random numbers, as dropout does."""
     recipe: str
-    """How the global batch is cut and shared, in words."""
+    """How the global batch is divided and shared among ranks, in words."""
 
 
 def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True) -> Feed:
-    """Fetch and weigh: all ranks call it. Not `weighed`, a window weighs what it holds of samples,
-    and no model is built.
+    """Fetch the windows and compute their weights. All ranks call it. If not `weighed`, the weight
+    of a window is its number of samples, and no model is built.
 
-    Raises UsageError, on all ranks alike, where some rank has no micro-batch: torch's DDP would
-    wait for it for ever.
+    Raises UsageError on all ranks if one has no micro-batch: torch's DDP would wait for it forever.
     """
     loader = loader_of(task, world)
     windows = list(_like_the_first(loader, world))
@@ -91,7 +91,7 @@ def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True
 
 
 def too_few(task: Task, workers: int) -> UsageError:
-    """Of a task that leaves ranks without micro-batches."""
+    """Return the error for a task that leaves some ranks without micro-batches."""
     return UsageError(
         "fewer-micro-batches-than-ranks",
         task=task.name,
@@ -102,15 +102,15 @@ def too_few(task: Task, workers: int) -> UsageError:
 
 
 def _like_the_first(loader: Any, world: World) -> Iterator[Window]:
-    """Up to WINDOWS windows of the first epoch in which every rank has as many micro-batches as
-    in the first, and at least one.
+    """Yield up to WINDOWS windows of the first epoch in which every rank has as many micro-batches
+    as in the first window, and at least one.
     """
     found = 0
     most = None
     for window in next(loader.epochs(1)):
         most = len(window) if most is None else most
         if world.agree(len(window) == most > 0, "all"):
-            list(window)  # fetched while the loader is there
+            list(window)  # fetches the batches while the loader is open
             yield window
             found += 1
         if found == WINDOWS:
@@ -120,8 +120,8 @@ def _like_the_first(loader: Any, world: World) -> Iterator[Window]:
 def _weigh(
     task: Task, precision: Precision, world: World, windows: list[Window]
 ) -> tuple[bool, list[float]]:
-    """Whether something is drawn, and the weight of each window's micro-batches on this rank.
-    The model is one of its own, and goes.
+    """Return whether a forward draws random numbers, and the weight of each window's micro-batches
+    on this rank. It uses a model that is then discarded.
     """
     randomness.shared(task.seed)
     forward = Forward(model_of(task).to(world.device), task, precision, world.device)
@@ -146,26 +146,26 @@ def _random_states(device: torch.device) -> tuple[object, ...]:
     )
 
 
-_MB = 25.0  # torch's own bucket
+_MB = 25.0  # torch's default bucket size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all ways have in common."""
+    """Settings that all variants share."""
 
     task: Task
     world: World
     precision: Precision
     steps: int
-    """Optimizer steps that will be taken: what a scheduler is told."""
+    """Number of optimizer steps that will be taken: the length for the scheduler."""
     keyed: bool
-    """Seed what a forward draws by (seed, step, micro-batch), as a Stepper does, so that all
-    ways draw alike.
+    """Whether to seed each forward by (seed, step, micro-batch), as a Stepper does, so that all
+    variants draw the same random numbers.
     """
 
 
 class Baseline(ABC):
-    """`way(given)` takes one optimizer step on one window."""
+    """A variant of a training step. Calling it takes one optimizer step on one window."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, task, device = setting, setting.task, setting.world.device
@@ -178,11 +178,11 @@ class Baseline(ABC):
         self.scaler = grad_scaler(setting.precision, device)
         threads = torch.get_num_threads()
         self.wrapped: Any = self.wrap()
-        torch.set_num_threads(threads)  # a wrapper may set its own; all ways have equally many
+        torch.set_num_threads(threads)  # a wrapper may change it; all variants use the same number
         self.forward = Forward(self.wrapped, task, setting.precision, device)
 
     def wrap(self) -> nn.Module:
-        """What is called in place of the model. Not called by anyone else."""
+        """Return the module to call in place of the model. Only `__init__` calls this method."""
         return self.model
 
     @abstractmethod
@@ -193,7 +193,7 @@ class Baseline(ABC):
 
 
 class Loop(Baseline):
-    """The usual loop. By itself, without a wrapper, it communicates with nobody."""
+    """The usual training loop. Without a wrapper, it does not communicate."""
 
     def __call__(self, given: WeighedWindow) -> None:
         self.optimizer.zero_grad()
@@ -208,11 +208,11 @@ class Loop(Baseline):
         self.update()
 
     def scale(self, given: WeighedWindow) -> float:
-        """By which the sum of losses is multiplied, before it is differentiated."""
+        """Return the factor for the sum of losses before the backward."""
         return 1 / given.own
 
     def kept_back(self) -> AbstractContextManager[object]:
-        """While gradients only pile up on this rank."""
+        """Return a context in which gradients only accumulate on this rank."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -234,8 +234,8 @@ class Loop(Baseline):
 
 
 class Averaged(Loop):
-    """The usual loop around a wrapper that averages the gradients over the ranks in the last
-    backward of a step.
+    """The usual training loop around a wrapper, which averages the gradients over the ranks in the
+    last backward of a step.
     """
 
     def scale(self, given: WeighedWindow) -> float:
@@ -247,7 +247,9 @@ class Averaged(Loop):
 
 
 class TorchDDP(Averaged):
-    """torch.nn.parallel.DistributedDataParallel, gradients views of its buckets."""
+    """The loop around torch.nn.parallel.DistributedDataParallel; gradients are views of its
+    buckets.
+    """
 
     def __init__(self, setting: Setting, megabytes: float) -> None:
         self.megabytes = megabytes
@@ -265,7 +267,7 @@ class TorchDDP(Averaged):
 
 
 class Wrapped(Averaged):
-    """lockstep.DistributedDataParallel in the same loop."""
+    """The loop around lockstep.DistributedDataParallel."""
 
     def __init__(self, setting: Setting, reduce: str) -> None:
         self.reduce = reduce
@@ -276,7 +278,7 @@ class Wrapped(Averaged):
 
 
 class Stepped(Baseline):
-    """A lockstep.Stepper, as `lockstep train` drives it."""
+    """A lockstep.Stepper, used as in `lockstep train`."""
 
     def __init__(self, setting: Setting, reduce: str, update: str, weights: str = "auto") -> None:
         super().__init__(setting)
@@ -303,7 +305,7 @@ class Stepped(Baseline):
 
 
 Wrappers = Mapping[str, Callable[[Setting, float], Baseline]]
-"""DDPs with buckets of so many megabytes, by the name of the variant."""
+"""Constructors of DDP variants by name; their argument `megabytes` is the bucket size."""
 OURS: Mapping[str, Callable[[Setting], Baseline]] = {
     "local": Loop,
     "wrapper:native": partial(Wrapped, reduce="native"),
@@ -316,8 +318,8 @@ OURS: Mapping[str, Callable[[Setting], Baseline]] = {
 
 
 def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Baseline]:
-    """A way for each name, each with a model of its own. Raises UsageError for an unknown name,
-    TaskError where models are shared.
+    """Build a variant for each name, each with its own model. Raises UsageError for an unknown
+    name, TaskError if the task returns the same model twice.
     """
     found: dict[str, Baseline] = {}
     for name in names:
@@ -328,8 +330,8 @@ def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Bas
 
 
 def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
-    """How a name's way is made. `others`: wrappers to compare with beside torch's. Raises
-    UsageError, with the choices, for an unknown name.
+    """Return the function that builds the variant `name`. `others`: more wrappers to compare.
+    Raises UsageError with the choices for an unknown name.
     """
     if name in OURS:
         return OURS[name]
@@ -343,7 +345,7 @@ def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
 
 
 def why_not(name: str, workers: int, device: str) -> str | None:
-    """Why this way cannot be measured here, in words; None where it can."""
+    """Return the reason why this variant cannot be measured here; None if it can."""
     if not name.endswith((":shared", ":weights")):
         return None
     if device == "cuda":

@@ -1,12 +1,12 @@
-"""How fast collectives are here: every algorithm beside the backend's own, in turns, and every
-timed run checked.
+"""Times collectives on this host: each algorithm and the backend's own, in turns. The result of
+every timed run is checked.
 
 Columns and definitions are those of nccl-tests. `size` is the bytes of the tensor that every rank
-ends with (all-gather: of all pieces together; reduce-scatter: of each input); `time` the slowest
-rank's, median over the runs; algbw = size / time; busbw = algbw times a factor that makes an ideal
-ring's value the speed of the link, whatever the number of ranks (2(n-1)/n for an all-reduce). It is
-derived from the time, not traffic that was measured. `#wrong` counts elements that are not what
-they must be, over all runs and ranks.
+ends with (all-gather: of all pieces together; reduce-scatter: of each input). `time` is that of the
+slowest rank, median over the runs. algbw = size / time. busbw = algbw times a factor, so that an
+ideal ring has the speed of the link at any number of ranks (2(n-1)/n for an all-reduce). busbw is
+computed from the time; no traffic is measured. `#wrong` counts wrong elements over all runs and
+ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ KINDS: tuple[Kind, ...] = (
     "reduce_scatter",
     "all_to_all",
 )
-# an algorithm takes the backend's place only where it needs less than this share of its time
+# an algorithm replaces the backend's own only if it takes less than this share of its time
 _MARGIN = 0.9
-_WORTH = 0.25  # seconds that one size of one algorithm is measured, about
+_WORTH = 0.25  # approximate seconds to measure one size of one algorithm
 _FEWEST, _MOST = 8, 200  # runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveTime:
-    """One algorithm at one size."""
+    """The time of one algorithm at one size."""
 
     collective: str
     algorithm: str
@@ -57,18 +57,18 @@ class CollectiveTime:
     workers: int
     runs: int
     p50: float
-    """Seconds, of the slowest rank of each run."""
+    """Seconds, of the slowest rank of each run; as `p99`."""
     p99: float
     wrong: int
 
     @property
     def algbw(self) -> float:
-        """GB/s."""
+        """Size of the tensor divided by the time, in GB/s."""
         return self.size / self.p50 / 1e9
 
     @property
     def busbw(self) -> float:
-        """GB/s."""
+        """Bandwidth that the links must have had, in GB/s."""
         return self.algbw * bus_factor(self.collective, self.workers)
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class CollectiveTime:
 
 
 def bus_factor(collective: str, workers: int) -> float:
-    """busbw / algbw, as nccl-tests define it."""
+    """Return busbw / algbw, as nccl-tests define it."""
     if collective == "all_reduce":
         return 2 * (workers - 1) / workers
     return 1.0 if collective in ("broadcast", "reduce") else (workers - 1) / workers
@@ -89,8 +89,8 @@ def measure(
     algorithms: Sequence[str],
     runs: int | None = None,
 ) -> list[CollectiveTime]:
-    """Measure on that many fresh ranks of this host. Raises UsageError for a collective or
-    algorithm that there is not, and for no runs.
+    """Measure on `workers` new ranks of this host. Raises UsageError for an unknown collective or
+    algorithm, and if `runs` is below 1.
     """
     check(kind, algorithms)
     if runs is not None:
@@ -99,7 +99,7 @@ def measure(
 
 
 def check(kind: Any, algorithms: Sequence[str]) -> None:
-    """Raises UsageError for a collective or algorithm that there is not."""
+    """Raise UsageError for an unknown collective or algorithm."""
     knob.chosen("collective", kind, KINDS)
     with knob.within(kind):
         for algorithm in algorithms:
@@ -151,7 +151,7 @@ def _one_size(
 
 
 class _Case:
-    """One collective at one size on one rank: fresh data for each run, and what must come out."""
+    """One collective at one size on one rank: new data and the expected result for each run."""
 
     def __init__(self, world: World, kind: Kind, size: int) -> None:
         self._world, self._kind = world, kind
@@ -164,16 +164,16 @@ class _Case:
         ).remainder_(61)
 
     def worthwhile(self, algorithm: str) -> int:
-        """How many runs fill the time, equal on all ranks."""
+        """Return the number of runs that take about _WORTH seconds; the same on all ranks."""
         self.run(algorithm, 0)
         seconds = largest(self.run(algorithm, 0)[0], self._world)
         return min(_MOST, max(_FEWEST, int(_WORTH / max(seconds, 1e-6))))
 
     def run(self, algorithm: str, run: int) -> tuple[float, int]:
-        """(seconds on this rank, wrong elements on it)."""
+        """Run once. Returns this rank's (seconds, number of wrong elements)."""
         world = self._world
         given, expected = self._data(run)
-        self._world.control.all_reduce(torch.zeros(1)).wait()  # all ranks are here
+        self._world.control.all_reduce(torch.zeros(1)).wait()  # a barrier
         settle(world)
         begin = time.perf_counter()
         found = getattr(collectives, self._kind)(given, algorithm=algorithm)
@@ -184,7 +184,7 @@ class _Case:
         )
 
     def _data(self, run: int) -> tuple[Tensor | list[Tensor], Tensor]:
-        """What this rank gives, and what it must be given."""
+        """Return this rank's input and its expected result."""
         rank, size = self._world.rank, self._world.size
         everyone = [self._pattern + (each + 1) * (run % 5 + 2) for each in range(size)]
         mine = everyone[rank].clone()
@@ -204,8 +204,8 @@ class _Case:
 
 
 def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[CollectiveTime]]:
-    """Measure everything, and have the fastest algorithm chosen at every size; the backend's own
-    unless another is clearly faster.
+    """Measure all collectives. Returns rules that choose the fastest algorithm at each size, and
+    the times. The backend's own is chosen unless another is clearly faster.
     """
     found: list[CollectiveTime] = []
     table: dict[str, list[tuple[float, str]]] = {}
@@ -230,8 +230,8 @@ def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[
 
 
 def thresholds(seconds: dict[int, dict[str, float]]) -> list[tuple[float, str]]:
-    """Pairs (up to how many bytes, algorithm) from the time of each at each size; one size's
-    rule ends in the middle, by ratio, of the next.
+    """Return pairs (largest number of bytes, algorithm). `seconds`: by size and algorithm. Between
+    two sizes, the rule changes at their geometric mean.
     """
     chosen: list[tuple[int, str]] = []
     for size in sorted(seconds):
@@ -249,7 +249,7 @@ def thresholds(seconds: dict[int, dict[str, float]]) -> list[tuple[float, str]]:
 
 
 def table(measured: Sequence[CollectiveTime]) -> str:
-    """nccl-tests' columns, a line for each size and algorithm."""
+    """Return a table with nccl-tests' columns and a line for each size and algorithm."""
     native = {
         (each.collective, each.size): each.p50 for each in measured if each.algorithm == "native"
     }
@@ -280,7 +280,9 @@ def _cells(each: CollectiveTime, native: float | None) -> list[object]:
 
 
 def drawing(measured: Sequence[CollectiveTime]) -> Drawing:
-    """Time by size, a panel a collective, a curve an algorithm, both axes logarithmic."""
+    """Draw time over size on logarithmic axes: a panel for each collective, a curve for each
+    algorithm.
+    """
     colours = dict(zip(dict.fromkeys(each.algorithm for each in measured), cycle(SERIES)))
     plots = []
     for kind in dict.fromkeys(each.collective for each in measured):

@@ -1,15 +1,14 @@
-"""Communication to computation: what a data-parallel step of this model would spend on sending,
-against what it spends on computing.
+"""The ratio of communication to computation in a data-parallel step of a model.
 
     ratio       seconds of communication / seconds of forward and backward, both of one optimizer
                 step, as if nothing overlapped
-    exposed     what of the communication is left when buckets travel behind the backward of the
-                last micro-batch
+    exposed     seconds of communication that do not overlap with the backward of the last
+                micro-batch
     significant ratio > 0.1
 
-Measured are the computation and, with it, the rate of this device; foretold is the communication,
-from sizes and a link (tools/plan/simulate.py). Not in it: the optimizer's own time, loading,
-waiting for slow ranks.
+The computation is measured, and with it the rate of this device. The communication is predicted
+from sizes and a link (tools/plan/simulate.py). The optimizer's time, loading and waiting for slow
+ranks are not included.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ ACCUMULATIONS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulated:
-    """A step in which every rank computes so many micro-batches before gradients are sent once."""
+    """A step in which every rank computes `micro_batches` before gradients are sent once."""
 
     micro_batches: int
     bytes_per_step: float
-    """That each rank sends: the same however many micro-batches there are."""
+    """Bytes that each rank sends in a step; independent of the number of micro-batches."""
     bytes_per_sample: float
     ratio: float
     exposed: float
-    """Seconds of communication that nothing hides."""
+    """Seconds of communication that do not overlap with computation."""
     step: float
-    """Seconds: computation and exposed communication."""
+    """Seconds of computation and exposed communication."""
 
     def cells(self) -> list[str]:
         sizes = [_bytes(self.bytes_per_step), _bytes(self.bytes_per_sample)]
@@ -65,7 +64,7 @@ class Accumulated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationRatio:
-    """What `lockstep.communication_ratio` found for one step. Times in seconds.
+    """The result of `lockstep.communication_ratio` for one step. Times are in seconds.
 
     `describe()` gives the table, with a row for each number of micro-batches in `rows`.
     """
@@ -75,25 +74,25 @@ class CommunicationRatio:
     network: str
     method: str
     samples: int
-    """Of a micro-batch."""
+    """Samples of a micro-batch."""
     micro_batches: int
-    """Of each rank in a step."""
+    """Micro-batches of each rank in a step."""
     parameters: int
-    """That are trained."""
+    """Number of trained parameters."""
     gradient_bytes: int
     bytes_sent: float
-    """By each rank, in a step."""
+    """Bytes that each rank sends in a step."""
     flops: int
-    """Of forward and backward of a micro-batch; 0 where the model has none that torch counts."""
+    """FLOPs of a micro-batch's forward and backward; 0 if the model has none that torch counts."""
     device_rate: float | None
-    """FLOP/s, measured."""
+    """Measured FLOP/s of this device; None if `flops` is 0."""
     link_rate: float
     """Bytes per second, one way."""
     link_latency: float
     forward: float
-    """Of a micro-batch."""
+    """Seconds of a micro-batch's forward."""
     backward: float
-    """Of a micro-batch."""
+    """Seconds of a micro-batch's backward."""
     communication: float
     exposed: float
     rows: tuple[Accumulated, ...]
@@ -106,7 +105,7 @@ class CommunicationRatio:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication that run behind the backward."""
+        """Seconds of communication that overlap with the backward."""
         return self.communication - self.exposed
 
     @property
@@ -118,8 +117,8 @@ class CommunicationRatio:
         return self.ratio > SIGNIFICANT
 
     def describe(self) -> str:
-        """Some lines of text: sizes, rates, times, the verdict, a row for each accumulation,
-        advice.
+        """Return lines of text: sizes, rates, times, the verdict, a row for each number of
+        micro-batches, and advice.
         """
         travels = f"of which {_time(self.hidden)} can overlap with the backward"
         return "\n".join(
@@ -192,11 +191,11 @@ def communication_ratio(
     loss: Callable[[Any], Tensor] | None = None,
     method: str = "native",
 ) -> CommunicationRatio:
-    """The ratio of communication to computation of `model`, on `world_size` ranks that each compute
-    `batch` (one micro-batch) in a step.
+    """Return the ratio of communication to computation of `model`, on `world_size` ranks that each
+    compute `batch` (one micro-batch) in a step.
 
-    It runs some forwards and backwards here, on the model's device, in its mode and with this
-    process's threads. The model stays as it was.
+    It runs some forwards and backwards here, on the model's device, in its current mode (train or
+    eval) and with this process's threads. The model is restored.
 
     Example::
 
@@ -204,20 +203,21 @@ def communication_ratio(
         print(report.describe())
 
     Args:
-        model: what is trained.
-        batch: what the model is called with: a tensor, a tuple or list of its arguments, or a dict
-            of keyword arguments.
+        model: the model to train.
+        batch: the arguments of the model: a tensor, a tuple or list of arguments, or a dict of
+            keyword arguments.
         world_size: the number of ranks.
         network: as for `lockstep plan`: 1Gbit, 25GbE, free, or microseconds and a rate:
             "500,50Mbit".
-        loss: output -> one number. Default: the sum of its floating-point tensors.
+        loss: a function from the output to one number. Default: the sum of the output's
+            floating-point tensors.
         method: options as for `lockstep train`: "--compress bf16", "--sync-every 50".
 
     Returns:
         A CommunicationRatio; its `describe()` is a table.
 
     Raises:
-        UsageError: values that cannot work, or a loss that depends on no parameter.
+        UsageError: invalid values, or a loss that depends on no parameter.
     """
     knob.whole("world_size", world_size)
     _link(network)  # before anything is measured
@@ -229,7 +229,7 @@ def communication_ratio(
             return total(model(**batch))
         return total(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
 
-    work_of_module(model)  # refuses a model without gradients before anything is measured
+    work_of_module(model)  # raises for a model without gradients, before anything is measured
     found = counted(model, forward)
     work = replace(
         work_of_module(model, landed=found.landed), forward=found.forward, backward=found.backward
@@ -257,8 +257,8 @@ def ratio_of(
     method: Parallelism,
     told: str = "native",
 ) -> CommunicationRatio:
-    """The same from the work of a rank in a step. `flops`: of a micro-batch; `told` is how the
-    user wrote the method.
+    """Return the ratio for the work of a rank in a step. `flops`: FLOPs of a micro-batch; `told`:
+    the method as the user wrote it.
     """
     link = _link(network)
 
@@ -324,8 +324,8 @@ def _advice(
     world_size: int,
     method: Parallelism,
 ) -> tuple[str, ...]:
-    """What to do about it: sentences, each with what it would give, the gentlest first.
-    `compressed`: the ratio with each of COMPRESSIONS.
+    """Return advice, one sentence each with the ratio that it would give. The advice that changes
+    the training least comes first. `compressed`: the ratio with each of COMPRESSIONS.
     """
     if now <= SIGNIFICANT:
         return (_enough(now, world_size),)
@@ -367,7 +367,9 @@ def _enough(now: float, world_size: int) -> str:
 
 
 def sum_of(output: Any) -> Tensor:
-    """The sum of all floating-point tensors in an output. Raises UsageError where there is none."""
+    """Return the sum of all floating-point tensors in an output. Raises UsageError if there are
+    none.
+    """
     if isinstance(output, Tensor):
         found = [output] if output.is_floating_point() else []
     elif isinstance(output, Mapping):
@@ -382,7 +384,7 @@ def sum_of(output: Any) -> Tensor:
 
 
 def _empty(value: Any) -> bool:
-    """What a default loss passes over beside tensors: a number, None, indices."""
+    """Whether the default loss ignores a value, such as a number, None, or a tensor of indices."""
     return not isinstance(value, (Tensor, Mapping, tuple, list)) or (
         isinstance(value, Tensor) and not value.is_floating_point()
     )
@@ -398,7 +400,7 @@ def _link(network: object) -> Link:
 
 
 def _samples(batch: Any) -> int:
-    """The length of the first tensor's first axis: what every model here takes for its batch."""
+    """Return the length of the first tensor's first dim, which is taken as the batch."""
     tensors = (
         list(batch.values())
         if isinstance(batch, Mapping)

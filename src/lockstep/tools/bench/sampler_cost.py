@@ -1,7 +1,7 @@
-"""What an order costs before the first sample, and per sample: ours beside torch's
-DistributedSampler, each in a fresh process.
+"""Measures the cost of an order of samples, before the first sample and per sample: Lockstep's
+orders and torch's DistributedSampler, each in a new process.
 
-Run as a module it is one such process: `python -m lockstep.tools.bench.sampler_cost ours 1000000`
+Run as a module, it is one such process: `python -m lockstep.tools.bench.sampler_cost ours 1000000`
 prints a Figure as JSON.
 """
 
@@ -27,26 +27,28 @@ Kind = Literal["ours", "torch"]
 SIZES = (10**6, 10**7, 10**8, 10**9, 10**12)
 _BATCH = 4096
 _BATCHES = 200
-_FIRST = 1024  # ours is asked for that many, torch's for one: it makes them all anyway
-# of memory a sample, at least: int64, a list of Python's ints, and copies of that list
+_FIRST = 1024  # indices computed first; torch's sampler is asked for one, but makes all of them
+# minimum bytes per sample: int64, a list of Python integers, and copies of that list
 _TORCH_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One process's measurement."""
+    """The measurement of one process."""
 
     seconds: float
-    """From nothing but imports until the first index."""
+    """Seconds from after the imports to the first index."""
     mib: float
-    """Growth of the resident set meanwhile, at its peak."""
+    """Peak growth of the resident set in this time, in MiB."""
     ns_per_index: float | None = None
-    """In batches of 4096, median over 200 batches at places all over the epoch."""
+    """Nanoseconds per index: median over 200 batches of 4096, spread over the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerRow:
-    """One number of samples. `torch` is None where it was not measured, and `note` says why."""
+    """The row of one number of samples. `torch` is None if it was not measured; if memory was too
+    small, `note` says so.
+    """
 
     samples: int
     ours: Figure
@@ -55,12 +57,12 @@ class SamplerRow:
 
     @property
     def time_ratio(self) -> float | None:
-        """torch's start-up time over ours."""
+        """torch's start-up time divided by Lockstep's."""
         return self.torch.seconds / self.ours.seconds if self.torch else None
 
     @property
     def memory_ratio(self) -> float | None:
-        """torch's start-up memory over ours; ours counts as a page at least."""
+        """torch's start-up memory divided by Lockstep's, which counts as at least one page."""
         return self.torch.mib / max(self.ours.mib, 4096 / 2**20) if self.torch else None
 
     def as_json(self) -> dict[str, Any]:
@@ -68,8 +70,8 @@ class SamplerRow:
 
 
 def rows(largest_torch: int, sizes: tuple[int, ...] = SIZES) -> Iterator[SamplerRow]:
-    """Measure one size after the other; torch's up to `largest_torch` samples and what this
-    machine's memory holds. Linux only.
+    """Measure one size after the other. torch's sampler is measured up to `largest_torch` samples
+    and the free memory. Linux only.
     """
     for samples in sizes:
         ours = in_a_process("ours", samples)
@@ -87,7 +89,7 @@ def rows(largest_torch: int, sizes: tuple[int, ...] = SIZES) -> Iterator[Sampler
 
 
 def in_a_process(kind: Kind, samples: int) -> Figure:
-    """Measure in a fresh process. Raises LockstepError if that fails."""
+    """Measure in a new process. Raises LockstepError if it fails."""
     command = [sys.executable, "-m", "lockstep.tools.bench.sampler_cost", kind, str(samples)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -103,7 +105,7 @@ def in_a_process(kind: Kind, samples: int) -> Figure:
 
 
 def measure(kind: Kind, samples: int) -> Figure:
-    """Measure in this process, whose imports are not counted."""
+    """Measure in this process, without the time of imports."""
     return _ours(samples) if kind == "ours" else _torchs(samples)
 
 
@@ -127,14 +129,14 @@ def _ours(samples: int) -> Figure:
 def _torchs(samples: int) -> Figure:
     from torch.utils.data import DistributedSampler
 
-    dataset: Any = range(samples)  # a length is all that it is asked for
+    dataset: Any = range(samples)  # the sampler uses only its length
     peak, start = Peak(), perf_counter()
     next(iter(DistributedSampler(dataset, num_replicas=2, rank=0)))
     return Figure(seconds=perf_counter() - start, mib=peak.mib())
 
 
 def table(measured: list[SamplerRow]) -> str:
-    """Plain text, one line a size."""
+    """Return a plain-text table with a line for each size."""
     head = "samples | start-up ms | MiB | ns/index | torch's start-up s | MiB | time ratio | memory ratio"
     return "\n".join(
         [

@@ -1,10 +1,9 @@
-"""How long one training step of a task takes, in every way that there is, on the same ranks in
-turns; and whether all made the same update. As a table and as a picture.
+"""Times one training step of a task in several variants, on the same ranks in turns, and checks
+that all variants make the same update. Makes a table and a picture.
 
-The ways take the same micro-batches and are timed step by step, so that the noise of a shared
-machine falls on all alike. Loading is not timed. Peak memory is measured in ranks that hold one way
-only. What comes out of the ways is compared too: a step that trains something else is no step of
-this task, however quick it is.
+All variants get the same micro-batches and are timed step by step, so that noise of a shared
+machine affects all alike. Loading is not timed. Peak memory is measured in ranks that hold one
+variant only. The final weights are compared, because the time of a different update is of no use.
 """
 
 from __future__ import annotations
@@ -43,35 +42,35 @@ BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100")
 VARIANTS = (*BASELINES, "stepper:native", "stepper:shared", "stepper:sharded", "stepper:weights")
 _WARM_UP = 3
 _STEPS_FOR_MEMORY = 5
-# a loss scaled by another factor is rounded to other 8 bits in every layer
+# in bf16, a loss scaled by another factor is rounded differently in every layer
 _TOLERANCE = {"bf16": 0.3}
 _TOLERANCE_ELSE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """One way."""
+    """The measurement of one variant."""
 
     variant: str
     seconds: list[float]
-    """Of each step, on the slowest rank."""
+    """Seconds of each step on the slowest rank."""
     apart: float | None = None
-    """Distance of its weights from the first DDP's at the end, over the distance that those
-    moved; None where not compared.
+    """Distance of the final weights from those of the reference (the first DDP variant), divided by
+    the distance that those moved; None if not compared.
     """
     peak_mib: float | None = None
-    """By which a rank's memory rose at its peak over what it was before the model; the fullest
-    rank's. None where not measured.
+    """Peak growth of memory since before the model was built, in MiB, of the rank with most; None
+    if not measured.
     """
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median seconds of a step."""
         return statistics.median(self.seconds)
 
     @property
     def p25(self) -> float:
-        """Seconds."""
+        """25th percentile of the seconds of a step."""
         return (
             statistics.quantiles(self.seconds, n=4)[0] if len(self.seconds) > 1 else self.seconds[0]
         )
@@ -79,7 +78,7 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """All ways to take a step of one task."""
+    """The comparison of all variants of a step of one task."""
 
     task: str
     recipe: str
@@ -90,12 +89,12 @@ class StepComparison:
     gradient_mib: float
     rows: list[StepRow]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Ways that cannot be measured here, and why."""
+    """Variants that cannot be measured here, each with its reason."""
     notes: Sequence[str] = ()
 
     @property
     def best(self) -> StepRow | None:
-        """The DDP with the lowest median."""
+        """The DDP variant with the lowest median."""
         return min(
             (row for row in self.rows if row.variant.startswith("ddp")),
             key=lambda row: row.median,
@@ -104,18 +103,18 @@ class StepComparison:
 
     @property
     def tolerance(self) -> float:
-        """How far `apart` rounding alone may bring two ways: with AdamW a gradient of nearly 0
-        moves its weight in either direction.
+        """The largest `apart` that rounding alone explains: with AdamW, a gradient of nearly 0
+        can move its weight in either direction.
         """
         return _TOLERANCE.get(self.precision, _TOLERANCE_ELSE)
 
     @property
     def wrong(self) -> list[StepRow]:
-        """Ways that trained something else."""
+        """The variants whose weights differ too much: they made another update."""
         return [row for row in self.rows if row.apart is not None and row.apart > self.tolerance]
 
     def ratio(self, row: StepRow) -> float | None:
-        """The best DDP's median over this one's."""
+        """Return the median of the best DDP variant divided by that of `row`."""
         return self.best.median / row.median if self.best else None
 
     def as_json(self) -> dict[str, Any]:
@@ -145,11 +144,11 @@ def measure(
     memory: bool = False,
     others: baselines.Wrappers | None = None,
 ) -> StepComparison:
-    """Measure on that many fresh ranks of this host, which call `source` for the task.
+    """Measure on `workers` new ranks of this host, which call `source` for the task.
 
-    `others`: wrappers to compare with beside torch's DDP, by the name of their variant; importable,
-    since ranks are new processes. Raises UsageError for variants that there are not, tasks that
-    leave a rank without micro-batches, and no steps.
+    `others`: more wrappers to compare, by the name of their variant. Ranks are new processes, so
+    they must be able to import these. Raises UsageError for unknown variants, if the task leaves a
+    rank without micro-batches, and if `steps` is below 1.
     """
     task = source()
     others = others or {}
@@ -194,8 +193,8 @@ def measure(
 def _check(
     task: Task, workers: int, variants: Sequence[str], steps: int, others: baselines.Wrappers
 ) -> None:
-    """Refuse here, in a sentence, what the ranks would find out one by one. Streams do not say
-    how long they are.
+    """Raise UsageError here for what would fail on every rank. A stream, whose length is unknown,
+    is assumed to fill a step.
     """
     for name, value in (("steps", steps), ("workers", workers)):
         knob.whole(name, value)
@@ -216,7 +215,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the ranks of one measurement have to say."""
+    """The result of one measurement."""
 
     recipe: str
     seconds: dict[str, list[float]]
@@ -274,7 +273,7 @@ def _on_rank(
 
 
 def _turns(way: baselines.Baseline, given: Feed) -> Callable[[], None]:
-    """The way, going round in the windows."""
+    """Return a function that takes a step of the variant with the next window, in a cycle."""
     windows = cycle(given.given)
     return lambda: way(next(windows))
 
@@ -282,11 +281,12 @@ def _turns(way: baselines.Baseline, given: Feed) -> Callable[[], None]:
 def _apart(
     models: Mapping[str, nn.Module], start: Sequence[Tensor], world: World
 ) -> dict[str, float]:
-    """For each model but the reference: how far its parameters lie from that one's, over how far
-    those moved. The worst rank's.
+    """Return the distance of each model's parameters from those of the reference, divided by the
+    distance that those moved; the largest over all ranks. The reference is the first DDP variant,
+    or the first variant if there is no DDP.
 
-    Buffers are not compared: we average BatchNorm's moving statistics over ranks, torch's DDP has
-    rank 0's.
+    Buffers are not compared: Lockstep averages BatchNorm's moving statistics over ranks, torch's
+    DDP takes those of rank 0.
     """
     reference = next((name for name in models if name.startswith("ddp")), next(iter(models), None))
     compared = [name for name in models if name != reference]
@@ -317,9 +317,9 @@ def _peak_on_rank(
 ) -> float:
     task = source()
     with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
-        # what a sum is divided by does not change what is held
+        # the weights of windows do not change memory, so they are not computed
         given = feed(task, task.precision, world, weighed=False)
-        # what a first optimizer imports is not the memory of a step
+        # the first optimizer imports modules: do it before the measurement
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
         peak = Peak(world.device)
         setting = baselines.Setting(
@@ -341,8 +341,8 @@ _OURS = "var(--blue)"
 
 
 def text(found: StepComparison) -> str:
-    """A line a way. "DDP / it" is the best DDP's median over this one's: above 1 is quicker than
-    DDP.
+    """Return a text with a line for each variant. "DDP / it" is the median of the best DDP variant
+    divided by the line's: above 1 is faster than DDP.
     """
     best = f"; best DDP: {found.best.variant}" if found.best else ""
     has_memory = any(row.peak_mib is not None for row in found.rows)
@@ -382,7 +382,9 @@ def _row(found: StepComparison, row: StepRow) -> list[str]:
 
 
 def drawing(every: Sequence[StepComparison]) -> Drawing:
-    """A panel a task, a bar a way: the median, and a mark at the 25th percentile."""
+    """Draw a panel for each task, with a bar for each variant: its median, and a mark at the 25th
+    percentile.
+    """
     described = "\n\n".join(map(text, every))
     return figure("One training step beside DDP", [_panel(each) for each in every], described)
 

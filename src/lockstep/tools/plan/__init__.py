@@ -1,3 +1,1 @@
-"""What a training will cost before anybody runs it: bytes and time from formulas, beside what
-was measured.
-"""
+"""Predicts the cost of a training before it runs: bytes and time from formulas and measurements."""

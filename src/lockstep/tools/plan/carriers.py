@@ -1,9 +1,9 @@
-"""What a collective costs on a network: a latency and seconds per byte, read off its schedule once.
+"""The cost of a collective on a network: a latency and seconds per byte, computed from its schedule
+once.
 
-A schedule's time on a Network is a straight line in the bytes, so two values of it are all that a
-simulation needs. Where many rounds cost the same one stands for all of them here: the schedules
-that `collectives` runs write out W rounds of W transfers, 65,536 squared for what goes from every
-rank to every other, and a plan only asks for their time.
+A schedule's time on a Network is a linear function of the bytes, so two values of it determine the
+cost. If many rounds cost the same, a schedule made here has one round that counts as many. The
+schedules that `collectives` runs contain every transfer: 65,536 squared for an all-to-all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lockstep.collectives.schedule import Kind, Round, Schedule, together
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one collective: `latency + bytes * per_byte` seconds, in `rounds` messages that wait
-    for each other.
+    """The cost of one collective: `latency + bytes * per_byte` seconds, in `rounds` messages one
+    after the other.
     """
 
     latency: float
     per_byte: float
     rounds: int
     sends: float
-    """Bytes that the rank which sends most sends, over the bytes of the tensor."""
+    """Bytes sent by the rank that sends most, divided by the bytes of the tensor."""
 
     def seconds(self, bytes: float) -> float:
         return self.latency + bytes * self.per_byte if bytes else 0.0
@@ -40,21 +40,21 @@ NOTHING = Cost(0.0, 0.0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class OneHost:
-    """Ranks of one host, as they were measured, by their number."""
+    """Measured communication of ranks on one host, by the number of ranks."""
 
     sums: Mapping[int, Cost]
-    """Of one bucket of gradients, however it is summed here."""
+    """Cost to sum one bucket of gradients with the measured reduction."""
     small: Mapping[int, float]
     """Seconds of a message of a few numbers."""
     beside: bool = False
-    """Sums go on while ranks compute: on GPUs. On CPUs they would take the cores from the
-    computation, and nothing is gained.
+    """Whether sums overlap with computation: on GPUs. On CPUs they would use the cores that
+    compute, so overlap gains nothing.
     """
 
 
 @lru_cache(maxsize=4096)
 def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
-    """Of a collective among so many ranks, by one of the algorithms of `collectives`."""
+    """Return the cost of a collective among `world` ranks by an algorithm of `collectives`."""
     if world == 1:
         return NOTHING
     found = _schedule(kind, algorithm, world, network.ranks_per_node)
@@ -64,7 +64,9 @@ def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
 
 
 def _per_byte(network: Network, found: Schedule) -> float:
-    """Where the latency is so long that one byte more would be lost in its rounding."""
+    """Return the seconds per byte, computed without latency: next to a very long latency, rounding
+    would lose the time of one byte.
+    """
     without = replace(
         network,
         within=Link(0.0, network.within.bandwidth),
@@ -76,7 +78,7 @@ def _per_byte(network: Network, found: Schedule) -> float:
 def quickest(
     network: Network, kind: Kind, algorithms: tuple[str, ...], world: int, bytes: float
 ) -> Cost:
-    """Of several algorithms, the one that is over first with so many bytes."""
+    """Return the cost of the algorithm that takes the least time for `bytes` bytes."""
     return min(
         (cost(network, kind, each, world) for each in algorithms),
         key=lambda each: each.seconds(bytes),
@@ -84,12 +86,12 @@ def quickest(
 
 
 def part(network: Network, size: int, stride: int) -> Network:
-    """The network of one group among several alike, each of `size` ranks that are `stride`
-    apart: the groups of a node share its way out.
+    """Return the network of one of several equal groups, each of `size` ranks that are `stride`
+    apart. The groups of a node share its link to other nodes.
     """
     assert size >= 1
     assert stride >= 1
-    here = max(1, network.ranks_per_node // stride)  # of a group, on one node
+    here = max(1, network.ranks_per_node // stride)  # ranks of a group on one node
     groups = min(stride, network.ranks_per_node)
     between = Link(network.between.latency, network.between.bandwidth / groups)
     return replace(network, between=between, ranks_per_node=here)
@@ -119,8 +121,8 @@ def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule
 
 
 def _distances(world: int, per_node: int) -> list[tuple[int, int]]:
-    """Pairs (distance to whom every rank sends, rounds that cost as much): those of at least a
-    node's size, either way, are alike.
+    """Return pairs (distance from sender to receiver, number of rounds with the same cost). All
+    distances of at least a node's size, in either direction, cost the same.
     """
     near = sorted({*range(1, min(per_node, world)), *range(max(1, world - per_node + 1), world)})
     far = world - 1 - len(near)
@@ -133,7 +135,7 @@ def _distance(world: int, distance: int, repeat: int) -> Round:
 
 
 def _others(world: int, per_node: int) -> list[tuple[int, int]]:
-    """Pairs (a rank, how many are as far from rank 0 as it is)."""
+    """Return pairs (a rank, number of ranks for which a message to rank 0 costs the same)."""
     near = min(per_node, world) - 1
     far = world - 1 - near
     return [(1, near)] * (near > 0) + [(world - 1, far)] * (far > 0)

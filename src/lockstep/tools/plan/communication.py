@@ -1,19 +1,18 @@
-"""What the ranks of a step send each other, and how long they wait for it: each way of training, as
-its own code goes about it.
+"""What ranks send each other in a step, and how long they wait for it, for each training method as
+it is implemented.
 
     native, ring, ...       the bucket, by that algorithm
-    bf16, fp16, int8        slices to their owners, sums to everybody; int8 with a float32 for every
-                            64 elements
+    bf16, fp16, int8        slices to the ranks that own them, sums to all ranks; int8 with a
+                            float32 for every 64 elements
     powersgd:r              P [n, r] of every matrix, with all vectors, then Q [m, r]; a matrix that
-                            would not get smaller travels whole
+                            would not get smaller is sent uncompressed
     topk:s                  8 bytes for each of the s n largest elements, from every rank to every
                             other one
     central                 one tensor after the other through rank 0
 
-What leaves in the middle of the backward is hidden behind the rest of it. What a bucket sends as an
-answer to its first message waits for the backward's end, as the code does, and so does all that is
-summed in shared memory or through rank 0. The computation and the link go side by side, both one
-thing after the other.
+A message sent during the backward overlaps with the rest of it. As in the code, a bucket's second
+message waits for the end of the backward, and so does a sum in shared memory or through rank 0.
+Computation and link run in parallel, and each of them does one thing at a time.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _AT_THE_END = ("central", "shared_memory")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective of a bucket. `bytes` are of the tensor that all ranks sum, or of what all of
-    them have together in the end.
+    """A collective of a bucket. `bytes`: size of the tensor that all ranks sum, or of the complete
+    result that they gather.
     """
 
     kind: Kind
@@ -57,11 +56,11 @@ class Message:
     ]
     bytes: float
     late: bool = False
-    """It leaves when the backward is over."""
+    """Whether it is sent after the backward."""
 
 
 def messages(method: Parallelism, bucket: Leaves, width: float, workers: int) -> list[Message]:
-    """Of one bucket, in the order in which they leave."""
+    """Return the messages of one bucket, in the order in which they are sent."""
     if method.compression is not None:
         return _compressed(method.compression, bucket, workers)
     name = "native" if method.reduce in ("auto", "native") else method.reduce
@@ -75,7 +74,7 @@ def messages(method: Parallelism, bucket: Leaves, width: float, workers: int) ->
 def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[Message]:
     if compression.kind == "topk":
         assert compression.amount is not None
-        # a value and its place
+        # for each element a value and its index
         chosen = math.ceil(compression.amount * bucket.elements) * (WIDTH + 4)
         return [Message("all_gather", "native", workers * chosen)]
     if compression.kind == "powersgd":
@@ -94,7 +93,9 @@ def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[
 
 
 def _factors(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int]:
-    """Elements of PowerSGD's first message (P, and what travels whole) and of its second (Q)."""
+    """Return the elements of PowerSGD's first message (P, and what is sent uncompressed) and of its
+    second (Q).
+    """
     first = second = 0
     for shape in shapes:
         sides = [size for size in shape if size != 1]
@@ -110,47 +111,52 @@ def _factors(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class QueuedBucket:
-    """How long a bucket of gradients takes the link."""
+    """The seconds for which a bucket of gradients uses the link."""
 
     ready: float
-    """The share of the last backward after which it can leave."""
+    """The share of the last backward after which the bucket can be sent."""
     early: float
+    """Seconds of the messages that can be sent during the backward."""
     late: float
-    """Of what waits for the end of the backward."""
+    """Seconds of the messages that wait for the end of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredLayers:
-    """Layers whose parameters are gathered together, before they are used, and whose gradients
-    are scattered.
+    """Layers whose parameters are gathered together before use, and whose gradients are
+    reduce-scattered together.
     """
 
     ready: float
     """The share of a backward after which their gradients are complete."""
     gather: float
+    """Seconds to gather the parameters."""
     scatter: float
+    """Seconds to reduce-scatter the gradients."""
 
 
 class LinkQueue:
-    """A rank that computes and a link that carries, both one thing after the other. Seconds after
-    the step's begin.
+    """A rank and its link, each of which does one thing at a time. Times are seconds after the
+    start of the step.
     """
 
     def __init__(self) -> None:
         self.computed = 0.0
-        """When the last computation was over."""
+        """Time at which the last computation ends."""
         self.link = 0.0
-        """When the last message was."""
+        """Time at which the last message arrives."""
         self.busy = 0.0
-        """How long the link was in use."""
+        """Seconds in which the link is in use."""
 
     @property
     def arrived(self) -> float:
-        """When all is over."""
+        """The time at which all computation and communication has ended."""
         return max(self.computed, self.link)
 
     def carry(self, seconds: float, asked: float) -> float:
-        """When a message has arrived that can leave at `asked`."""
+        """Send a message that takes `seconds` and can leave at time `asked`. Returns the time at
+        which it arrives.
+        """
         if not seconds:
             return asked
         self.link = max(self.link, asked) + seconds
@@ -160,7 +166,7 @@ class LinkQueue:
     def walk(
         self, gathers: Sequence[float], computations: Sequence[float], scatters: Sequence[float]
     ) -> None:
-        """Layer after layer; the next one's parameters are asked for when this one begins."""
+        """Compute one layer after the other. When a layer starts, the gather of the next begins."""
         here = self.carry(gathers[0], self.computed)
         for place, seconds in enumerate(computations):
             begin = max(self.computed, here)
@@ -170,8 +176,8 @@ class LinkQueue:
 
 
 def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> LinkQueue:
-    """Every rank holds the model. `before` are the seconds until the last backward begins: only
-    in that one do gradients leave.
+    """Simulate a step in which every rank holds the model. `before`: seconds until the last
+    backward starts, the only one in which gradients are sent.
     """
     queue = LinkQueue()
     queue.computed = before + backward
@@ -185,16 +191,16 @@ def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) 
 def sharded(
     forward: float, backward: float, micro_batches: int, groups: Sequence[GatheredLayers]
 ) -> LinkQueue:
-    """Every rank holds a part of each parameter (FSDP, ZeRO-3): layers are gathered one ahead of
-    the one that computes, forward and backward.
+    """Simulate a step in which every rank holds a part of each parameter (FSDP, ZeRO-3). In forward
+    and backward, the next layers are gathered while the current ones compute.
 
-    `groups` in the order of the backward. The layers that end the forward begin the backward, and
-    stay gathered between the two.
+    `groups` are in the order of the backward. The last layers of the forward are the first of the
+    backward, and stay gathered in between.
     """
     queue = LinkQueue()
     ready = [0.0, *(each.ready for each in groups)]
     shares = [after - before for before, after in pairwise(ready)]
-    rest = 1 - groups[-1].ready  # what is computed behind the last gradient
+    rest = 1 - groups[-1].ready  # share of the backward after the last gradient
     gathers, scatters = [each.gather for each in groups], [each.scatter for each in groups]
     for _ in range(micro_batches):
         queue.walk(gathers[::-1], [forward * share for share in shares[::-1]], [0.0] * len(groups))
@@ -206,14 +212,14 @@ def sharded(
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Of a step; where ranks meet every H steps, an H-th of a meeting."""
+    """Communication of a step. If ranks synchronize every H steps, 1/H of a synchronization."""
 
     exposed: float
-    """Seconds behind which nothing is computed."""
+    """Seconds of communication during which nothing is computed."""
     busy: float
-    """Seconds that the link is in use."""
+    """Seconds in which the link is in use."""
     sent: float
-    """Bytes, by the rank that sends most."""
+    """Bytes sent by the rank that sends most."""
 
 
 SILENCE = Talk(0.0, 0.0, 0.0)
@@ -221,16 +227,16 @@ SILENCE = Talk(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class TalkingRanks:
-    """Who talks, over what."""
+    """Ranks that communicate, and the network between them."""
 
     workers: int
     network: Network | OneHost
     native: tuple[str, ...]
-    """The schedules that stand for the backend's own all-reduce."""
+    """Schedules that model the backend's own all-reduce."""
     stretch: float = 1.0
-    """By which everything on the link takes longer than the network says."""
+    """Factor on all times of the link."""
     software: float = 0.0
-    """Seconds that a collective takes at the least, however quick the network is."""
+    """Minimum seconds of a collective, on any network."""
 
     def cost(self, message: Message) -> Cost:
         if isinstance(self.network, OneHost):
@@ -241,7 +247,7 @@ class TalkingRanks:
         return cost(self.network, message.kind, message.algorithm, self.workers)
 
     def small(self, bytes: float) -> float:
-        """Seconds of what the library itself has to tell."""
+        """Return the seconds of an all-reduce of the library's own numbers, `bytes` in size."""
         if isinstance(self.network, OneHost):
             return self.stretch * self.network.small[self.workers]
         return self._seconds(
@@ -255,7 +261,9 @@ class TalkingRanks:
         return self._seconds(self.cost(message), message.bytes)
 
     def _seconds(self, of: Cost, bytes: float) -> float:
-        """What was measured on one host has the software's part in it."""
+        """Return the seconds of a collective. Times measured on one host already include the time
+        of the software.
+        """
         if not bytes or not of.rounds:
             return 0.0
         least = 0.0 if isinstance(self.network, OneHost) else self.software
@@ -266,8 +274,8 @@ class TalkingRanks:
 
 
 def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshShare | None) -> Talk:
-    """`rank` is what the slowest one does, in seconds that include its lateness; `part` is there
-    where a mesh splits the model.
+    """Return the communication of a step. `rank`: the work of the slowest rank, with its delay
+    included. `part`: given if a mesh splits the model.
     """
     if ranks.workers == 1:
         return SILENCE
@@ -282,8 +290,8 @@ def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshSha
 
 
 def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """The facts of a step, all gradients, then what BatchNorm moved; a sharded update then has
-    everybody told the parameters.
+    """Return the communication if ranks synchronize in every step: the facts of a step, all
+    gradients, BatchNorm's buffers, and for a sharded update an all-gather of the parameters.
     """
     at_the_end = isinstance(ranks.network, OneHost) and not ranks.network.beside
     facts = ranks.small(rank.facts) if rank.facts else 0.0
@@ -312,8 +320,8 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
 
 
 def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """How far every replica has moved, every H steps: nothing leaves in a backward. With
-    overlap, while the next steps are computed.
+    """Return the communication of local steps: every H steps, after the backward, replicas send the
+    change of their weights. With `overlap`, the next steps are computed at the same time.
     """
     assert method.local is not None
     every = method.sync_every or 1
@@ -329,8 +337,9 @@ def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
 
 
 def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """The first ranks own a part each: gradients go to the owners, parameters come back; an
-    owner's own stay where they are.
+    """Return the communication with a parameter server. Ranks send gradients to the owners of the
+    parameters, which send parameters back. Each of the first ranks owns a part, and keeps its own
+    gradients of this part.
     """
     assert method.server is not None
     if isinstance(ranks.network, OneHost):
@@ -344,14 +353,14 @@ def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Ta
     link = ranks.network.within if alone else ranks.network.between
     shared = 1 if alone else ranks.network.ranks_per_node
     whole = ranks.stretch * (2 * link.latency + sent * shared / link.bandwidth)
-    # a rank computes on while its gradients travel
+    # with staleness, a rank computes while its gradients are sent
     behind = 0.0 if method.bound == 0 else rank.computation + rank.optimizer
     return Talk(max(0.0, whole - behind), whole, sent)
 
 
 def _on_mesh(method: Parallelism, mesh: Mesh, ranks: TalkingRanks, part: MeshShare) -> Talk:
-    """Gradients are summed over the ranks that hold the same part; where parameters are sharded,
-    after they were scattered.
+    """Return the communication on a mesh: gradients are summed over the ranks that hold the same
+    part of the model, after a reduce-scatter if parameters are sharded.
     """
     assert isinstance(part.data, Network)
     replicas = replace(ranks, workers=mesh.data, network=part.data)
@@ -375,8 +384,8 @@ def _sharded(
     replicas: TalkingRanks,
     shards: TalkingRanks,
 ) -> Talk:
-    """Bucket by bucket: the parameters are gathered before each use, the gradients scattered,
-    and what is left of them summed over replicas.
+    """Return the communication of sharded parameters: for each bucket, gather the parameters before
+    each use, reduce-scatter the gradients, and all-reduce the result over replicas.
     """
     rank, groups, sent = part.work, [], 0.0
     turns = rank.micro_batches
@@ -387,13 +396,13 @@ def _sharded(
         summed = Message("all_reduce", "native", size / mesh.shard)
         seconds = shards.seconds(scatter) + (replicas.seconds(summed) if mesh.data > 1 else 0.0)
         groups.append(GatheredLayers(bucket.ready, shards.seconds(gather), seconds))
-        gathers = 1 if place == 0 else 2  # what ends the forward begins the backward, and is there
+        gathers = 1 if place == 0 else 2  # the forward's last layers stay gathered for the backward
         sent += turns * (
             gathers * shards.sent(gather)
             + shards.sent(scatter)
             + (replicas.sent(summed) if mesh.data > 1 else 0.0)
         )
     ended = sharded(rank.forward, rank.backward, turns, groups)
-    # the facts of a step travel behind its last backward
+    # the facts of a step are sent during its last backward, and cost no time
     more = everyone.small(rank.buffers) if rank.buffers else 0.0
     return Talk(ended.arrived - rank.computation + more, ended.busy + more, sent)

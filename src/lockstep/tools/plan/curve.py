@@ -1,10 +1,9 @@
-"""How a training's step changes with the number of ranks: a row for each number, every one of
-them a simulation; as a table and as a picture. What failures take of its time, and the ways to lay
-the task out over its ranks.
+"""Predicts how the step of a task changes with the number of ranks, with a simulation for each
+number; as a table and as a picture. Also the time lost to failures, and the layouts of the task.
 
-Goodput: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006:
-with failures of a Poisson process, its complete model of the wall time (equation 20) and its
-higher-order interval (equation 37), whose first term is Young's sqrt(2 cost x MTBF) (1974).
+Goodput follows Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+2006. For failures of a Poisson process, it uses the complete model of the wall time (equation 20)
+and the higher-order interval (equation 37), whose first term is Young's sqrt(2 cost x MTBF) (1974).
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ from lockstep.tools.timing.profile import Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """Seconds."""
+    """Failures and their cost, in seconds."""
 
     mtbf: float
     """Mean time between failures of one rank."""
     checkpoint: float
-    """That a checkpoint holds the training up."""
+    """Time for which a checkpoint stops the training."""
     restart: float
-    """From a failure until the work goes on."""
+    """Time from a failure until the training runs again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """Of so many ranks, any of which stops all."""
+    """Goodput of a number of ranks; a failure of any rank stops all of them."""
 
     interval: float
-    """Seconds of work from one checkpoint to the next, at which the least is lost."""
+    """Seconds of work between two checkpoints at which the least time is lost."""
     share: float
-    """Of the time in which steps are made that stay."""
+    """Share of the time that is spent on steps that are kept."""
 
 
 def goodput(failures: Failures, workers: int) -> Goodput:
-    """At the best interval."""
+    """Return the goodput at the best checkpoint interval."""
     mtbf = failures.mtbf / workers
     cost = failures.checkpoint
     if cost < 2 * mtbf:
@@ -72,8 +71,8 @@ def goodput(failures: Failures, workers: int) -> Goodput:
 
 
 def share_of_work(failures: Failures, workers: int, interval: float) -> float:
-    """With a checkpoint after every so many seconds of work. 0 where hardly any segment ever
-    ends before the next failure.
+    """Return the goodput with a checkpoint after every `interval` seconds of work. 0 if a segment
+    hardly ever ends before the next failure.
     """
     mtbf = failures.mtbf / workers
     try:
@@ -89,7 +88,7 @@ def share_of_work(failures: Failures, workers: int, interval: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurveRow(PlanRow):
-    """So many ranks."""
+    """The row of one number of ranks."""
 
     goodput: Goodput | None
 
@@ -108,18 +107,18 @@ class CurveRow(PlanRow):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Of one task on one network."""
+    """Predictions for one task on one network."""
 
     task: str
     scaling: PlanScaling
     slots: int
-    """Micro-batches of the task's own global batch."""
+    """Number of micro-batches of the task's own global batch."""
     rows: Sequence[CurveRow]
-    """By growing number of ranks."""
+    """Rows in order of the number of ranks."""
 
     @property
     def idle_from(self) -> int | None:
-        """The first number of ranks of which some have no micro-batch; None where all have."""
+        """The first number of ranks at which some have no micro-batch; None if all have one."""
         if self.scaling.weak:
             return None
         return next((row.workers for row in self.rows if row.workers > self.slots), None)
@@ -127,7 +126,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked about a profile. Raises UsageError for a mesh that cannot be planned, before
+    """What to predict from a profile. Raises UsageError for a mesh that cannot be planned, before
     anything is measured.
     """
 
@@ -136,17 +135,17 @@ class Question:
     method: Parallelism
     failures: Failures | None = None
     storage: float | None = None
-    """Samples a second for all ranks together."""
+    """Samples per second that a shared storage gives to all ranks together; None: no limit."""
 
     def __post_init__(self) -> None:
         if self.method.mesh is not None:
-            # one rank is compared with the others, and stands in no mesh
+            # one rank is only the base for comparison, and has no mesh
             counts = {*self.workers, self.scaling.base} - {1}
             check_mesh(self.method.mesh, "a task", 0, counts)
 
 
 def curve(profile: Profile, asked: Question, joined: PlanNetwork) -> Curve:
-    """Raises UsageError for what the profile or this host does not say."""
+    """Predict the rows. Raises UsageError if the profile or this host lacks a measurement."""
     base = predicted(profile, asked, joined, asked.scaling.base, asked.method)
     base_rate = (
         samples_of(profile, asked.scaling, asked.scaling.base) / base.step / asked.scaling.base
@@ -170,8 +169,8 @@ def curve(profile: Profile, asked: Question, joined: PlanNetwork) -> Curve:
 def predicted(
     profile: Profile, asked: Question, joined: PlanNetwork, workers: int, method: Parallelism
 ) -> Predicted:
-    """One step by `method`, which need not be the one that was asked for. A mesh's data axis is
-    as long as the ranks allow; one rank is no mesh.
+    """Predict one step with `method`, which may differ from `asked.method`. The data axis of a mesh
+    is as long as the number of ranks allows; one rank has no mesh.
     """
     if method.mesh is not None:
         method = replace(method, mesh=over(method.mesh, workers))
@@ -194,8 +193,8 @@ def predicted(
 
 
 def _takes_software(joined: PlanNetwork, workers: int) -> bool:
-    """Whether messages have a part that no network takes from them. Of a free network that is
-    taken away too.
+    """Whether to add the time of the software to messages: not on one host, where it is measured,
+    and not on a free network, where messages take no time.
     """
     return (
         workers > 1
@@ -209,8 +208,8 @@ def _takes_software(joined: PlanNetwork, workers: int) -> bool:
 def _may_be_hierarchical(
     profile: Profile, network: Network | OneHost, method: Parallelism, workers: int
 ) -> bool:
-    """Whether reduce="auto" would try it, as gradients/reductions.py does: several ranks on each
-    of several hosts, on CPUs.
+    """Whether reduce="auto" would try a hierarchical sum, as gradients/reductions.py does: on CPUs,
+    with several ranks on each of several hosts.
     """
     whole = (
         method.reduce == "auto"
@@ -227,7 +226,7 @@ def _may_be_hierarchical(
 
 
 def describe(found: Curve) -> str:
-    """A line a number of ranks."""
+    """Return a text with a line for each number of ranks."""
     head = [*HEAD, "sent a step"]
     head += ["goodput", "save every"] if any(row.goodput for row in found.rows) else []
     return "\n".join(
@@ -259,7 +258,7 @@ def _notes(found: Curve) -> Iterator[str]:
 
 
 def drawing(found: Curve) -> Drawing:
-    """Samples a second over the number of ranks, with the interval and the ideal line."""
+    """Draw samples per second over the number of ranks, with their interval and the ideal line."""
     counts = [row.workers for row in found.rows]
     first = found.rows[0]
     ideal = [first.samples_per_s / first.efficiency * count / first.workers for count in counts]
@@ -285,20 +284,22 @@ def drawing(found: Curve) -> Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskLayout(RankMemory):
-    """One of them, and what a rank of it holds; activations are whatever else a step needs for a
-    while, too.
+    """A layout of a task, and the memory of its rank. `activations` includes all other temporary
+    memory of a step.
     """
 
     name: str
     fits: bool
-    """Into the memory of a rank on a host like this."""
+    """Whether it fits into the memory of a rank on a host like this one."""
     step_ms: float
 
 
 def layouts_of(profile: Profile, asked: Question, joined: PlanNetwork) -> list[TaskLayout]:
-    """For the largest number of ranks: those that fit, the quickest first, then the others.
-    Empty for one rank, for a way that was chosen, on this host, where only replicas are
-    measured, and where nobody knows what a step needs.
+    """Return layouts for the largest number of ranks: those that fit, the fastest first, then the
+    others.
+
+    Empty for one rank, if a method was chosen, if the memory of a step is unknown, and for
+    `--network here`, which measures replicas only.
     """
     workers = max(asked.workers)
     if (
@@ -323,8 +324,9 @@ def layouts_of(profile: Profile, asked: Question, joined: PlanNetwork) -> list[T
 def _layout(
     name: str, profile: Profile, parts: int, last: int, room: float | None, step_ms: float
 ) -> TaskLayout:
-    """`parts`: in how many a parameter and its gradient are cut; `last`: the optimizer's state.
-    Two buckets at a time are whole.
+    """Return one layout. `parts`: number of ranks that share a parameter and its gradient; `last`:
+    number of ranks that share the optimizer's state. With `parts` above 1, two buckets at a time
+    are gathered.
     """
     gradients = sum(bucket.elements for bucket in profile.buckets) * profile.width
     whole = (
@@ -344,7 +346,7 @@ def _layout(
 
 
 def describe_layouts(found: Sequence[TaskLayout], workers: int) -> str:
-    """A line each; nothing where there are none."""
+    """Return a text with a line for each layout; empty if there are none."""
     if not found:
         return ""
     head = f"a rank of {workers} holds, in MB | weights | gradients | optimizer | activations | step | "

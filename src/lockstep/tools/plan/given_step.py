@@ -1,8 +1,9 @@
-"""A step of which only numbers are known: bytes of gradients, equal buckets, seconds of computation.
-No task, no measurement: what docs/explore/index.html computes too.
+"""Plans a step from a few numbers, without a task or a measurement: bytes of gradients, number of
+equal buckets, seconds of computation. docs/explore/index.html computes the same.
 
-A third of the computation is the forward. Bucket i of n is complete after (i + 1)/n of the backward.
-Every rank computes the same, however many there are: the global batch grows with them.
+A third of the computation is the forward. Bucket i of n is complete after (i + 1)/n of the
+backward. The computation of a rank does not depend on the number of ranks: the global batch grows
+with it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from lockstep.tools.timing.profile import Leaves
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenStep:
-    """Of every rank. Raises UsageError for numbers that cannot be."""
+    """The step of every rank. Raises UsageError for numbers out of range."""
 
     gradient_mb: float
-    """Of float32, in 10^6 bytes; cut to whole elements."""
+    """Size of the float32 gradients in 10^6 bytes; rounded to whole elements."""
     buckets: int
     step_ms: float
-    """That a rank computes, forward and backward."""
+    """Milliseconds of a rank's forward and backward."""
 
     def __post_init__(self) -> None:
         knob.number("gradient_mb", self.gradient_mb, above=0)
@@ -57,14 +58,14 @@ class GivenStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenRow:
-    """So many ranks."""
+    """The predicted step for one number of ranks."""
 
     workers: int
     predicted: Predicted
 
     @property
     def efficiency(self) -> float:
-        """The computation's share of the step."""
+        """The share of the step that is computation."""
         return self.predicted.computation / self.predicted.step
 
     def as_json(self) -> dict[str, Any]:
@@ -86,7 +87,9 @@ def rows(
     method: Parallelism,
     native: tuple[str, ...] = ("ring",),
 ) -> list[GivenRow]:
-    """A row for each number of ranks. `native`: the schedules that stand for the backend's own."""
+    """Return a row for each number of ranks. `native`: schedules that model the backend's own
+    all-reduce.
+    """
     work, assumed = given.work(), Assumed(native=native)
     return [
         GivenRow(workers=workers, predicted=simulate(work, workers, network, method, assumed))
@@ -95,7 +98,7 @@ def rows(
 
 
 def describe(given: GivenStep, found: Sequence[GivenRow]) -> str:
-    """A line a number of ranks."""
+    """Return a text with a line for each number of ranks."""
     head = "workers | step | efficiency | exposed | communication | sent a step"
     lines = [
         (

@@ -1,15 +1,15 @@
-"""`lockstep plan TASK --methods`: what each way to train sends in a step, and how long the step
-takes, beside each other and what was measured.
+"""`lockstep plan TASK --methods`: compares what each training method sends in a step, how long the
+step takes, and the measured values if there are any.
 
-    S   bytes of all gradients        W   ranks, each with a link of its own that sends and receives at once
+    S   bytes of all gradients        W   ranks, each with its own full-duplex link
     a   latency of a message          b   seconds per byte
 
     native, ring            every rank sends 2(W-1)/W S, in 2(W-1) messages one after the other, for
                             every bucket
-    bf16, fp16, int8        the same in smaller numbers: slices to their owners, sums to everybody;
-                            int8 with a float32 for every 64 elements
+    bf16, fp16, int8        the same with smaller numbers: slices to the ranks that own them, sums
+                            to all ranks; int8 with a float32 for every 64 elements
     powersgd:r              rings of P [n, r] with all vectors, and of Q [m, r]; a matrix that would
-                            not get smaller travels whole
+                            not get smaller is sent uncompressed
     topk:s                  every rank sends 8 bytes for each of its s S/4 largest elements to every
                             other one: grows with W
     local steps             a ring of the parameters every H steps
@@ -18,8 +18,8 @@ takes, beside each other and what was measured.
     central                 rank 0 receives and sends (W-1) S, one tensor of one rank after the
                             other
 
-It is the step of simulate.py: a bucket is complete when the backward has come through as large a
-share of the elements, all ranks are alike, and compressing costs nothing.
+simulate.py simulates the step. Assumptions: the backward passes the elements of the parameters at a
+constant rate, all ranks are alike, and compression takes no time.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ METHODS = (
     "ring",
     "central",
 )
-"""As they are written on the command line of `lockstep train`: the same text in a plan and in
-what was measured.
+"""Methods as written on the command line of `lockstep train`. A plan and a file of measurements use
+the same text.
 """
 _NAMES = knobs(Parallelism).keys() - {"exact", "mesh"}
 
 
 def method_of(text: str) -> Parallelism:
-    """`--compress bf16`, `--sync-every 50 --outer nesterov`; a bare word is a way to sum. Raises
-    UsageError.
+    """Read a method such as `--compress bf16` or `--sync-every 50 --outer nesterov`. A first word
+    without dashes is a value of --reduce. Raises UsageError for any other text.
     """
     words = shlex.split(text)
     if words and not words[0].startswith("-"):
@@ -90,11 +90,11 @@ def method_of(text: str) -> Parallelism:
 def work_of_module(
     model: nn.Module, *, seconds: float = 0.0, micro_batches: int = 1, landed: Sequence[float] = ()
 ) -> RankWork:
-    """Of a rank that takes so many seconds for its micro-batches of a step. Raises UsageError where
-    no parameter is trained.
+    """Return the work of a rank that computes its micro-batches of a step in `seconds`. Raises
+    UsageError if the model has no trained parameter.
 
-    `landed`: by trained parameter, the share of the backward after which its gradient was there;
-    default: from the last to the first.
+    `landed`: for each trained parameter, the share of the backward after which its gradient is
+    complete; default: from the last parameter to the first.
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     if not trained:
@@ -111,17 +111,19 @@ def work_of_module(
 
 @dataclass(frozen=True, slots=True)
 class SlowLinkStep:
-    """A step of one method, as benchmarks/slow_link.py measured it."""
+    """The step of one method, as benchmarks/slow_link.py measured it."""
 
     sends: float | None
-    """Bytes: Lockstep's own count, without headers; None where only the interface counted."""
+    """Bytes sent, as Lockstep counts them, without headers; None if only the network interface
+    counted.
+    """
     seconds: float
-    """On the mean."""
+    """Mean seconds of a step."""
 
 
 def read_measured(file: Path, *, task: str, workers: int, link: Link) -> dict[str, SlowLinkStep]:
-    """By method. Raises UsageError for another file, and where something else was measured than
-    is planned.
+    """Read the measured steps, by method. Raises UsageError if the file has another format, or if
+    its task, workers or rate differ from the plan's.
     """
     with reading(file, "--measured", "benchmarks/slow_link.py --json") as found:
         rows = {row["method"]: row for row in found["rows"] if row.get("problem") is None}
@@ -144,11 +146,11 @@ def read_measured(file: Path, *, task: str, workers: int, link: Link) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class MethodRow:
-    """One method."""
+    """A row of the comparison: one method."""
 
     method: str
     sends: float
-    """Bytes of gradients that each rank, or the one that sends most, sends in a step."""
+    """Bytes of gradients sent in a step by the rank that sends most."""
     seconds: float
     measured: SlowLinkStep | None = None
 
@@ -156,8 +158,8 @@ class MethodRow:
 def method_rows(
     work: RankWork, workers: int, link: Link, measured: Mapping[str, SlowLinkStep]
 ) -> list[MethodRow]:
-    """The usual methods, and those that were measured beside them. Raises UsageError for a
-    measured one with options that no plan knows.
+    """Return rows for METHODS and for other measured methods. Raises UsageError if a measured
+    method has options that a plan does not support.
     """
     found = []
     for name in dict.fromkeys(
@@ -169,8 +171,8 @@ def method_rows(
 
 
 def describe(found: Sequence[MethodRow]) -> str:
-    """Times are of a step, on the mean; "native / it" above 1 is quicker than the sum of
-    everything in every step, which is torch's DDP too.
+    """Return a table of mean step times. If "native / it" is above 1, the method is faster than an
+    all-reduce of all gradients in every step, which torch's DDP also does.
     """
     head = ["method", "sent a step", "a step", "native / it"]
     if any(row.measured for row in found):
@@ -207,8 +209,8 @@ def as_json(found: Sequence[MethodRow]) -> list[dict[str, Any]]:
 
 
 def step_seconds(source: Callable[[], Task], micro_batches: int, workers: int) -> float:
-    """A step of so many micro-batches with the optimizer's, in one process, with the threads
-    that each of so many ranks would have on this host.
+    """Return the seconds of a step with `micro_batches` micro-batches and the optimizer, in one
+    process with as many threads as each of `workers` ranks would have on this host.
     """
     side = profile(source, [1], _PROFILED, "cpu", threads=max(1, cores() // workers)).sides[0]
     return micro_batches * (side.forward + side.backward) + side.optimizer

@@ -1,26 +1,26 @@
-"""`lockstep plan --model`: memory of a rank and step times of a model from the table, on devices
-from the table, for every layout that fits.
+"""`lockstep plan --model`: predicts a rank's memory and the step time, for a model and a device
+from the table and every layout that fits.
 
-Every device has the same samples in a step, however the model is laid out (weak scaling): a replica
-that is spread over several devices computes as many micro-batches. Efficiency is the time in which
-a device alone would compute its samples, without any recomputation, over the step.
+Every device has the same number of samples in a step, in every layout (weak scaling). A replica on
+n devices computes n micro-batches. Efficiency is the time in which one device alone would compute
+its samples, without recomputation, divided by the time of the step.
 
-    of a parameter          4 bytes, 4 of its gradient, 8 of Adam's two moments: 16, in fp32 and
+    a parameter             4 bytes, 4 for its gradient, 8 for Adam's two moments: 16, in fp32 and
                             under autocast, which leaves all of these in fp32
-                            (fp16 weights with fp32 master copies, as in the ZeRO paper, come to 2 +
-                            2 + 12: 16 too)
-    replicated              all of it
-    update=sharded          the optimizer's part over the replicas (ZeRO-1)
-    shard                   everything over the ranks of the axis, and the layer at work and the
-                            next one whole (FSDP, ZeRO-3)
-    tensor, pipeline        everything over the ranks of both; the first and last stage also hold
-                            the embedding or the output layer
-    activations             what a forward keeps; recomputed: the inputs of the blocks, and one
-                            block. A tensor axis divides them; a pipeline does not:
+                            (fp16 weights with fp32 master copies, as in the ZeRO paper, need 2 + 2
+                            + 12: 16 too)
+    replicated              every rank holds all of it
+    update=sharded          the replicas divide the optimizer's state (ZeRO-1)
+    shard                   the ranks of the axis divide everything; the current layer and the next
+                            one are whole (FSDP, ZeRO-3)
+    tensor, pipeline        the ranks of both axes divide everything; the first and last stage also
+                            hold the embedding or the output layer
+    activations             what a forward keeps; with recomputation: the inputs of the blocks, and
+                            one block. A tensor axis divides them; a pipeline does not:
                             its first stage keeps as many micro-batches as there are stages (1F1B)
 
-Memory is an estimate: what kernels, the allocator and the communication library take besides is
-RESERVED, for all alike.
+Memory is an estimate. The constant RESERVED stands for kernels, the allocator and the communication
+library.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from lockstep.tools.plan.work import WIDTH, RankWork, check_mesh, over
 from lockstep.tools.timing.output_files import table
 from lockstep.tools.timing.profile import Leaves
 
-WEIGHT, GRADIENT, MOMENTS = 4, 4, 8  # bytes a parameter
-# CUDA's context, workspaces, NCCL's buffers, fragments: to the order of magnitude
+WEIGHT, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter
+# CUDA's context, workspaces, NCCL's buffers, fragmentation: to the order of magnitude
 RESERVED = 4 * 2**30
-_MOST = 2**20  # devices among which a least number is looked for
-_TENSOR = (1, 2, 4, 8)  # inside a server
+_MOST = 2**20  # largest number of devices that is tried
+_TENSOR = (1, 2, 4, 8)  # sizes of the tensor axis, which stays inside a server
 _POWERS = [2**power for power in range(21)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes of the rank that holds most."""
+    """Bytes of memory of the rank that holds most."""
 
     weights: float
     gradients: float
@@ -73,7 +73,9 @@ def memory(
     batch: int,
     recompute: bool = False,
 ) -> RankMemory:
-    """`batch`: samples of a micro-batch. `recompute` is for models with blocks."""
+    """Estimate a rank's memory. `batch`: samples of a micro-batch. `recompute`: whether activations
+    are recomputed; only for models with blocks.
+    """
     mesh = method.mesh or Mesh(data=workers)
     held = _held(model, mesh)
     working = _gathered(model, device, mesh)
@@ -90,7 +92,9 @@ def fits(found: RankMemory, device: Device) -> bool:
 
 
 def too_large(found: RankMemory, device: Device) -> tuple[str, ...]:
-    """What alone does not fit; where each does but not their sum, that. Empty where it fits."""
+    """Return the parts of memory that do not fit even alone; ("all together",) if only their sum
+    does not fit; empty if it fits.
+    """
     room = device.memory - RESERVED
     alone = tuple(
         name
@@ -102,7 +106,7 @@ def too_large(found: RankMemory, device: Device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Least:
-    """A kind of layout on as few devices as hold it; where no number does, on as many as helps."""
+    """A kind of layout on the fewest devices that can hold it; if no number can, on the most."""
 
     kind: str
     devices: int | None
@@ -114,10 +118,12 @@ class Least:
 def least_devices(
     model: Model, device: Device, *, batch: int, recompute: bool
 ) -> tuple[Least, ...]:
-    """Of one replica with its optimizer's state, for each kind of layout."""
+    """Return the fewest devices that hold one replica and its optimizer's state, for each kind of
+    layout.
+    """
 
     def least(kind: str, of: Callable[[int], Parallelism], most: int) -> Least:
-        """More devices never need more memory each, so halving finds the least."""
+        """Find the number by bisection: with more devices, each never needs more memory."""
 
         def needed(count: int) -> RankMemory:
             return memory(model, device, of(count), count, batch=batch, recompute=recompute)
@@ -154,13 +160,13 @@ def _split(tensor: int, stages: int) -> Parallelism:
 
 
 def _times(stages: Least) -> Least:
-    """Devices of the whole split, not stages alone."""
+    """Return `stages` with the devices of the whole split in place of the number of stages."""
     assert stages.method.mesh is not None
     return replace(stages, devices=stages.devices and stages.method.mesh.size)
 
 
 def _held(model: Model, mesh: Mesh) -> float:
-    """Parameters of the rank that holds most, before they are sharded."""
+    """Return the parameters of the rank that holds most, before they are sharded."""
     if mesh.pipeline == 1:
         return model.parameters / mesh.tensor
     first, last = model.layers[0].parameters, model.layers[-1].parameters
@@ -169,8 +175,8 @@ def _held(model: Model, mesh: Mesh) -> float:
 
 
 def _gathered(model: Model, device: Device, mesh: Mesh) -> tuple[float, float]:
-    """Bytes of the layers that a sharding rank has whole: the one at work and the next, and the
-    gradient of one.
+    """Return the bytes that a rank of a shard axis holds unsharded: the weights of two layers, the
+    current and the next, and the gradients of one.
     """
     if mesh.shard == 1:
         return 0.0, 0.0
@@ -179,7 +185,7 @@ def _gathered(model: Model, device: Device, mesh: Mesh) -> tuple[float, float]:
 
 
 def _kept(model: Model, recompute: bool) -> float:
-    """Elements for one sample."""
+    """Return the elements kept for the backward of one sample."""
     if not recompute:
         return model.kept
     assert model.blocks, "a model without blocks is not recomputed"
@@ -188,13 +194,13 @@ def _kept(model: Model, recompute: bool) -> float:
 
 
 def _width(device: Device) -> int:
-    """Bytes of an element in the forward."""
+    """Return the bytes of an element in the forward."""
     return 2 if device.mixed else 4
 
 
 def layouts(model: Model, workers: int, per_node: int) -> Iterator[Parallelism]:
-    """Replicated, sharded update, sharded parameters over all or over a server; and, of a model
-    with blocks, tensor inside a server and stages.
+    """Yield the layouts to try: replicated, sharded update, parameters sharded over all ranks or
+    over a server. For a model with blocks, also tensor axes inside a server and pipelines.
     """
     yield Parallelism()
     if workers == 1:
@@ -214,7 +220,7 @@ def layouts(model: Model, workers: int, per_node: int) -> Iterator[Parallelism]:
 
 
 def name_of(method: Parallelism) -> str:
-    """As on the command line of `lockstep train`, without dashes."""
+    """Return the name of a layout: its options of `lockstep train`, without dashes."""
     told = {
         "mesh": method.mesh and not method.mesh.only_data and method.mesh,
         "update": method.update != "replicated" and method.update,
@@ -225,7 +231,8 @@ def name_of(method: Parallelism) -> str:
     return ", ".join(f"{option} {value}" for option, value in told.items() if value) or "replicated"
 
 
-BACKWARD = 2.0  # forwards: one product for the gradient of the inputs, one for that of the weights
+# in units of a forward: one product for the gradient of the inputs, one for that of the weights
+BACKWARD = 2.0
 
 
 def work_of_model(
@@ -237,8 +244,8 @@ def work_of_model(
     sharded: bool = False,
     recompute: bool = False,
 ) -> RankWork:
-    """`batch`: samples of a micro-batch. `sharded`: layers travel one by one, not in buckets.
-    `recompute`: the backward runs the forward again.
+    """Return the work of a rank. `batch`: samples of a micro-batch. `sharded`: whether layers are
+    sent one by one, not in buckets. `recompute`: whether the backward runs the forward again.
     """
     forward = batch * model.flops / device.achieved[model.family]
     return RankWork(
@@ -255,15 +262,15 @@ def work_of_model(
 
 
 def _sharded_width(device: Device) -> float:
-    """Bytes of an element, on the mean of its three ways: under mixed precision parameters are
-    gathered twice in 16 bits, gradients scattered in 32.
+    """Return the mean bytes of an element in its three messages. Under mixed precision, parameters
+    are gathered twice in 16 bits, and gradients scattered in 32 bits.
     """
     return (2 + 2 + 4) / 3 if device.mixed else WIDTH
 
 
 def _leaves(model: Model, least: int) -> Iterator[Leaves]:
-    """Layers in the order of the backward, as many together as have `least` elements; ready when
-    the last of them is computed.
+    """Yield layers in the order of the backward, grouped until a group has `least` elements. A
+    group is ready when its last layer has been computed.
     """
     done, elements = 0.0, 0
     for place, layer in enumerate(reversed(model.layers), 1):
@@ -274,22 +281,22 @@ def _leaves(model: Model, least: int) -> Iterator[Leaves]:
             elements = 0
 
 
-# NCCL has a ring, and since 2.4 a double binary tree of nearly a ring's bandwidth and of
-# logarithmic latency (Jeaugey, 2019), for which halving and doubling stands here: 2 log2 W
-# messages, and a ring's bytes.
+# NCCL has a ring, and since 2.4 a double binary tree with nearly a ring's bandwidth and logarithmic
+# latency (Jeaugey, 2019). Halving and doubling models this tree here: 2 log2 W messages, and a
+# ring's bytes.
 NCCL = Assumed(native=("ring", "halving_doubling"))
 
 
-_OTHERS = 2  # layouts that are shown behind the quickest
+_OTHERS = 2  # number of layouts shown after the fastest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned(PlanRow):
-    """One layout at one number of devices. It fits."""
+    """A layout that fits, on one number of devices."""
 
     method: Parallelism
     recompute: bool
-    """Whether activations are recomputed in the backward: only where they do not fit otherwise."""
+    """Whether activations are recomputed in the backward: only if they do not fit otherwise."""
     memory: RankMemory
 
     @property
@@ -307,16 +314,18 @@ class Planned(PlanRow):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """For each number of devices the layouts that fit, the quickest first."""
+    """The layouts that fit, for each number of devices, the fastest first."""
 
     model: Model
     device: Device
     batch: int
-    """Samples of a device in a step."""
+    """Samples per device and step."""
     rows: tuple[tuple[int, tuple[Planned, ...]], ...]
 
     def as_json(self) -> list[dict[str, Any]]:
-        """In order of workers. Where nothing fits, all but `workers` is None."""
+        """Return a list in order of workers. If nothing fits, `layouts` is empty, and all values
+        but `workers` are None.
+        """
         keys = ("step_ms", "efficiency", "limiting", "samples_per_s", "low_ms", "high_ms", "layout")
         return [
             {
@@ -330,7 +339,7 @@ class ModelPlan:
         ]
 
     def describe(self) -> str:
-        """What fits, then a row for each number of devices."""
+        """Return the text: which layouts fit, then a row for each number of devices."""
         return "\n".join((*self._head(), "", *self._fits(), "", self._steps()))
 
     def _head(self) -> Iterator[str]:
@@ -396,7 +405,7 @@ def _least(found: Least, device: Device) -> list[object]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Setup:
-    """What is trained, on which devices, with what between them."""
+    """The model, the devices and the network between them."""
 
     model: Model
     device: Device
@@ -405,18 +414,18 @@ class _Setup:
     assumed: Assumed
 
     def ranked(self, workers: int, method: Parallelism | None) -> tuple[Planned, ...]:
-        """Of the layouts that fit, or of that one, the quickest first."""
+        """Return the layouts that fit, or only `method` if it is given and fits; fastest first."""
         if method is None:
             methods = list(layouts(self.model, workers, self.network.ranks_per_node))
         elif method.mesh is None:
             methods = [method]
-        else:  # with a data axis as long as the devices allow
+        else:  # the data axis is as long as the number of devices allows
             methods = [replace(method, mesh=over(method.mesh, workers))]
         found = [each for one in methods if (each := self.planned(workers, one))]
         return tuple(sorted(found, key=lambda each: each.predicted.step))
 
     def planned(self, workers: int, method: Parallelism) -> Planned | None:
-        """None where it does not fit, not even with activations recomputed."""
+        """Plan one layout; None if it does not fit even with recomputed activations."""
         for recompute in (False, True) if self.model.blocks else (False,):
             held = memory(
                 self.model, self.device, method, workers, batch=self.batch, recompute=recompute
@@ -461,8 +470,8 @@ def plan_model(
     method: Parallelism | None = None,
     assumed: Assumed = NCCL,
 ) -> ModelPlan:
-    """`batch`: samples of a device in a step; default: the model's usual. `method`: this layout
-    only. Raises UsageError.
+    """Plan a model. `batch`: samples per device and step; default: that of the model in the table.
+    `method`: plan only this layout. Raises UsageError.
     """
     counts = sorted(set(workers))
     size = model.batch if batch is None else batch

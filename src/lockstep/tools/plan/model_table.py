@@ -1,14 +1,14 @@
-"""The tables of `lockstep plan --model`: models and devices, from models.toml, where each constant
-has its source.
+"""The models and devices of `lockstep plan --model`. Their constants are in models.toml, each with
+its source.
 
-A model is pieces in the order of the forward, each with its parameters and its work. Work is that of
-matrices, convolutions and attention. Kept for the backward of a convolution: its input, and that of
-each batch normalisation behind it.
+A model is a list of layers in the order of the forward, each with its parameters and FLOPs: those
+of matrices, convolutions and attention. For the backward of a convolution, its input is kept, and
+the input of the batch normalisation behind it.
 
-A device has peaks and memory from the vendor's data sheet, and achieved rates from published
-single-device (or single-host) throughputs. An achieved rate belongs to a device and a family of
-models, not to a model: the median of what was published for that family. It is the throughput times
-the work of forward and backward (three forwards), so whatever a framework loses is in it.
+A device has peak rates and memory from the vendor's data sheet, and achieved rates from published
+throughputs of one device or one host. An achieved rate belongs to a device and a family of models,
+not to one model: it is the median of the published values for the family. It is the throughput
+times the FLOPs of forward and backward (three forwards), so it includes all losses of a framework.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any, Literal
 from lockstep.config.knob import chosen
 
 Family = Literal["convolutional", "plain convolutional", "transformer"]
-"""What decides which share of its peak a device achieves. Plain: stacks of 3x3 convolutions, for
-which fast algorithms save multiplications.
+"""The family of a model determines which share of its peak a device achieves. Plain: stacks of 3x3
+convolutions, for which fast algorithms save multiplications.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLayer:
-    """Gradients of a layer are ready when the backward has passed it, so a backward frees the
-    last layer first.
+    """One layer. Its gradients are ready when the backward has passed it, so those of the last
+    layer are ready first.
     """
 
     parameters: int
     flops: float
-    """Of the forward, for one sample; a multiplication and an addition are two."""
+    """FLOPs of the forward for one sample; a multiplication and an addition are two."""
     kept: float
     """Elements that the forward keeps for the backward, for one sample."""
 
@@ -48,15 +48,15 @@ class Model:
     family: Family
     layers: tuple[ModelLayer, ...]
     batch: int
-    """Samples for one device and step, as published trainings have them."""
+    """Samples per device and step, as in published trainings."""
     tokens: int = 1
-    """Of a sample: its sequence length; 1 where a sample is an image."""
+    """Tokens of a sample: its sequence length; 1 if a sample is an image."""
     blocks: int = 0
-    """Equal layers between which a pipeline can cut, and whose matrices tensor parallelism
-    splits; 0 where there are none.
+    """Number of equal layers, which a pipeline divides into stages, and whose matrices tensor
+    parallelism splits; 0 if there are none.
     """
     width: int = 0
-    """Elements that go from one block to the next for one token."""
+    """Elements that one block passes to the next for one token."""
 
     @property
     def parameters(self) -> int:
@@ -64,7 +64,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Of the forward, for one sample."""
+        """FLOPs of the forward for one sample."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -75,7 +75,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerSizes:
-    """Of a decoder or an encoder; `length` in tokens."""
+    """Sizes of a decoder or an encoder; `length` in tokens."""
 
     blocks: int
     width: int
@@ -84,23 +84,23 @@ class TransformerSizes:
     length: int
     heads: int
     head: int | None = None
-    """Of one head; default: width / heads."""
+    """Width of one head; default: width / heads."""
     key_value_heads: int | None = None
-    """Fewer than `heads` where heads share keys and values; default: `heads`."""
+    """Fewer than `heads` if heads share keys and values; default: `heads`."""
     gated: bool = False
-    """A feed-forward layer of three matrices (SwiGLU) in place of two."""
+    """Whether a feed-forward layer has three matrices (SwiGLU) in place of two."""
     biases: bool = True
     positions: int = 0
-    """Learned position embeddings."""
+    """Number of learned position embeddings."""
     tied: bool = True
-    """The output layer is the embedding: its gradient is complete when the backward reaches the
-    embedding, last of all.
+    """Whether the output layer shares the embedding's weights. Their gradient is then complete
+    last, when the backward reaches the embedding.
     """
 
 
 def transformer(sizes: TransformerSizes) -> tuple[ModelLayer, ...]:
-    """The embedding, the blocks, the output layer. Work: matrices, and attention over all pairs
-    of tokens (nothing taken off for a causal mask).
+    """Return the embedding, the blocks and the output layer. FLOPs are those of matrices, and of
+    attention over all pairs of tokens: a causal mask does not reduce them.
     """
     table = sizes.vocabulary * sizes.width
     embedding = ModelLayer(
@@ -134,21 +134,21 @@ def _block(sizes: TransformerSizes) -> ModelLayer:
 
 
 def _kept(sizes: TransformerSizes, inner: int, shared: int) -> float:
-    """Elements that a block keeps with fused attention, which keeps no scores: the inputs of its
-    matrices, norms and of the nonlinearity.
+    """Return the elements that a block keeps: the inputs of its matrices, norms and nonlinearity.
+    Fused attention keeps no scores.
 
     After Korthikanti et al., 2022 (arXiv 2205.05198), equation 1, without the term of the scores
     and without dropout's masks.
     """
-    # residual, norm's output; q, k, v; attention's output
+    # residual and the norm's output; q; k and v; attention's output
     attention = 2 * sizes.width + inner + 2 * shared + inner
     feed_forward = 2 * sizes.width + (3 if sizes.gated else 2) * sizes.feed_forward
     return float(sizes.length * (attention + feed_forward))
 
 
 def vgg16() -> tuple[ModelLayer, ...]:
-    """Simonyan and Zisserman, 2014 (arXiv 1409.1556), table 1, column D. The linear layers,
-    first in a backward, hold 89 % of the parameters.
+    """Return VGG-16: Simonyan and Zisserman, 2014 (arXiv 1409.1556), table 1, column D. The linear
+    layers, first in a backward, hold 89 % of the parameters.
     """
     layers, channels = [], 3
     for side, outs in (
@@ -165,8 +165,8 @@ def vgg16() -> tuple[ModelLayer, ...]:
 
 
 def resnet(blocks: Sequence[int]) -> tuple[ModelLayer, ...]:
-    """He et al., 2015 (arXiv 1512.03385), table 1, with bottlenecks; the stride in the 3x3
-    convolution, as torchvision has it (v1.5).
+    """Return a ResNet with bottlenecks: He et al., 2015 (arXiv 1512.03385), table 1. The stride is
+    in the 3x3 convolution, as in torchvision (v1.5).
     """
     layers, channels, before = [_convolution(49, 3, 64, 112)], 64, 56
     for stage, count in enumerate(blocks):
@@ -182,8 +182,8 @@ def resnet(blocks: Sequence[int]) -> tuple[ModelLayer, ...]:
 
 
 def inception_v3() -> tuple[ModelLayer, ...]:
-    """Szegedy et al., 2015 (arXiv 1512.00567), table 1 and figures 5-7, without the auxiliary
-    head.
+    """Return Inception v3: Szegedy et al., 2015 (arXiv 1512.00567), table 1 and figures 5-7,
+    without the auxiliary head.
     """
     stem = [
         _convolution(*sizes)
@@ -217,21 +217,23 @@ def inception_v3() -> tuple[ModelLayer, ...]:
 
 
 def _inception_35(channels: int, pooled: int) -> ModelLayer:
-    """Branches of 1x1, 5x5, two 3x3, and pooling."""
+    """Return branches of 1x1, 5x5, two 3x3, and pooling."""
     five = ((1, channels, 48, 35), (25, 48, 64, 35))
     threes = ((1, channels, 64, 35), (9, 64, 96, 35), (9, 96, 96, 35))
     return _branches((1, channels, 64, 35), *five, *threes, (1, channels, pooled, 35))
 
 
 def _inception_17(inner: int) -> ModelLayer:
-    """Branches of 1x1, one pair and two pairs of 1x7 and 7x1, and pooling."""
+    """Return branches of 1x1, one pair and two pairs of 1x7 and 7x1, and pooling."""
     pair = ((1, 768, inner, 17), (7, inner, inner, 17), (7, inner, 192, 17))
     pairs = ((1, 768, inner, 17), *((7, inner, inner, 17),) * 3, (7, inner, 192, 17))
     return _branches((1, 768, 192, 17), *pair, *pairs, (1, 768, 192, 17))
 
 
 def _inception_8(channels: int) -> ModelLayer:
-    """Branches of 1x1, a 3x3 split into 1x3 and 3x1, the same behind another 3x3, and pooling."""
+    """Return branches of 1x1, a 3x3 split into 1x3 and 3x1, the same after another 3x3, and
+    pooling.
+    """
     split = ((1, channels, 384, 8), (3, 384, 384, 8), (3, 384, 384, 8))
     deeper = ((1, channels, 448, 8), (9, 448, 384, 8), (3, 384, 384, 8), (3, 384, 384, 8))
     return _branches((1, channels, 320, 8), *split, *deeper, (1, channels, 192, 8))
@@ -242,8 +244,8 @@ def _branches(*convolutions: tuple[int, int, int, int]) -> ModelLayer:
 
 
 def _convolution(area: int, ins: int, outs: int, side: int, normalised: bool = True) -> ModelLayer:
-    """`area` of the kernel, `side` of the output. Normalised ones have two parameters a channel
-    in place of a bias, and keep their output twice.
+    """Return a convolution. `area`: elements of the kernel; `side`: width and height of the output.
+    If normalised, it has two parameters per channel instead of a bias, and keeps its output twice.
     """
     weights = area * ins * outs
     own = 2 * outs if normalised else outs
@@ -284,8 +286,8 @@ def _transformer(name: str, sizes: TransformerSizes, batch: int) -> Model:
 MODELS = {
     model.name: model
     for model in (
-        # Images a device: 64 in the TensorFlow benchmarks of May 2017 and in Horovod's; 32 in Goyal
-        # et al., 2017 (given as --batch).
+        # Images per device: 64 in the TensorFlow benchmarks of May 2017 and in Horovod's; 32 in
+        # Goyal et al., 2017 (use --batch).
         Model(name="resnet50", family="convolutional", layers=resnet((3, 4, 6, 3)), batch=64),
         Model(name="resnet101", family="convolutional", layers=resnet((3, 4, 23, 3)), batch=64),
         Model(name="inception-v3", family="convolutional", layers=inception_v3(), batch=64),
@@ -299,31 +301,31 @@ MODELS = {
 
 
 def model_named(name: str) -> Model:
-    """Raises UsageError for one that is not in the table."""
+    """Return the model. Raises UsageError if it is not in the table."""
     chosen("model", name.lower(), MODELS)
     return MODELS[name.lower()]
 
 
-# Bytes of memory that a data sheet's gigabytes are.
+# Bytes in a gigabyte of memory on a data sheet.
 _GB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Rates in FLOP/s, without sparsity."""
+    """A device. Rates are in FLOP/s, without sparsity."""
 
     name: str
     fp32: float
     half: float
-    """Peak in 16-bit floating point with sums in 32 bits."""
+    """Peak in 16-bit floating point with 32-bit sums."""
     memory: int
-    """Bytes."""
+    """Bytes of memory."""
     mixed: bool
-    """Whether the achieved rates are those of mixed precision: 16 bits in the forward and
-    backward, 32 in the optimizer. Else all is fp32.
+    """Whether the achieved rates are for mixed precision: 16 bits in forward and backward, 32 in
+    the optimizer. Otherwise they are for fp32.
     """
     achieved: Mapping[Family, float]
-    """FLOP/s. The optimizer's part of a step is in it, as it is in the throughputs."""
+    """Achieved FLOP/s. The time of the optimizer is included, as in the published throughputs."""
 
 
 def _device(name: str, found: dict[str, Any]) -> Device:
@@ -336,6 +338,6 @@ DEVICES = {name: _device(name, found) for name, found in _TABLES["devices"].item
 
 
 def device_named(name: str) -> Device:
-    """Raises UsageError for one that is not in the table."""
+    """Return the device. Raises UsageError if it is not in the table."""
     chosen("device", name.lower(), DEVICES)
     return DEVICES[name.lower()]

@@ -1,5 +1,5 @@
-"""What connects devices: networks by name, by latency and rate, from measurements in a file, and
-those of servers with NVLink or PCIe. Peaks, and the share of them that a collective achieves.
+"""Networks between devices: by name, by latency and rate, from a file of measurements, and those of
+servers with NVLink or PCIe. Holds peak rates, and the share of them that collectives achieve.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ TCP = 0.94
 # Share of NVLink's one-way peak in a ring of eight: NCCL's own tuning caps an A100 at 235 of 300
 # GB/s (src/graph/tuning.cc, busBw of compute capability 8.0).
 NVLINK = 0.78
-# Share of PCIe 3.0 x16's 15.75 GB/s: 12 GB/s, what a network card of 100 Gbit/s, which NCCL counts
-# as 12 GB/s, gets through such a slot.
+# Share of PCIe 3.0 x16's 15.75 GB/s: a network card of 100 Gbit/s, which NCCL counts as 12 GB/s,
+# gets 12 GB/s through such a slot.
 PCIE = 0.76
 
-# Seconds a step of a ring: NCCL's tuning tables (src/graph/tuning.cc, hwLat, Ring, Simple),
+# Seconds per round of a ring: NCCL's tuning tables (src/graph/tuning.cc, hwLat, Ring, Simple),
 # versions 2.8 and later.
 NVLINK_LATENCY = 3.4e-6
 PCIE_LATENCY = 5.7e-6
 RDMA_LATENCY = 14e-6
 
-# Spread of the seconds that equal devices take for equal work, as standard deviation over mean.
-# Sinha et al., 2022 (arXiv 2208.11035), abstract: 8 % of variation on the average over five
-# clusters, between the whiskers of a box plot; those of a normal distribution are 5.4 deviations
-# apart.
+# Standard deviation of the time that equal devices take for equal work, divided by the mean.
+# Sinha et al., 2022 (arXiv 2208.11035), abstract: 8 % of variation on average over five clusters,
+# between the whiskers of a box plot. Those of a normal distribution are 5.4 deviations apart.
 DEVICE_SPREAD = 0.08 / 5.4
 
 
 def pcie(ranks: int, *, gbit: float) -> Network:
-    """Servers of `ranks` devices on PCIe 3.0, with RDMA at `gbit` Gbit/s for each server."""
+    """Return the network of servers with `ranks` devices on PCIe 3.0, and RDMA at `gbit` Gbit/s per
+    server.
+    """
     return Network(_PCIE, _rdma(gbit), ranks)
 
 
 def nvlink(ranks: int, *, gigabytes: float, gbit: float) -> Network:
-    """Servers of `ranks` devices with NVLink of `gigabytes` GB/s one way for each device, and
-    RDMA at `gbit` Gbit/s for each server.
+    """Return the network of servers with `ranks` devices on NVLink, `gigabytes` GB/s one way per
+    device, and RDMA at `gbit` Gbit/s per server.
     """
     return Network(Link(NVLINK_LATENCY, NVLINK * gigabytes * 1e9), _rdma(gbit), ranks)
 
@@ -63,8 +64,8 @@ def _rdma(gbit: float) -> Link:
 # A100 600, H100 and H200 900).
 NVLINK_GIGABYTES = {"p100": 80.0, "v100": 150.0, "a100-80g": 300.0, "h100": 450.0, "h200": 450.0}
 
-# Latencies are those of a TCP message between two processes on such a network, to the order of
-# magnitude. Of the rate, what is payload.
+# Latency of a TCP message between two processes on such a network, to the order of magnitude; rate
+# of the payload.
 NETWORKS = {
     "100Mbit": Link(200e-6, TCP * 100e6 / 8),
     "1Gbit": Link(100e-6, TCP * 1e9 / 8),
@@ -81,14 +82,15 @@ NVLINK_AND_IB = "NVLink+IB"
 CHOICES = (
     f"{HERE}, {NVLINK_AND_IB}, {LINKS}, or a file that `lockstep bench collectives --json` wrote"
 )
-# Gbit/s of a card; one a GPU, as in NVIDIA's DGX H100 (data sheet: eight ConnectX-7 for compute)
+# Gbit/s of a network card; one card per GPU, as in NVIDIA's DGX H100 (data sheet: eight ConnectX-7
+# for compute)
 _NDR = 400.0
 _PCIE = Link(PCIE_LATENCY, PCIE * 15.75e9)
 
 
 def link_named(text: str, choices: str = LINKS) -> Link:
-    """`100Mbit`, `25GbE`, `free`, or microseconds and a line's rate: `500,50Mbit`. Raises
-    UsageError.
+    """Read a link such as `100Mbit`, `25GbE`, `free`, or `500,50Mbit`: microseconds and a line
+    rate. Raises UsageError for any other text.
     """
     named = {name.lower(): link for name, link in NETWORKS.items()}
     if text.lower() in named:
@@ -101,32 +103,33 @@ def link_named(text: str, choices: str = LINKS) -> Link:
 
 
 def bits_per_second(rate: str) -> float | None:
-    """`100mbit`, `2.5Gbit`, `25GbE`; None for what is no rate."""
+    """Read a rate such as `100mbit`, `2.5Gbit` or `25GbE`; None if the text is no rate."""
     found = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
     return (float(found[1]) * _UNITS[found[2]] or None) if found else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanNetwork:
-    """A network, and how sure it is."""
+    """The network of a plan, and its error."""
 
     network: Network | OneHost
     native: tuple[str, ...] = ("ring",)
-    """What stands for the backend's own all-reduce."""
+    """Schedules that model the backend's own all-reduce."""
     error: float = 0.0
-    """Of a fit: by how much of itself a measured time lay beside it."""
+    """Relative error of a fit to measured times; 0 without a fit."""
     words: str
+    """Description for people."""
 
     @property
     def links(self) -> Network:
-        """Of ranks that are elsewhere: what has a name, or stands in a file."""
+        """The network between hosts; not for ranks measured on this host."""
         assert isinstance(self.network, Network)
         return self.network
 
 
 def connection(text: str, per_node: int = 1) -> PlanNetwork:
-    """Of nodes with so many ranks. A name of an Ethernet is what leaves a node; its ranks are
-    then joined by PCIe 3.0. Raises UsageError.
+    """Read the option --network, for nodes with `per_node` ranks. A named Ethernet connects the
+    nodes; PCIe 3.0 then connects the ranks of a node. Raises UsageError for an invalid text.
     """
     if text.lower() == NVLINK_AND_IB.lower():
         network = nvlink(per_node, gigabytes=NVLINK_GIGABYTES["h100"], gbit=per_node * _NDR)
@@ -145,8 +148,8 @@ def connection(text: str, per_node: int = 1) -> PlanNetwork:
 
 
 def from_file(file: Path, per_node: int = 1) -> PlanNetwork:
-    """A line through the all-reduces of a file: those of the backend, which is taken to go round
-    a ring, else of all our own. Raises UsageError.
+    """Fit a link to the all-reduces of a file: those of the backend, which is assumed to use a
+    ring; if there are none, those of Lockstep's algorithms. Raises UsageError.
     """
     rows = _rows(file)
     native = [row for row in rows if row["algorithm"] == "native"]
@@ -171,7 +174,7 @@ def from_file(file: Path, per_node: int = 1) -> PlanNetwork:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """All-reduces among more than one rank, by algorithms that have a schedule."""
+    """Return the all-reduces among several ranks, by algorithms that have a schedule."""
     with reading(file, "--network", "lockstep bench collectives --json") as written:
         found = [
             row

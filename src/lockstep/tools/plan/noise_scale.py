@@ -1,18 +1,19 @@
-"""The gradient noise scale: beyond which global batch, and so beyond how many workers, more samples
-in a step stop helping.
+"""Estimates the gradient noise scale: the global batch beyond which more samples in a step, and so
+more workers, stop helping.
 
-    |G|^2       squared norm of the true gradient           tr S    variance of one sample's gradient, summed over its elements
-    E |G_B|^2 = |G|^2 + tr S / B                            of the mean gradient of B samples
+    |G|^2                           squared norm of the true gradient
+    tr S                            variance of one sample's gradient, summed over its elements
+    E |G_B|^2 = |G|^2 + tr S / B    for G_B, the mean gradient of B samples
 
-Two batch sizes give two equations, so the norms of each micro-batch's gradient and of the whole
-step's give unbiased estimates of both, which are averaged over steps; their ratio tr S / |G|^2 is
+Two batch sizes give two equations. So the gradient norms of each micro-batch and of the whole step
+give unbiased estimates of both unknowns, which are averaged over steps. Their ratio tr S / |G|^2 is
 the noise scale, in samples (McCandlish et al., "An empirical model of large-batch training", 2018,
-appendix A.1). At that batch a training needs twice the least number of steps and twice the least
-number of samples: below it, doubling the batch nearly halves the steps; beyond it, it saves few.
-The scale grows while a training goes on, so it belongs to a place in the training.
+appendix A.1). At that batch a training needs twice the minimum number of steps, and twice the
+minimum number of samples. Below it, doubling the batch nearly halves the steps; beyond it, it saves
+few. The scale grows during a training, so an estimate is valid for one part of the training.
 
-Not in it: that batch normalisation couples the samples of a micro-batch, that Adam does not follow
-the plain gradient.
+The estimate ignores that batch normalisation couples the samples of a micro-batch, and that Adam
+does not follow the plain gradient.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from lockstep.world.world import World, init
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Of one step: squared norms of mean gradients."""
+    """Squared norms of the mean gradients of one step."""
 
     small: float
-    """Averaged over the micro-batches."""
+    """Squared norm of a micro-batch's gradient, averaged over the micro-batches."""
     big: float
-    """Of the whole step."""
+    """Squared norm of the whole step's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseScale:
-    """Averages over steps."""
+    """The estimate, averaged over steps."""
 
     squared: float
-    """|G|^2; not above 0 where the noise hides the gradient."""
+    """Estimate of |G|^2; 0 or negative if noise hides the gradient."""
     variance: float
-    """tr S."""
+    """Estimate of tr S."""
     error: float
-    """Standard error of `samples`, over it, by leaving out one step after the other; infinite
-    where `samples` is None.
+    """Relative standard error of `samples`, by the jackknife: each step is left out in turn.
+    Infinite if it cannot be estimated.
     """
     steps: int
     micro_batch: int
@@ -66,11 +67,11 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale; None where the gradient cannot be told from noise."""
+        """The noise scale; None if the gradient cannot be distinguished from noise."""
         return self.variance / self.squared if self.squared > 0 else None
 
     def describe(self) -> str:
-        """One sentence, what it rests on, and how far it may be wrong."""
+        """Describe the scale, the data that it is estimated from, and its error."""
         rests = (
             f"from {self.steps} steps of {self.global_batch} samples in micro-batches of"
             f" {self.micro_batch}"
@@ -99,13 +100,13 @@ class NoiseScale:
 
 
 def estimate(norms: Sequence[Norms], *, micro_batch: int, global_batch: int) -> NoiseScale:
-    """From the norms of some steps of equal size. At least two of them, so that an error can be
-    told.
+    """Estimate the noise scale from the norms of at least two steps of equal size: an estimate of
+    the error needs two.
     """
     assert len(norms) >= 2
     assert 0 < micro_batch < global_batch
     small, big = np.array([(each.small, each.big) for each in norms]).T
-    # of each step: both unbiased
+    # one value per step; both are unbiased
     squared = (global_batch * big - micro_batch * small) / (global_batch - micro_batch)
     variance = (small - big) / (1 / micro_batch - 1 / global_batch)
     return NoiseScale(
@@ -119,8 +120,8 @@ def estimate(norms: Sequence[Norms], *, micro_batch: int, global_batch: int) -> 
 
 
 def _jackknife(squared: NDArray[Any], variance: NDArray[Any]) -> float:
-    """The standard error of the ratio of the means, over it, by leaving out one step after the
-    other.
+    """Return the relative standard error of the ratio of the means, leaving out each step in
+    turn.
     """
     rest = squared.sum() - squared
     if squared.sum() <= 0 or variance.sum() <= 0 or (rest <= 0).any():
@@ -131,8 +132,8 @@ def _jackknife(squared: NDArray[Any], variance: NDArray[Any]) -> float:
 
 
 def norms_of(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> Norms:
-    """Of one step whose micro-batches have these mean losses; leaves the step's mean gradient in
-    `.grad`.
+    """Return the norms of one step. Each of `losses` computes the mean loss of a micro-batch. The
+    step's mean gradient is left in `.grad`.
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     sums = [torch.zeros_like(each, dtype=torch.float32) for each in trained]
@@ -152,8 +153,8 @@ def norms_of(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> Norms:
 
 
 def noise_scale_of(source: Callable[[], Task], *, steps: int = 40) -> NoiseScale:
-    """Of a task, over its first steps, which are taken: in one process that talks to nobody.
-    Raises UsageError and WorkerFailed.
+    """Estimate the noise scale of a task over its first steps, which train the model in a new
+    single process. Raises UsageError and WorkerFailed.
     """
     whole("steps", steps, least=2)
     task = source()
@@ -168,7 +169,7 @@ def noise_scale_of(source: Callable[[], Task], *, steps: int = 40) -> NoiseScale
 
 
 def _measure(source: Callable[[], Task], steps: int) -> list[tuple[float, float]]:
-    """Pairs of `Norms`, as plain numbers for the way back."""
+    """Return each step's (small, big) of `Norms`, as plain numbers that can be sent back."""
     task = source()
     with init(backend="gloo") as world, matmul_precision(task.precision):
         return [(each.small, each.big) for each in _walk(task, world, steps)]

@@ -1,16 +1,18 @@
-"""One step of a training that nobody runs: buckets get ready in the backward, and go over the link
-one after the other.
+"""Simulates one step of a training: buckets become ready during the backward, and the link sends
+them one after the other.
 
     computing  |forward|backward ...........................|            |optimizer|
     ready                 0      1             2             3
     link                  |--0--|--1--|        |-----2-----|--3--|late...|
                                                               ^^^^^^^^^^^ exposed
 
-Nothing is said of an overlap: it is what the queue leaves of it. All ranks must have a bucket
-before it leaves, so the clock is that of the slowest rank, the largest of W draws from a normal
-distribution: it has the distribution Phi(x)^W, whose mean grows as sqrt(2 ln W), from 0.56 standard
-deviations above the mean for two ranks to 4.3 for 65,536 (David and Nagaraja, Order Statistics,
-2003). How long the link takes is what the schedules of `collectives` say of it.
+The overlap of computation and communication is not assumed: it results from the queue.
+
+A bucket is sent when all ranks have it, so the slowest rank determines the times. Its time is the
+largest of W draws from a normal distribution, which has the distribution Phi(x)^W. The mean of this
+maximum grows as sqrt(2 ln W), from 0.56 standard deviations above the mean for two ranks to 4.3 for
+65,536 (David and Nagaraja, Order Statistics, 2003). The times of the link follow from the schedules
+of `collectives`.
 """
 
 from __future__ import annotations
@@ -35,56 +37,56 @@ from lockstep.tools.timing.output_files import milliseconds, percent
 Limit = Literal[
     "computation", "optimizer", "network", "stragglers", "loader", "storage", "bubble", "other"
 ]
-_LOW, _HIGH = 0.1, 0.9  # of the interval: eight steps of ten lie in it
-# of the trapezoids, in standard deviations: the integrands are smooth, and the error below 1e-6
+_LOW, _HIGH = 0.1, 0.9  # quantiles of the interval: eight steps of ten lie in it
+# width of a trapezoid in standard deviations: the integrands are smooth, and the error below 1e-6
 _STEP = 0.005
-_FAR = 8.0  # standard deviations; beyond them lies less than 1e-15
+_FAR = 8.0  # standard deviations; the probability beyond is less than 1e-15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """What else is taken for granted."""
+    """The other assumptions of a simulation."""
 
     native: tuple[str, ...] = ("ring",)
-    """The schedules that stand for the backend's own all-reduce: the quickest of them for each
-    message. gloo has a ring, NCCL trees too.
+    """Schedules that model the backend's own all-reduce: for each message, the fastest of them.
+    gloo has a ring; NCCL also has trees.
     """
     link_error: float = 0.0
-    """By how much of itself the time on the link may be wrong: of a fit, its residual."""
+    """Relative error of the time on the link, such as the residual of a fit."""
     software: float = 0.0
-    """Seconds that a collective takes at the least, however quick the network is: Python, the
-    backend, the ranks' turns on shared cores.
+    """Minimum seconds of a collective, on any network: Python, the backend, the ranks' turns on
+    shared cores.
     """
     storage: float | None = None
-    """Samples a second that all ranks together are given; None: as many as they ask for."""
+    """Samples per second that a shared storage gives to all ranks together; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """One step. Seconds; `step` is the sum of `parts`."""
+    """The prediction for one step, in seconds. `step` is the sum of `parts`."""
 
     workers: int
     step: float
     computation: float
-    """Forwards and backwards of a mean rank."""
+    """Seconds of the forwards and backwards of an average rank."""
     optimizer: float
     exposed: float
-    """Communication behind which nothing was computed."""
+    """Seconds of communication during which nothing is computed."""
     straggling: float
-    """By which the slowest rank makes a step longer."""
+    """Seconds by which the slowest rank makes a step longer."""
     loading: float
-    """For which the computation waits."""
+    """Seconds in which the computation waits for data."""
     storage: float
-    """For which all ranks wait, since what they share gives no more."""
+    """Seconds in which all ranks wait for the shared storage."""
     bubble: float
-    """A pipeline's."""
+    """Seconds in which a pipeline stage is idle."""
     other: float
     communication: float
-    """How long the link is in use, hidden or not. No part of the sum."""
+    """Seconds in which the link is in use, overlapped or not. Not part of the sum."""
     sent: float
-    """Bytes, by the rank that sends most."""
+    """Bytes sent by the rank that sends most."""
     low: float
-    """One step of ten is quicker, by the spread of the computation and the error of the link."""
+    """One step of ten is faster, given the spread of the computation and the link's error."""
     high: float
     """One step of ten is slower."""
 
@@ -103,29 +105,29 @@ class Predicted:
 
     @property
     def limiting(self) -> Limit:
-        """What takes the largest part of the step."""
+        """The name of the largest part of the step."""
         parts = self.parts
         return max(parts, key=parts.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """A step of so many ranks, as a plan tells it."""
+    """A row of a plan: the step of one number of ranks."""
 
     workers: int
     predicted: Predicted
     samples: float
-    """Of all ranks in a step."""
+    """Samples of all ranks in a step."""
     efficiency: float
-    """Speedup over the ranks that it is compared with, over the ratio of their numbers."""
+    """Speedup over the base, divided by the ratio of the numbers of ranks."""
 
     @property
     def samples_per_s(self) -> float:
-        """While nothing fails."""
+        """Samples per second of all ranks, without failures."""
         return self.samples / self.predicted.step
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         step = self.predicted
         return {
             "step_ms": 1e3 * step.step,
@@ -137,7 +139,7 @@ class PlanRow:
         }
 
     def cells(self) -> list[object]:
-        """The columns that every plan's table begins with: HEAD."""
+        """Return the cells of the columns in HEAD, the first ones of every plan's table."""
         step = self.predicted
         between = f"{spent(step.low)} .. {spent(step.high)}"
         rate = f"{self.samples_per_s:.4g}"
@@ -145,11 +147,12 @@ class PlanRow:
 
 
 HEAD = ("workers", "step", "8 of 10 lie in", "efficiency", "samples/s")
-"""Of the steps, eight of ten are predicted to lie in the interval."""
+"""The first columns of every plan's table. Eight of ten steps are predicted to lie in the interval.
+"""
 
 
 def spent(seconds: float) -> str:
-    """`12.3 ms`, `12.34 s`, `12.34 min`."""
+    """Return a text such as `12.3 ms`, `12.34 s` or `12.34 min`."""
     if seconds < 10:
         return milliseconds(seconds)
     return f"{seconds:.4g} s" if seconds < 600 else f"{seconds / 60:.4g} min"
@@ -162,12 +165,12 @@ def simulate(
     method: Parallelism | None = None,
     assumed: Assumed | None = None,
 ) -> Predicted:
-    """One step of so many ranks, each with that work. Raises UsageError for a mesh of another
-    size, and for what is not known of the model.
+    """Simulate one step of `workers` ranks, each with the same work. Raises UsageError for a mesh
+    of another size, and if a fact about the model is missing.
     """
     knob.whole("workers", workers)
     world = _World(workers, network, method or Parallelism(), assumed or Assumed())
-    late = max(1, round(workers / work.in_turns))  # who can be late by themselves
+    late = max(1, round(workers / work.in_turns))  # number of independent delays
     mean, expected = world.step(work, 0.0), world.step(work, expected_maximum(late))
     return replace(
         mean,
@@ -180,7 +183,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """So many ranks, what connects them, and how they go about it."""
+    """The ranks, their network and their method."""
 
     workers: int
     network: Network | OneHost
@@ -188,8 +191,8 @@ class _World:
     assumed: Assumed
 
     def step(self, work: RankWork, deviations: float, fault: int = 0) -> Predicted:
-        """In which the slowest rank is so many standard deviations slow, and the link takes
-        `fault` times its error longer.
+        """Simulate a step in which the slowest rank is `deviations` standard deviations slower than
+        the mean, and the link takes `fault` times its error longer.
         """
         rank = _slowed(work, self._met(deviations))
         ranks = TalkingRanks(
@@ -228,8 +231,8 @@ class _World:
         )
 
     def _met(self, deviations: float) -> float:
-        """The deviations of one step for which the others wait: of H steps, the sum's spread
-        grows as their root only; a server waits for nobody.
+        """Return the standard deviations per step for which other ranks wait. The spread of H
+        local steps grows only with sqrt(H). With staleness, a server waits for no rank.
         """
         if self.method.server is not None and self.method.bound > 0:
             return 0.0
@@ -246,7 +249,7 @@ class _World:
 
 
 def _slowed(work: RankWork, deviations: float) -> RankWork:
-    """What a rank computes, by so many standard deviations later than usual."""
+    """Return the work of a rank that is `deviations` standard deviations slower than the mean."""
     by = max(0.0, 1 + deviations * work.spread / math.sqrt(work.in_turns))
     return replace(
         work,
@@ -260,8 +263,8 @@ def _slowed(work: RankWork, deviations: float) -> RankWork:
 
 @lru_cache(maxsize=1024)
 def expected_maximum(draws: int) -> float:
-    """In standard deviations above the mean; 0 for one draw. The integral of 1 - Phi^W above 0,
-    less that of Phi^W below it.
+    """Return the expected largest of `draws` draws, in standard deviations above the mean; 0 for
+    one draw. It is the integral of 1 - Phi^W above 0, minus that of Phi^W below 0.
     """
     assert draws >= 1
     above = np.arange(0, _FAR + _STEP / 2, _STEP)
@@ -274,9 +277,9 @@ def expected_maximum(draws: int) -> float:
 
 
 def quantile_of_maximum(share: float, draws: int) -> float:
-    """What the largest of so many draws stays below in this share of the cases, in standard
-    deviations above the mean.
+    """Return the quantile `share` of the largest of `draws` draws, in standard deviations above the
+    mean.
     """
     assert 0 < share < 1
-    # the tail is small, and 1 less it would lose its digits
+    # The tail is small: 1 minus the tail would lose digits.
     return -NormalDist().inv_cdf(-math.expm1(math.log(share) / draws))

@@ -1,4 +1,4 @@
-"""How ranks of this host sum gradients: measured for a plan, which is `--network here`."""
+"""Measures how fast ranks of this host sum gradients, for a plan with `--network here`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lockstep.training.opening import backend_of
 from lockstep.world.world import World, init
 
 _SMALLEST = 4096  # bytes
-# of the largest bucket: a line needs several sizes, near those that will travel
+# parts of the largest bucket: a fit needs several sizes, near those that a training sends
 _SHARES = (1, 4, 16)
 
 
 def on_this_host(
     workers: Sequence[int], largest: int, method: Parallelism, device: Device = "auto"
 ) -> PlanNetwork:
-    """How ranks of this host sum gradients, by the reduction that a training would have, for
-    buckets of up to so many bytes.
+    """Measure how ranks of this host sum gradients, with the reduction that a training would use,
+    for each number of ranks in `workers` and buckets of up to `largest` bytes.
 
-    Of each of those numbers of ranks. Its error is the worst line's. Raises WorkerFailed.
+    `error` of the result is that of the worst fit. Raises WorkerFailed.
     """
     found: dict[int, tuple[Fit, float]] = {
         ranks: launch(_on_rank, workers=ranks, args=(largest, method, device))[0]
@@ -64,7 +64,7 @@ def on_this_host(
 
 
 def _on_rank(largest: int, method: Parallelism, device: Device) -> tuple[Fit, float]:
-    """Of a sum of gradients; and the seconds of a message that holds hardly any."""
+    """Return the fit for a sum of gradients, and the seconds of a message of a few numbers."""
     with init(backend=backend_of(device)) as world:
         group = world.group
         carrier = (
@@ -84,7 +84,7 @@ def _on_rank(largest: int, method: Parallelism, device: Device) -> tuple[Fit, fl
 
 
 def _buckets(sizes: Sequence[int], carrier: Reduction, world: World) -> list[Bucket]:
-    """One of each size, in bytes, of a matrix each."""
+    """Return a bucket for each size in bytes; each holds one matrix."""
     parameters = [
         nn.Parameter(torch.zeros(max(1, size // 4 // 64), 64, device=world.device))
         for size in sizes

@@ -1,6 +1,8 @@
-"""What a rank has to do in a step, as a simulation takes it: from what was measured of a task, among
-any number of ranks, or from a table of models; and the part of it that a rank of a mesh has, of the
-layers (pipeline), of every layer (tensor), of every parameter (shard).
+"""The work of a rank in a step, as the simulation needs it. It comes from the profile of a task,
+for any number of ranks, or from the table of models.
+
+A rank of a mesh has a part of it: some layers (pipeline), a part of every layer (tensor), or a part
+of every parameter (shard).
 """
 
 from __future__ import annotations
@@ -19,55 +21,55 @@ from lockstep.tools.plan.carriers import cost, part
 from lockstep.tools.timing.profile import Leaves, Profile
 
 WIDTH = 4  # bytes of an element: float32
-# of a micro-batch's time: products for the inputs' gradients and for the weights', where a forward
-# has one
+# share of a micro-batch's time: a backward has two products (for the gradients of the inputs and of
+# the weights), a forward has one
 BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """Of the rank that has most micro-batches. Seconds are means; raises UsageError for what
-    cannot be.
+    """Work of the rank that has the most micro-batches. Seconds are means. Raises UsageError for
+    values out of range.
     """
 
     forward: float
-    """Of one micro-batch."""
+    """Seconds of one micro-batch's forward."""
     backward: float
-    """Of one micro-batch."""
+    """Seconds of one micro-batch's backward."""
     micro_batches: int
     optimizer: float = 0.0
     other: float = 0.0
-    """What a step takes besides, however many micro-batches it has: Python's part, records,
+    """Seconds per step that do not depend on the number of micro-batches: Python, records,
     checks.
     """
     spread: float = 0.0
-    """Standard deviation of what a rank computes in a step, over its mean; independent from rank
-    to rank.
+    """Standard deviation of a rank's computation in a step, divided by its mean; independent from
+    rank to rank.
     """
     in_turns: float = 1.0
-    """Ranks that take turns on one core: who is done leaves it to the others, so only their sum
-    can be late.
+    """Number of ranks that take turns on one core. A rank that is done leaves the core to the
+    others, so only the sum of their times can be late.
     """
     buckets: Sequence[Leaves] = ()
-    """In the order in which they leave."""
+    """Buckets in the order in which they leave."""
     width: float = WIDTH
-    """Bytes of an element of a gradient."""
+    """Bytes per element of a gradient."""
     facts: int = 0
-    """Bytes that ranks tell each other before the last backward of a step: weights, losses."""
+    """Bytes that ranks exchange before the last backward of a step: weights, losses."""
     buffers: int = 0
     """Bytes that are averaged after the gradients in every step: BatchNorm's statistics."""
     loading: float = 0.0
-    """Seconds that a rank's samples of a step take to load."""
+    """Seconds to load a rank's samples of a step."""
     ahead: bool = False
-    """Loading goes on beside the computation, on cores of its own."""
+    """Whether loading runs in parallel to the computation, on other cores."""
     samples: float = 0.0
-    """Of a rank in a step: only a shared storage looks at them."""
+    """Samples of a rank in a step; used only if a shared storage limits their rate."""
     layers: int = 0
-    """Blocks between which the model can be cut. Only a mesh with pipeline or tensor looks at
-    it.
+    """Number of blocks between which the model can be divided; used only by a mesh with pipeline
+    or tensor.
     """
     activation: float = 0.0
-    """Bytes that go from one block to the next for one micro-batch. As `layers`."""
+    """Bytes that one block passes to the next for one micro-batch; used as `layers` is."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -91,7 +93,7 @@ class RankWork:
 
     @property
     def bytes(self) -> float:
-        """Of all gradients."""
+        """Bytes of all gradients."""
         return self.width * self.elements
 
     @property
@@ -102,25 +104,26 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class MeshShare:
-    """Of one rank. The gradients left are summed over `data` ranks, and where `shard` is above
-    1, scattered over those before.
+    """The work of one rank of a mesh. Gradients are reduce-scattered over the `shard` axis if there
+    is one, then summed over the `data` axis.
     """
 
     work: RankWork
     data: Network
-    """Between the ranks that hold the same part."""
+    """Network between the ranks that hold the same part of the model."""
     shard: Network
+    """Network between the ranks of the shard axis."""
     idle: float = 0.0
-    """Seconds a step that a stage of a pipeline has nothing to do."""
+    """Seconds per step in which a pipeline stage is idle."""
     exposed: float = 0.0
-    """Seconds a step that activations are under way, while nobody can compute."""
+    """Seconds per step in which activations are sent and nothing is computed."""
     sent: float = 0.0
     """Bytes of activations that a rank sends in a step."""
 
 
 def check_mesh(mesh: Mesh, what: str, layers: int, counts: Iterable[int] = ()) -> None:
-    """Raise a UsageError for axes that the equal layers of a model, or the numbers of ranks, do
-    not allow.
+    """Raise UsageError if the model's `layers` equal blocks, or the numbers of ranks `counts`, do
+    not allow the mesh.
     """
     if mesh.pipeline * mesh.tensor > 1 and not layers:
         raise UsageError("mesh-not-planned", mesh=str(mesh), what=what)
@@ -134,23 +137,24 @@ def check_mesh(mesh: Mesh, what: str, layers: int, counts: Iterable[int] = ()) -
 
 
 def over(mesh: Mesh, workers: int) -> Mesh:
-    """The mesh of so many ranks, with as many replicas as there is room for; one rank is no
-    mesh.
+    """Return the mesh for `workers` ranks, with as many replicas as possible; an empty mesh for one
+    rank.
     """
     others = mesh.size // mesh.data
     return replace(mesh, data=workers // others) if workers > 1 else Mesh()
 
 
 def share(work: RankWork, mesh: Mesh, network: Network) -> MeshShare:
-    """Of a rank of the mesh; its micro-batches are those of its replica, which `work` says. Raises
-    UsageError where the model's layers are not known.
+    """Return the share of one rank of the mesh. `work` is that of its whole replica, with all its
+    micro-batches. Raises UsageError if the model's layers are unknown.
 
-    A pipeline runs as 1F1B or GPipe do: p - 1 of m + p - 1 turns are idle, and its gradients leave
-    when all is over. A tensor axis sums activations twice in a layer's forward and twice in its
-    backward (Shoeybi and others, Megatron-LM, 2019), and nothing is hidden behind these.
+    With m micro-batches and p stages, a 1F1B or GPipe pipeline is idle in p - 1 of m + p - 1 turns,
+    and sends its gradients at the end. A tensor axis sums activations twice in a layer's forward
+    and twice in its backward (Shoeybi and others, Megatron-LM, 2019). These sums do not overlap
+    with computation.
     """
     inner = mesh.pipeline * mesh.tensor
-    # a rank updates what it keeps
+    # a rank updates only the parameters that it keeps
     work = replace(work, optimizer=work.optimizer / (inner * mesh.shard))
     data, shard = part(network, mesh.data, mesh.shard * inner), part(network, mesh.shard, inner)
     if inner == 1:
@@ -189,26 +193,26 @@ def share(work: RankWork, mesh: Mesh, network: Network) -> MeshShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScaling:
-    """How a step is dealt out."""
+    """How the work of a step depends on the number of ranks."""
 
     base: int
-    """The number of ranks that others are compared with: one that is small."""
+    """A small number of ranks, which efficiency is relative to."""
     weak: bool = False
-    """More ranks make the global batch larger: each keeps the micro-batches that it has at
-    `base`.
+    """Whether the global batch grows with the number of ranks: each rank then has as many
+    micro-batches as with `base` ranks.
     """
     per_host: int | None = 1
-    """Ranks that share the cores of one host; None: all of them."""
+    """Number of ranks that share the cores of one host; None: all ranks."""
     loaders: int = 0
     """Loader workers of each rank."""
 
     def on_host(self, workers: int) -> int:
-        """Ranks that compute on one host at once."""
+        """Return the number of ranks on one host."""
         return workers if self.per_host is None else min(workers, self.per_host)
 
 
 def slots_of(sizes: Profile | Task) -> int:
-    """Micro-batches of the task's own global batch."""
+    """Return the number of micro-batches of the task's own global batch."""
     return Plan(
         samples=sizes.global_batch, global_batch=sizes.global_batch, micro_batch=sizes.micro_batch
     ).slots
@@ -217,8 +221,8 @@ def slots_of(sizes: Profile | Task) -> int:
 def sides(
     scaling: PlanScaling, counts: Iterable[int], slots: int, cores: int, device: str
 ) -> list[int]:
-    """How many ranks must be profiled side by side: as many as share a host, but no more than it
-    has cores. On GPUs nobody shares.
+    """Return the numbers of ranks to profile side by side: as many as share a host, but at most one
+    per core. GPU ranks share nothing, so one is enough.
     """
     if device == "cuda":
         return [1]
@@ -228,8 +232,8 @@ def sides(
 
 
 def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[int]:
-    """How many ranks of one host must be heard talking: those that share its cores, and where
-    each has a host of its own, two.
+    """Return the numbers of ranks of one host whose messages must be timed: those that share its
+    cores, but at least two.
     """
     if device == "cuda":
         return []
@@ -237,27 +241,27 @@ def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[in
 
 
 def heard(scaling: PlanScaling, workers: int) -> int:
-    """The number of ranks whose messages stand for those of so many."""
+    """Return the number of ranks of one host whose messages represent those of `workers` ranks."""
     return max(2, scaling.on_host(workers))
 
 
 def _computing(scaling: PlanScaling, workers: int, slots: int) -> int:
-    """Ranks of one host that have something to do."""
+    """Return the number of ranks of one host that have a micro-batch."""
     here = scaling.on_host(workers)
     return here if scaling.weak else min(here, slots)
 
 
 def samples_of(profile: Profile, scaling: PlanScaling, workers: int) -> float:
-    """Of all ranks in a step."""
+    """Return the samples of all ranks in a step."""
     if not scaling.weak:
         return profile.global_batch
     return profile.global_batch * workers / scaling.base
 
 
 def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
-    """Of the rank that has most, among so many ranks, each with micro-batches of its own.
+    """Return the work of the rank with the most micro-batches, among `workers` ranks.
 
-    More ranks than cores take turns on them: everything takes as many times as long.
+    If a host has more ranks than cores, they take turns: all times grow in proportion.
     """
     here = _computing(scaling, workers, slots_of(profile))
     beside = 1 if profile.device == "cuda" else min(here, profile.cores)
@@ -284,10 +288,10 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
 
 
 def _loading(profile: Profile, scaling: PlanScaling, here: int, alone: float) -> tuple[float, bool]:
-    """Seconds of loading in a step, and whether it goes on beside the computation.
+    """Return the seconds of loading in a step, and whether it runs in parallel to the computation.
 
-    Loader workers share the cores that the host's ranks leave over; where there are none, loading
-    takes its time from the computation.
+    Loader workers share the cores that the host's ranks do not use. If all are used, loading adds
+    to the time of the step.
     """
     busy = here if profile.device == "cpu" else 0
     left = profile.cores - busy
@@ -297,8 +301,8 @@ def _loading(profile: Profile, scaling: PlanScaling, here: int, alone: float) ->
 
 
 def gradient_work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
-    """Only its forwards, backwards and gradients: all that a ratio of communication to
-    computation looks at.
+    """Return only forwards, backwards and gradients: all that a ratio of communication to
+    computation needs.
     """
     found = work_of(profile, scaling, workers)
     return RankWork(

@@ -1,1 +1,1 @@
-"""How a piece of work is timed fairly."""
+"""Fair timing of a piece of work."""

@@ -1,4 +1,4 @@
-"""Hockney's model of a link, a latency and seconds per byte: fitted to times, and measured."""
+"""Hockney's model of a link: a latency plus seconds per byte. Fits it to times, and measures it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TURNS = 15
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`first * x + second * y`, and by how much of itself a point lies beside it: the root of
-    the mean square.
+    """The model `first * x + second * y`. `error` is the root mean square of the relative errors
+    of its points.
     """
 
     first: float
@@ -28,10 +28,10 @@ class Fit:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Fit:
-    """Through points (x, y, seconds), such as (messages, bytes, seconds). Neither is below 0: of a
-    line that would have one so, the other alone is fitted.
+    """Fit points (x, y, seconds), such as (messages, bytes, seconds). No coefficient is below 0: if
+    one would be, it is 0 and only the other is fitted.
 
-    Each point counts by its relative error, so that microseconds are not lost beside seconds.
+    The fit minimizes relative errors, so that microseconds count as much as seconds.
     """
     assert points, "nothing was measured"
     rows = np.array([[x / seconds, y / seconds] for x, y, seconds in points])
@@ -45,10 +45,10 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Fit:
 
 
 def measured(sums: Mapping[int, Way], world: World) -> Fit:
-    """Of messages by their number of bytes, sent in turns: `first` is the latency of one,
-    `second` the seconds of a byte. All ranks call it.
+    """Time messages in turns, and fit them. `sums` has a function for each number of bytes.
+    `first` is the latency in seconds, `second` the seconds per byte. All ranks call it.
     """
-    from lockstep.tools.timing.in_turns import take_turns  # with torch, which a fit does not need
+    from lockstep.tools.timing.in_turns import take_turns  # imports torch; a fit does without it
 
     seconds = take_turns({str(size): send for size, send in sums.items()}, _TURNS, world)
     return fit([(1, size, statistics.median(seconds[str(size)])) for size in sums])

@@ -1,5 +1,5 @@
-"""Times several ways to do the same thing on the same ranks, in turns: what else the machine
-does meanwhile falls on all of them alike. The way of a task's step is a Trial's.
+"""Times several ways to do the same work on the same ranks, in turns: other load on the machine
+then affects all of them alike. A Trial provides the step of a task as such a way.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lockstep.training.opening import intra_op_threads
 from lockstep.world.world import World
 
 Way = Callable[[], object]
-_LONG = 10**6  # steps or epochs that schedulers are told
+_LONG = 10**6  # steps or epochs: length of the training for which schedulers are made
 
 
 def take_turns(
     ways: Mapping[str, Way], turns: int, world: World, *, warm_up: int = 3, steady: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of every turn of every way, after `warm_up` turns that are not timed; the slowest
-    rank's, on all ranks.
+    """Return the seconds of each turn of each way, after `warm_up` untimed turns. All ranks get the
+    seconds of the slowest rank.
 
-    All ranks begin each together, and the order turns round from turn to turn. A GPU's work is
-    waited for. Every rank calls it alike. With `steady`, a turn calls its way once, untimed, then
-    so many times, and its seconds are those of one: what a way's own helpers, such as loader
-    workers, made ready in the others' turns is used up in the first.
+    All ranks start each turn together, and wait for the GPU at its end. The order of the ways is
+    reversed after every turn. Every rank calls it alike. With `steady`, a turn first calls its way
+    once, untimed, then times `steady` calls and returns their mean: the first call uses up what
+    helpers, such as loader workers, prepared during the other ways' turns.
     """
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -59,25 +59,24 @@ def take_turns(
 
 
 def settle(world: World) -> None:
-    """Wait for a GPU's work."""
+    """Wait for the GPU, if the world has one."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 
 
 def largest(value: float, world: World) -> float:
-    """The largest of all ranks' values, so that all decide alike."""
+    """Return the largest of all ranks' values, so that all ranks decide alike."""
     message = torch.tensor(value, dtype=torch.float64)
     world.control.all_reduce(message, "max").wait()
     return message.item()
 
 
 class Trial:
-    """A task in training under certain settings, with a model, an optimizer and a Loader of its
-    own; `step()` takes an optimizer step, its data included, and returns the samples of all ranks
-    in it.
+    """A real training of a task under given settings, with its own model, optimizer and Loader.
+    `step()` loads data, takes an optimizer step and returns the number of samples of all ranks.
 
-    It trains for real, and the model is thrown away. Its schedule is made for a training that is
-    longer than any trial, and the task's callbacks are not called.
+    The model is discarded. The learning-rate schedule is for a training that is longer than any
+    trial. The task's callbacks are not called.
     """
 
     def __init__(self, task: Task, settings: Settings, world: World) -> None:
@@ -91,8 +90,8 @@ class Trial:
         self._windows = self._walk()
 
     def beside(self, global_batch: int, threads: int, *, held: int = 0) -> Trial:
-        """The same training in steps of so many samples, from a Loader of its own. `held`: it goes
-        round in so many windows that are fetched now.
+        """Return a trial that shares this training, with its own Loader, global batch and intra-op
+        threads. With `held`, it fetches that many windows now and repeats them.
         """
         other, training = copy(self), self.training
         task = replace(training.task, global_batch=global_batch)
@@ -103,7 +102,7 @@ class Trial:
         if held:
             windows = list(islice(other._windows, held))
             for window in windows:
-                list(window)  # fetched, and kept
+                list(window)  # fetches the batches, which the window keeps
             other._windows = cycle(windows)
         return other
 
@@ -116,6 +115,6 @@ class Trial:
             return sum(self.training.step(next(self._windows)).samples_by_rank)
 
     def close(self) -> None:
-        """End the loader's workers and take the hooks off, so that the memory can go."""
+        """End the loader's workers and remove the hooks, so that memory can be freed."""
         self._loader.close()
         self.training.stepper.reducer.close()

@@ -1,5 +1,5 @@
-"""The machine that figures are measured on: its processor, the memory that is free, and the
-memory that this process has used at its peak.
+"""The machine that figures are measured on: its kind of device, its free memory, and the peak
+memory of this process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
-    """What ranks would compute on."""
+    """Return the kind of device on which ranks would compute."""
     import torch
 
     return "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
 
 
 def free_memory() -> int | None:
-    """Bytes that the host can give without swapping; None where the system does not say."""
+    """Return the bytes available without swapping; None if the system does not report them."""
     try:
         return from_proc("/proc/meminfo", "MemAvailable")
     except UsageError:
@@ -33,8 +33,8 @@ def free_memory() -> int | None:
 
 
 def memory_of_a_rank(ranks: int) -> float | None:
-    """Bytes that each of so many ranks of this host has: its GPU's, or an equal part of what is
-    free; None where the system does not say.
+    """Return the bytes available to each of `ranks` ranks of this host: the memory of GPU 0, or an
+    equal part of the free memory; None if the system does not report it.
     """
     import torch
 
@@ -45,28 +45,28 @@ def memory_of_a_rank(ranks: int) -> float | None:
 
 
 class Peak:
-    """From its making on: `mib()` is by how much use rose, at its peak, over what it was then.
-    Pages shared with other ranks count.
+    """Measures the peak memory use since its creation. `mib()` is the rise over the use at its
+    creation. Pages shared with other ranks count.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Of the host's memory, or, on a device of kind cuda, of its own. Raises UsageError
-        where the system does not say.
+        """Start to measure the device's memory if it is a GPU, otherwise the host's. Raises
+        UsageError if the system does not report it.
         """
         self._device = device if device is not None and device.type == "cuda" else None
         gc.collect()
         if self._device is not None:
-            import torch  # a sampler's process is measured without it
+            import torch  # the sampler benchmark measures a process without torch
 
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
             return
         with suppress(OSError, AttributeError):
-            # freed memory that the C library keeps would be used again without being counted
+            # The C library keeps freed memory; using it again would not count as a rise.
             ctypes.CDLL(None).malloc_trim(0)
         try:
-            # forget the peak that the imports reached, or the parent
+            # Reset the peak: imports or the parent process may have set it.
             Path("/proc/self/clear_refs").write_text("5")
         except OSError as error:
             raise UsageError(
@@ -83,7 +83,9 @@ class Peak:
 
 
 def from_proc(file: str, name: str) -> int:
-    """Bytes in the line `name` of one of Linux's tables. Raises UsageError where there is none."""
+    """Return the bytes in line `name` of a table in /proc. Raises UsageError if there is no such
+    table.
+    """
     try:
         lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError as error:

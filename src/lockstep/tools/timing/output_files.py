@@ -1,5 +1,6 @@
-"""Where figures go: files that are found to be writable before anything is measured, JSON, pictures,
-and tables as plain text, never wrapped, whatever they are printed on.
+"""Output of measured figures: JSON files, pictures, and plain-text tables that never wrap.
+
+Files are checked before a measurement, so that its result is not lost to an unwritable file.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from lockstep.training.metrics import finite
 
 
 def check_writable(file: Path | None, option: str) -> None:
-    """Raises UsageError, naming the option, where the file could not be written later. What is
-    in it stays; a new one is not left behind.
+    """Check that the file can be written later. Keeps its content; creates no file. Raises
+    UsageError with the name of the option.
     """
     if file is None:
         return
@@ -29,7 +30,9 @@ def check_writable(file: Path | None, option: str) -> None:
 
 
 def check_picture(file: Path | None) -> None:
-    """`check_writable` for --out. Raises UsageError for another ending than .svg, too."""
+    """Check the file of --out as `check_writable` does. Raises UsageError also if its name does not
+    end in .svg.
+    """
     if file is None:
         return
     if file.suffix.lower() != ".svg":
@@ -38,7 +41,9 @@ def check_picture(file: Path | None) -> None:
 
 
 def write_json(file: Path | None, what: object, option: str = "--json") -> None:
-    """nan and infinities as text. Raises UsageError where the file cannot be written."""
+    """Write `what` as JSON, with nan and infinities as strings. Raises UsageError if the file
+    cannot be written.
+    """
     if file is None:
         return
     with writing(file, option):
@@ -47,8 +52,8 @@ def write_json(file: Path | None, what: object, option: str = "--json") -> None:
 
 @contextmanager
 def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
-    """What a JSON file holds, for a block that looks into it. Raises UsageError where it cannot be
-    read, and where the block finds something else than `writer` writes.
+    """Give the content of a JSON file to the block, which parses it. Raises UsageError if the file
+    cannot be read, or if the block fails because `writer` did not write the file.
     """
     try:
         yield json.loads(file.read_text(encoding="utf-8"))
@@ -62,7 +67,7 @@ def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
 
 @contextmanager
 def writing(file: Path | str, option: str) -> Iterator[None]:
-    """Raises UsageError, naming the option, where the block cannot write the file."""
+    """Raise UsageError with the name of the option if the block cannot write the file."""
     try:
         yield
     except UsageError:
@@ -72,7 +77,7 @@ def writing(file: Path | str, option: str) -> Iterator[None]:
         raise UsageError("cannot-write", name=option, file=str(file), reason=reason) from error
 
 
-_WIDE = 10_000  # characters: more than any line has
+_WIDE = 10_000  # characters; no line of a table is longer
 
 
 def table(
@@ -82,13 +87,13 @@ def table(
     left: Iterable[int] = (0,),
     gap: int = 2,
 ) -> str:
-    """A line for the head, which is names or a text of them with " | " between, and one for each
-    row. Columns whose numbers are in `left` begin at the left, the others end at the right.
+    """Return a text with a line for the head and one for each row. `head`: column names, or a text
+    of them separated by " | ". Columns numbered in `left` are left-aligned, others right-aligned.
 
-    A row may have fewer cells than the head. None is an empty cell. A head of empty names is left
-    out. `gap`: blanks between two columns.
+    A row may have fewer cells than the head. None is an empty cell. If all names are empty, there
+    is no head line. `gap`: number of spaces between columns.
     """
-    from rich.console import Console  # takes a while
+    from rich.console import Console  # slow to import
     from rich.table import Table
 
     names = head.split(" | ") if isinstance(head, str) else head
@@ -112,15 +117,15 @@ def table(
 
 
 def milliseconds(seconds: float) -> str:
-    """`12.3 ms`."""
+    """Return a text such as `12.3 ms`."""
     return f"{1e3 * seconds:.1f} ms"
 
 
 def percent(share: float) -> str:
-    """`98.7 %`."""
+    """Return a text such as `98.7 %`."""
     return f"{100 * share:.1f} %"
 
 
 def megabytes(count: float) -> str:
-    """`1.250 MB`."""
+    """Return a text such as `1.250 MB`."""
     return f"{count / 1e6:.3f} MB"

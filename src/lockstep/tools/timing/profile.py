@@ -1,7 +1,7 @@
-"""What was measured of a task's ranks, before anybody simulates them: phases of a step, and when
-each bucket of gradients is complete.
+"""The profile of a task: the measured phases of a step, and when each bucket of gradients is
+complete. `lockstep plan` simulates steps from it.
 
-It is kept in a file, so that many plans need one measurement.
+A file stores it, so that several plans can use one measurement.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ Figure = TypeVar("Figure")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaves:
-    """A bucket of gradients, and when it leaves."""
+    """A bucket of gradients, and when it is ready to send."""
 
     ready: float
     """The share of the last micro-batch's backward after which the bucket is complete, 0 to 1."""
     elements: int
     tensors: Sequence[tuple[int, ...]] = ()
-    """Shapes of the gradients in it; empty where nobody knows them: it then counts as one
-    vector.
-    """
+    """Shapes of the gradients in it; empty if unknown: the bucket then counts as one vector."""
 
 
 def leaves(buckets: Sequence[Sequence[Tensor]], ready: Sequence[float] = ()) -> list[Leaves]:
-    """Of buckets of parameters, in the order in which they leave; `ready`: when each is complete.
+    """Return the `Leaves` of buckets of parameters, which are in the order in which they leave.
 
-    Not measured, it is complete after as large a share of the backward as it, and those before it,
-    have of the elements.
+    `ready`: the share of the backward after which each bucket is complete. Without it, this share
+    is assumed to be that of this and all earlier buckets in the number of elements.
     """
     sizes = [sum(each.numel() for each in bucket) for bucket in buckets]
     shares = ready or [so_far / sum(sizes) for so_far in accumulate(sizes)]
@@ -51,10 +49,10 @@ def leaves(buckets: Sequence[Sequence[Tensor]], ready: Sequence[float] = ()) -> 
 
 
 def laid_out(parameters: Sequence[Tensor], landed: Sequence[float] = ()) -> list[Leaves]:
-    """As the Reducer lays them. `landed`: the share of the backward after which each one's gradient
-    was there; buckets follow that order.
+    """Return the parameters in buckets, as the Reducer makes them. `landed`: for each parameter,
+    the share of the backward after which its gradient was complete; buckets follow this order.
 
-    Not measured, the backward is taken to reach the parameters from the last to the first.
+    Without it, gradients are assumed to become complete from the last parameter to the first.
     """
     entries = [
         Entry(str(number), each.numel(), each.dtype, each.device)
@@ -75,27 +73,28 @@ def laid_out(parameters: Sequence[Tensor], landed: Sequence[float] = ()) -> list
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTimes:
-    """Ranks that computed side by side on one host, without a word to each other. Seconds,
-    medians.
+    """Median seconds of the phases of a step, for ranks that compute side by side on one host
+    without communication.
     """
 
     ranks: int
     threads: int
-    """Intra-op threads of each."""
+    """Intra-op threads of each rank."""
     steps: int
-    """That were timed."""
+    """Number of timed steps."""
     forward: float
-    """Of a micro-batch."""
+    """Seconds of a micro-batch's forward."""
     backward: float
+    """Seconds of a micro-batch's backward."""
     optimizer: float
-    """`Stepper.step`, in which nobody is waited for."""
+    """Seconds of `Stepper.step`, which waits for no other rank here."""
     other: float
-    """The rest of a step."""
+    """Seconds of the rest of a step."""
     loading: float
-    """Of a micro-batch, by the rank itself."""
+    """Seconds to load a micro-batch in the rank's own process."""
     spread: float
-    """Standard deviation of a rank's step from that of its neighbours, or, alone, from its own
-    others; over the median.
+    """Standard deviation of a rank's step time, divided by the median step time. Deviations are
+    from the mean of all ranks in the same step; for a single rank, from its median.
     """
 
     def describe(self) -> str:
@@ -114,43 +113,43 @@ class PhaseTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Of one task on this kind of host."""
+    """Measurements of one task on one kind of host."""
 
     task: str
     device: str
     cores: int
-    """Of the host that it was measured on."""
+    """Cores of the host on which it was measured."""
     global_batch: int
     micro_batch: int
     buckets: Sequence[Leaves]
     width: int
-    """Bytes of an element of a gradient."""
+    """Bytes per element of a gradient; the largest if they differ."""
     buffers: int
-    """Bytes that ranks average after every step."""
+    """Bytes of the buffers that ranks average after every step."""
     weights: int
     """Bytes of the parameters."""
     states: int
-    """Bytes that the optimizer keeps."""
+    """Bytes of the optimizer's state."""
     peak: float | None
-    """Bytes by which a rank's memory grew at most, all of this included; None where the system
-    does not say.
+    """Peak growth of a rank's memory in bytes, with all of the above; None if the system does not
+    report it.
     """
     sides: Sequence[PhaseTimes]
-    """By growing number of ranks."""
+    """Measurements in order of the number of ranks."""
     flops: int = 0
-    """Of a micro-batch's forward and backward, as torch counts them."""
+    """FLOPs of a micro-batch's forward and backward, as torch counts them."""
     messages: Mapping[int, float]
-    """Seconds of a sum of a few numbers by the backend, by the number of ranks of this host that
-    make it: the software's part of a message.
+    """Seconds of the backend's all-reduce of a few numbers, by the number of ranks of this host:
+    the time that software adds to a message.
     """
 
     def write(self, file: Path) -> None:
-        """Raises UsageError where it cannot be written."""
+        """Write a file. Raises UsageError if it cannot be written."""
         write_json(file, {"format": FORMAT} | asdict(self), "--save-profile")
 
     @classmethod
     def read(cls, file: Path) -> Profile:
-        """Raises UsageError for what is no profile."""
+        """Read a file. Raises UsageError if it is not a profile."""
         with reading(file, "--profile", "`lockstep plan TASK --save-profile FILE`") as found:
             if found.pop("format") != FORMAT or not found.keys() <= {e.name for e in fields(cls)}:
                 raise ValueError
@@ -158,22 +157,22 @@ class Profile:
             return made
 
     def message(self, ranks: int) -> float:
-        """The software's part of a message among that many ranks of one host. Raises UsageError
-        where it was not measured.
+        """Return the seconds that software adds to a message among `ranks` ranks of one host.
+        Raises UsageError if it was not measured.
         """
-        if self.device == "cuda":  # the latency of a network of GPUs has it
+        if self.device == "cuda":  # the latency of a network of GPUs includes it
             return 0.0
         return _measured(self.messages, ranks)
 
     def side(self, ranks: int) -> PhaseTimes:
-        """The measurement with that many ranks side by side. Raises UsageError where there is
+        """Return the measurement with `ranks` ranks side by side. Raises UsageError if there is
         none.
         """
         return _measured({each.ranks: each for each in self.sides}, ranks)
 
     def describe(self, per_host: int | None) -> str:
-        """The phases of a step for each number of ranks side by side, and when gradients are
-        complete; `per_host`: who shares the cores.
+        """Describe the phases of a step for each number of ranks, and when gradients are complete.
+        `per_host`: the number of ranks that share a host; None: all ranks share one host.
         """
         kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])

@@ -1,10 +1,10 @@
-"""Times the work of a step: each of its phases, and when each gradient lands. The one profiler of
-plans, ratios and benchmarks.
+"""Times the work of a step: each of its phases, and when each gradient is complete. Plans, ratios
+and benchmarks all use this profiler.
 
-`profile` is of a task, on ranks of this host that do not wait for each other. It is the training of
-`lockstep train`, with its Loader and Stepper. Several ranks train side by side, alone with their
-gradients, and begin every step together: so they take memory bandwidth and caches from each other
-as they will, and what they say to each other costs nothing here. `counted` is of a model by itself.
+`profile` measures a task with the training of `lockstep train`, its Loader and its Stepper. Several
+ranks of this host train side by side and start every step together, but do not exchange gradients.
+So they share memory bandwidth and caches as in a real training, and the times contain no
+communication. `counted` measures a model without a task.
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ from lockstep.training.opening import backend_of, intra_op_threads
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world.world import World, init
 
-_WARM_UP = 3  # steps: in the second the buckets follow the order of arrival
+_WARM_UP = 3  # steps: the second one orders the buckets by arrival
 _FEWEST = 5
 _MESSAGES = 41
-_NEVER = 10**9  # steps between two meetings
-# of a model by itself: the least and the most, and seconds of what is between
+_NEVER = 10**9  # steps between two synchronizations
+# for `counted`: fewest and most repetitions; after these seconds, the fewest are enough
 _REPEATS, _BUDGET = (5, 50), 2.0
 
 
 class Stopwatch:
-    """Laps, each with the device's work done, and after which share of a lap each of the
-    parameters' gradients landed.
+    """Times laps, and records after which share of a lap each parameter's gradient is complete.
 
-    On a GPU that takes a step's own overlap of host and device away, in exchange for knowing whose
-    time it is.
+    It waits for the GPU at the end of each lap. This removes the overlap of host and device in a
+    step, but assigns the time to the right phase.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -68,17 +67,17 @@ class Stopwatch:
         self._began = self._now()
 
     def lap(self) -> float:
-        """Seconds since the lap before."""
+        """Return the seconds since the last lap, and start the next one."""
         before, self._began = self._began, self._now()
         return self._began - before
 
     def listen(self) -> None:
-        """In the lap that begins."""
+        """Record gradients in the lap that starts now."""
         self._marks = {}
 
     def landed(self, lap: float) -> list[float]:
-        """By parameter, shares of the lap that was listened to and has taken so long. What never
-        landed comes at the end.
+        """Return, for each parameter, after which share of the recorded lap its gradient was
+        complete: 1 if it got none. `lap`: the seconds of this lap.
         """
         marks, self._marks = self._marks or {}, None
         begin = self._began - lap
@@ -106,15 +105,16 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """Of one micro-batch on one device."""
+    """Measurements of one micro-batch on one device."""
 
     flops: int
-    """Of matrix products, convolutions and attention: torch's FlopCounterMode has no others. 0:
-    the model has none of them.
+    """FLOPs of matrix products, convolutions and attention: torch's FlopCounterMode counts no
+    others. 0: the model has none of them.
     """
     forward: float
-    """Seconds, as `backward`: the median of some repetitions."""
+    """Median seconds of the forward."""
     backward: float
+    """Median seconds of the backward."""
     landed: Sequence[float]
     """For each trained parameter, in the model's order: the share of the backward after which
     its gradient was complete.
@@ -122,17 +122,17 @@ class Counted:
 
 
 def counted(model: nn.Module, loss: Callable[[], Tensor]) -> Counted:
-    """`loss` runs the forward of `model` on a batch of its own and gives one number to
-    differentiate. Raises UsageError where it does not.
+    """Measure a model. `loss` runs its forward on one batch and returns one number to
+    differentiate; if it does not, raises UsageError.
 
-    The model is left as it was found: gradients, buffers (batch normalisation moves its statistics)
-    and the random streams are put back.
+    Restores the model's gradients and buffers (batch normalisation changes its statistics) and the
+    random streams.
     """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     forwards: list[float] = []
     backwards: list[float] = []
     with _as_found(model, device):
-        for _ in range(2):  # the first ones warm up
+        for _ in range(2):  # warm-up
             checked(loss()).backward()
         flops = flops_of(lambda: loss().backward())
         watch = Stopwatch([], device)
@@ -154,7 +154,7 @@ def counted(model: nn.Module, loss: Callable[[], Tensor]) -> Counted:
 
 
 def _landed(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> list[float]:
-    """In one more backward, which nobody times but for this."""
+    """Record when gradients are complete, in one more backward that only serves for this."""
     watch = Stopwatch([each for each in model.parameters() if each.requires_grad], device)
     try:
         found = loss()
@@ -167,14 +167,14 @@ def _landed(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) 
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Of all that is dispatched; a compiled model is counted as it is written."""
+    """Count the FLOPs that `work` dispatches; a compiled model runs uncompiled here."""
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops())
 
 
 def checked(found: object) -> Tensor:
-    """What a loss returned. Raises UsageError where it cannot be differentiated."""
+    """Return the loss `found`. Raises UsageError if it cannot be differentiated."""
     if not isinstance(found, Tensor) or found.numel() != 1:
         what = (
             f"a tensor of shape {tuple(found.shape)}"
@@ -213,11 +213,11 @@ def profile(
     talking: Sequence[int] = (),
     threads: int | None = None,
 ) -> Profile:
-    """With each of those numbers of ranks side by side, in fresh processes, for `seconds` in all;
-    and how long a message takes among `talking` ranks.
+    """Profile a task for about `seconds`, divided among the numbers of ranks in `sides`. Each
+    number of ranks runs in new processes. Also time a message for each number in `talking`.
 
-    `threads`: intra-op threads of each rank; default: the cores shared among them. Raises
-    WorkerFailed, and UsageError for no time.
+    `threads`: intra-op threads of each rank; default: an equal part of the cores. Raises
+    WorkerFailed, and UsageError if `seconds` is not above 0.
     """
     knob.number("seconds", seconds, above=0)
     counts = sorted(set(sides))
@@ -230,7 +230,7 @@ def profile(
 
 
 def _message() -> float:
-    """Of as many numbers as the facts of a step are, over this host's loopback."""
+    """Return the seconds of an all-reduce as large as a step's facts, on this host's loopback."""
     with init(backend="gloo") as world:
         note = torch.zeros(numbers(world.size), dtype=torch.float64)
         ways = {"sum": lambda: world.group.backend_all_reduce(note).wait()}
@@ -240,7 +240,7 @@ def _message() -> float:
 def _on_rank(
     source: Callable[[], Task], seconds: float, device: Device, threads: int | None
 ) -> Profile:
-    """What rank 0 has to say counts."""
+    """Profile the task on one rank. The caller uses the profile of rank 0."""
     task = source()
     with init(backend=backend_of(device)) as world, intra_op_threads(threads):
         peak = None
@@ -285,8 +285,8 @@ def _on_rank(
 
 @contextmanager
 def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None]]:
-    """What a training writes down of every step, written where nobody reads it. The task's own
-    callbacks are not called.
+    """Give the block a function that records a step as a training does, so that its cost is in the
+    profile. The files are temporary; the task's callbacks are not called.
     """
     task = replace(training.task, on_step=None, on_evaluate=None)
     with TemporaryDirectory(prefix="lockstep-profile-") as folder:
@@ -311,7 +311,7 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
 
 
 class _Timed:
-    """A training, step by step."""
+    """Times the steps of a training."""
 
     def __init__(
         self, training: Training, world: World, record: Callable[[Window, StepResult], None]
@@ -320,18 +320,18 @@ class _Timed:
         self._windows = self._walk()
         self._watch = Stopwatch(training.stepper.reducer.parameters, world.device)
         self.steps: list[dict[str, float]] = []
-        """Seconds of the phases of each, by their names in PhaseTimes."""
+        """Seconds of each step's phases, by their names in PhaseTimes."""
         self.whole: list[float] = []
         """Seconds of each step."""
         self.landed: list[list[float]] = []
-        """Of each step, by parameter: the share of the last backward after which its gradient
-        was there.
+        """For each step and parameter: the share of the last backward after which its gradient
+        was complete.
         """
         self.flops = 0
 
     def _walk(self) -> Iterator[Window]:
-        """Windows as full as the first. Raises UsageError where that leaves this rank without a
-        micro-batch.
+        """Yield windows with as many samples as the first. Raises UsageError if such a window
+        gives this rank no micro-batch.
         """
         full = None
         for epoch in self._training.loader.epochs(ENDLESS):
@@ -344,7 +344,7 @@ class _Timed:
                     yield window
 
     def take(self, seconds: float) -> None:
-        """Until the time is over, equally many on all ranks; without those that warm up."""
+        """Time steps for `seconds`, the same number on all ranks, after the warm-up."""
         self._count()
         for _ in range(_WARM_UP):
             self._step()
@@ -352,14 +352,16 @@ class _Timed:
             kept.clear()
         end = perf_counter() + seconds
         while not self._world.agree(perf_counter() > end and len(self.steps) >= _FEWEST, "all"):
-            # all ranks begin together
+            # `agree` makes all ranks start together
             self._step()
 
     def _loss(self, batch: Any) -> tuple[Tensor, Any]:
         return self._training.forward.loss(self._training.forward(batch), batch)
 
     def _count(self) -> None:
-        """The FLOPs of the first micro-batch, on a graph that the training knows nothing of."""
+        """Count the FLOPs of the first micro-batch. `autograd.grad` does not call the Reducer's
+        hooks.
+        """
         window = next(self._windows)
         batch = window[0]
         window.drain()
@@ -380,7 +382,7 @@ class _Timed:
         forwards, backward = [], 0.0
         for place, batch in enumerate(stepper.micro_batches(window)):
             if place == 0:
-                watch.lap()  # what precedes the first one belongs to the step
+                watch.lap()  # time before the first micro-batch belongs to `other`
             loss, weight = self._loss(batch)
             forwards.append(watch.lap())
             if place == len(window) - 1:
@@ -409,12 +411,12 @@ class _Timed:
         self.whole.append(whole)
 
     def side(self) -> PhaseTimes:
-        """Medians over the steps, means over the ranks."""
+        """Return the median of each phase over the steps, averaged over the ranks."""
         rows = self.steps
         medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         mine = torch.tensor(list(medians.values()), dtype=torch.float64)
         self._world.control.all_reduce(mine, "mean").wait()
-        # a rest of differences may be -1e-4
+        # `other` is a difference and can be slightly negative, such as -1e-4
         means = {name: max(0.0, mean) for name, mean in zip(medians, mine.tolist(), strict=True)}
         every = torch.zeros(self._world.size, len(rows), dtype=torch.float64)
         every[self._world.rank] = torch.tensor(self.whole)
@@ -430,11 +432,11 @@ class _Timed:
 
 
 def spread_of(seconds: Tensor) -> float:
-    """Of [ranks, steps]: the standard deviation of one rank's step, over the median. What slows all
-    ranks of a step alike has nobody wait.
+    """Return the standard deviation of one rank's step, divided by the median step. `seconds` has
+    shape [ranks, steps]. A delay that all ranks share in a step does not count: no rank waits.
 
-    From quartiles, 1.349 deviations apart, so that one interruption in a hundred steps is not taken
-    for a habit of all.
+    It is computed from the quartiles, which are 1.349 standard deviations apart, so that one
+    interruption in a hundred steps has little effect.
     """
     ranks = len(seconds)
     apart = seconds - (seconds.mean(0) if ranks > 1 else seconds.median())

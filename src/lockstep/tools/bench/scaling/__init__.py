@@ -1,3 +1,3 @@
-"""How much faster more workers are: speedup and efficiency, measured at several numbers of
-workers in turns, beside what was foretold.
+"""Speedup and efficiency of more workers: measured at several numbers of workers in turns, and
+compared with a prediction.
 """

@@ -1,6 +1,6 @@
-"""`lockstep.benchmark_scaling`: how much faster more workers train a task, on this host.
+"""`lockstep.benchmark_scaling` measures how much faster more workers train a task on this host.
 
-What it is given becomes something that every rank can be handed and that makes the task there.
+Its argument is turned into a function that can be sent to every rank, and makes the task there.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from lockstep.tools.bench.scaling.works import (
 from lockstep.training.resolve import locate, resolve
 
 Source = Callable[[], Task]
-MICRO_BATCH = 32  # samples, where the data set has enough
+MICRO_BATCH = 32  # samples, if the data set is large enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskParts:
-    """A model, a data set and a loss, as a task."""
+    """A function that makes a task from a model, a data set and a loss."""
 
     model: Any
-    """A module, of which every rank gets a copy, or a function that builds one."""
+    """A module, of which every rank gets a copy, or a function that builds a module."""
     dataset: Any
     loss: Callable[[Any, Any], Tensor]
     global_batch: int
@@ -82,12 +82,14 @@ class TaskParts:
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With a rate so low that no model comes to nan while it is timed."""
+    """Return SGD with a learning rate so low that the loss does not become nan while timing."""
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
 def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tuple[Tensor, float]:
-    """A loss is a mean over the batch, as criteria of torch give it, or has an element a sample."""
+    """Return the sum of the loss over the batch, and its number of samples. `loss` returns the mean
+    over the batch, as torch's criteria do, or one element per sample.
+    """
     found = loss(output, batch[1])
     count = len(batch[1])
     return (found * count if found.dim() == 0 else found.sum()), float(count)
@@ -104,11 +106,11 @@ def source_of(
     overrides: Mapping[str, str] | None,
     parts: Mapping[str, Any],
 ) -> Source:
-    """From a Task, a name or file, a function that returns a Task, or (model, dataset, loss), to
-    which alone `parts` belong.
+    """Return a function that makes the task. `given`: a Task, a name or file, a function that
+    returns a Task, or (model, dataset, loss). Only the last allows values in `parts`.
 
-    `growth`: how many times the global batch the largest number of workers trains. Raises
-    UsageError, also for what ranks cannot be handed.
+    `growth`: by how much the global batch grows at the largest number of workers. Raises
+    UsageError, also for an object that cannot be sent to ranks.
     """
     if overrides and not isinstance(given, str | Path):
         raise UsageError("overrides-without-file", overrides=dict(overrides))
@@ -157,8 +159,8 @@ def _from_parts(
 
 
 def _portable(source: Source) -> Source:
-    """The source as it is. Ranks are new processes: what they are given is pickled, and its
-    functions are imported there by name.
+    """Return the source, or raise UsageError if it cannot be sent to ranks. Ranks are new
+    processes: the source is pickled, and they import its functions by name.
     """
     try:
         for_ranks(source)
@@ -168,7 +170,7 @@ def _portable(source: Source) -> Source:
 
 
 def made(source: Source) -> Task:
-    """The task, here. Raises TaskError where a function returned something else."""
+    """Make the task in this process. Raises TaskError if the function returns something else."""
     found: Any = source()
     if not isinstance(found, Task):
         raise TaskError("function-without-task", kind=type(found).__name__)
@@ -197,8 +199,8 @@ def benchmark_scaling(
 ) -> Scaling:
     """Train at each number of workers in turns, on this host, and compare samples per second.
 
-    Ranks are new processes, and the models are thrown away. A script that calls this needs `if
-    __name__ == "__main__":` around the call, because ranks import it.
+    Ranks are new processes, and the trained models are discarded. A script that calls this needs
+    `if __name__ == "__main__":` around the call, because ranks import the script.
 
     Example::
 
@@ -211,12 +213,13 @@ def benchmark_scaling(
             and loss(output, target). Other processes must be able to import all of it.
         workers: numbers of ranks, such as [1, 2, 4]. The first one is the base: its speedup and
             efficiency are 1.
-        mode: "strong": the global batch stays; "weak": the batch of a rank stays; "both".
+        mode: "strong": the global batch stays the same; "weak": the batch of a rank stays the same;
+            "both".
         steps, rounds: timed steps of a turn, and turns of each number of workers.
-        threads: intra-op threads of each rank. None: the cores shared among the ranks, as in
+        threads: intra-op threads of each rank. None: an equal part of the cores, as in
             `lockstep train`.
-        loading: time the loading of batches too, as in a training. False: repeat a few batches that
-            are loaded already.
+        loading: also time the loading of batches, as in a training. False: repeat a few batches
+            that are already loaded.
         device, loader_workers, reduce, compress, update, exact: as for `lockstep.train`; no server.
         overrides: parameters of task() in a file.
         global_batch, micro_batch, optimizer: for (model, dataset, loss) only. Default: SGD, and
@@ -227,7 +230,7 @@ def benchmark_scaling(
         A Scaling; its `describe()` is a table.
 
     Raises:
-        UsageError: values that cannot work, or a task that other processes cannot be given.
+        UsageError: invalid values, or a task that cannot be sent to other processes.
         WorkerFailed: a rank failed.
     """
     counts, modes = check_workers(workers), modes_of(mode)
@@ -261,7 +264,7 @@ def _works(task: Task, counts: Sequence[int], modes: Sequence[Mode], settings: S
     batches = {
         mode: global_batches(mode, task.global_batch, task.micro_batch, counts) for mode in modes
     }
-    length = getattr(task.train_data, "__len__", None)  # a stream does not say
+    length = getattr(task.train_data, "__len__", None)  # a stream has no length
     if length is not None:
         for mode in modes:
             check_samples(length(), batches[mode], mode)
@@ -273,8 +276,8 @@ def _works(task: Task, counts: Sequence[int], modes: Sequence[Mode], settings: S
 
 
 def _threads(settings: Settings, workers: int) -> int:
-    """Of each rank, as `lockstep.init` would set them: the user's, or this host's cores shared
-    among its ranks.
+    """Return the threads of each rank, as `lockstep.init` would set them: the user's number, or an
+    equal part of this host's cores.
     """
     if settings.threads is not None or settings.exact:
         return settings.threads or 1
@@ -284,8 +287,8 @@ def _threads(settings: Settings, workers: int) -> int:
 
 
 def _kind(device: Device, counts: Sequence[int]) -> Device:
-    """What ranks compute on. Raises UsageError where there are too few GPUs: no two ranks share
-    one.
+    """Return the kind of device on which ranks compute. Raises UsageError if there are too few
+    GPUs: ranks do not share one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and not gpus):
@@ -297,7 +300,7 @@ def _kind(device: Device, counts: Sequence[int]) -> Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measurement:
-    """Works, and how they are timed."""
+    """The works, and the settings for timing them."""
 
     task: Task
     works: Works
@@ -344,7 +347,7 @@ class _Measurement:
     def _rows(
         self, mode: Mode, turns: Mapping[TimedWork, Sequence[tuple[int, float]]], known: Carried
     ) -> list[ScalingRow]:
-        """Of one mode."""
+        """Return the rows of one mode."""
         taken, predicted = {}, {}
         for workers, batch in self.works.batches[mode].items():
             taken[workers] = turns[self.works.of(mode, workers)]

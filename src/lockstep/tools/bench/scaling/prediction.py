@@ -1,18 +1,17 @@
-"""What efficiency is to be expected, from one rank's work measured alone and the link between
-ranks: no step that it is compared with goes in.
+"""Predicts efficiency from one rank's work, measured alone, and the link between ranks. Measured
+steps of several ranks are not used.
 
-What the fullest of n ranks computes is measured on one rank alone, with its share of the batch and
-its threads; where there are more threads than cores it takes so many times longer. What ranks then
-say to each other, and what of it is hidden, is simulated (tools/plan/simulate.py).
+The work of the rank with the most micro-batches is measured on one rank alone, with its share of
+the batch and its threads. With more threads than cores, its time grows in proportion. Communication
+and its overlap are simulated (tools/plan/simulate.py).
 
-What ranks take from each other otherwise, memory bandwidth, caches and a processor's clock, and how
-long they wait for a slow one, is in no term: where measured and predicted part, that is the
-finding.
+The prediction ignores that ranks share memory bandwidth, caches and the processor's clock, and that
+they wait for a slow rank. So a difference between measurement and prediction shows these effects.
 
-The link's latency and bandwidth come from all-reduces of a small and of a large tensor by what
-carries the gradients, taken that n ranks sum as a ring does: 2(n-1) messages one after the other,
-which bring 2(n-1)/n of the bytes through every link. Shared memory is no ring; the two numbers then
-stand for what its copies and meetings cost.
+The link's latency and bandwidth come from all-reduces of a small and a large tensor, with the
+reduction of the gradients. They assume that n ranks sum in a ring: 2(n-1) messages one after the
+other, which send 2(n-1)/n of the bytes over every link. Shared memory is no ring: the two numbers
+then model the cost of its copies and barriers.
 """
 
 from __future__ import annotations
@@ -39,31 +38,29 @@ from lockstep.tools.timing.profile import Leaves, leaves
 from lockstep.training.loop import Training
 from lockstep.world.world import World
 
-_SIZES = (2**12, 2**22)  # bytes: latency decides the first, bandwidth the second
+_SIZES = (2**12, 2**22)  # bytes: the first depends mostly on latency, the second on bandwidth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried:
-    """What ranks send each other in a step, and over what."""
+    """What ranks send each other in a step, and the link that they use."""
 
     buckets: Sequence[Leaves]
-    """Of gradients, in the order in which they leave."""
+    """Buckets of gradients, in the order in which they leave."""
     width: int
-    """Bytes of an element of a gradient."""
+    """Bytes per element of a gradient; the largest if they differ."""
     buffers: int
     """Bytes that ranks average after every step: BatchNorm's statistics."""
     overlaps: bool
-    """Whether gradients can travel while the backward goes on: not in shared memory."""
+    """Whether gradients can be sent during the backward: not in shared memory."""
     reduction: str = ""
-    """Its name."""
+    """Name of the reduction."""
     link: Link | None = None
-    """Between two ranks; None where it was not measured: every world has one rank, and nothing
-    is sent.
-    """
+    """Link between two ranks; None if it was not measured because every world has one rank."""
 
 
 def carried(training: Training, link: Link | None) -> Carried:
-    """By the ranks of a training."""
+    """Return what the ranks of a training send each other."""
     reducer = training.stepper.reducer
     return Carried(
         buckets=leaves([bucket.parameters for bucket in reducer.buckets]),
@@ -76,14 +73,14 @@ def carried(training: Training, link: Link | None) -> Carried:
 
 
 def in_memory(reduction: Reduction) -> bool:
-    """Whether gradients are summed where they lie, in memory that ranks share: after the
-    backward, by the cores that computed it.
+    """Whether gradients are summed in shared memory: after the backward, by the cores that computed
+    it.
     """
     return isinstance(reduction, SharedMemory | ExactInMemory)
 
 
 def link_of(world: World, reduction: Reduction) -> Link:
-    """Measured by all ranks of a world of two or more; the same on all."""
+    """Measure the link. All ranks of a world of two or more call it, and get the same result."""
     shared = world.group.memory if in_memory(reduction) else None
     of_backend = world.group.backend_all_reduce
     reduce: Callable[[Tensor], Work] = of_backend if shared is None else shared.all_reduce
@@ -98,8 +95,8 @@ def _sum(reduce: Callable[[Tensor], Work], tensor: Tensor) -> None:
 
 
 def link_in(line: Fit, workers: int) -> Link:
-    """Of a ring that takes so long for an all-reduce. Noise may leave nothing for latency, or
-    for bandwidth: then that one costs nothing.
+    """Return the link of a ring whose all-reduces have these times. With noise, the fit may find no
+    latency or no cost per byte: the link then has latency 0 or infinite bandwidth.
     """
     return Link(
         line.first / (2 * (workers - 1)),
@@ -117,8 +114,8 @@ def step_seconds(
     threads: int,
     cores: int | None,
 ) -> float:
-    """Of a step of so many workers. `alone`: seconds of what the fullest of them computes, by
-    one rank alone; `cores`: None on GPUs.
+    """Predict the seconds of a step of `workers` ranks. `alone`: seconds that the work of the rank
+    with the most micro-batches takes on one rank alone; `cores`: None on GPUs.
     """
     crowded = 1.0 if cores is None else max(1.0, workers * threads / cores)
     if workers == 1 or known.link is None:
@@ -142,9 +139,7 @@ def step_seconds(
 
 
 def _shared_memory(link: Link, workers: int) -> OneHost:
-    """What the copies and meetings of so many ranks cost, if they cost what those of a ring over
-    this link would.
-    """
+    """Return the cost of a sum in shared memory, as that of a ring over this link."""
     messages, passes = 2 * (workers - 1), 2 * (workers - 1) / workers
     latency = messages * link.latency
     return OneHost(

@@ -1,5 +1,5 @@
-"""Speedup and efficiency at each number of workers, from the rates of all rounds: as a table, as a
-picture, and what a reader should know before believing them.
+"""Computes speedup and efficiency at each number of workers from the rates of all rounds. Makes a
+table, a picture, and remarks that warn of misleading figures.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _HEAD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingRow:
-    """One number of workers in one mode."""
+    """The row of one number of workers in one mode."""
 
     mode: Mode
     workers: int
     samples_per_s: float
-    """Of all ranks together, the median over the rounds."""
+    """Samples per second of all ranks together, median over the rounds."""
     low: float
     high: float
     """Quartiles of `samples_per_s` over the rounds."""
     speedup: float
-    """`samples_per_s` over that of the first number of workers of the same mode, the base."""
+    """`samples_per_s` divided by that of the base: the first number of workers of the mode."""
     efficiency: float
-    """`speedup` over how many times the base's workers these are."""
+    """`speedup` divided by the ratio of `workers` to the base's workers."""
     predicted_efficiency: float
-    """From one rank's work measured alone and the link (prediction.py)."""
+    """Efficiency predicted from one rank's work, measured alone, and the link (prediction.py)."""
     threads: int
     """Intra-op threads of each rank."""
     step_ms: float
-    """The median over the rounds."""
+    """Milliseconds of a step, median over the rounds."""
 
     def cells(self) -> list[str]:
         rates = [f"{rate:,.0f}" for rate in (self.samples_per_s, self.low, self.high)]
@@ -63,25 +63,25 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on. `describe()`
-    gives the table.
+    """The result of `lockstep.benchmark_scaling`: `rows`, and what they were measured on.
+    `describe()` gives the table.
     """
 
     task: str
     rows: Sequence[ScalingRow]
     modes: Mapping[Mode, str]
-    """What stays the same in each, in words."""
+    """For each mode, what stays the same, in words."""
     where: str
     """The machine, in words."""
     how: str
     """Steps, rounds and what is timed, in words."""
     remarks: Sequence[str]
-    """What a reader of the figures should know."""
+    """Sentences that warn of misleading figures."""
     cores: int
     device: str
 
     def describe(self) -> str:
-        """A table a mode and the remarks, as the command prints them."""
+        """Return a table for each mode and the remarks, as the command prints them."""
         lines = [f"{self.task} on {self.where}", self.how]
         for mode, words in self.modes.items():
             lines += [
@@ -97,8 +97,8 @@ class Scaling:
         return "\n".join(lines)
 
     def plot(self, file: Path | str) -> None:
-        """Draw speedup and efficiency against workers into an SVG file: ideal, measured with its
-        quartiles, predicted. Raises UsageError where it cannot be written.
+        """Draw speedup and efficiency over workers into an SVG file: ideal, measured with
+        quartiles, and predicted. Raises UsageError if it cannot be written.
         """
         panels = [self._panel(what) for what in ("speedup", "efficiency")]
         figure(f"{self.task} on {self.where}", panels, self.describe()).save(file)
@@ -135,7 +135,7 @@ class Scaling:
         return plot
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: numbers, text, lists and dicts."""
+        """Return plain data: numbers, strings, lists and dicts."""
         return asdict(self) | {
             "rows": [asdict(row) for row in self.rows],
             "modes": dict(self.modes),
@@ -144,7 +144,7 @@ class Scaling:
 
 
 def efficiency(speedup: float, workers: int, base: int) -> float:
-    """The share of the ideal: `workers / base` times the base's rate would be 1."""
+    """Return the speedup divided by the ideal one, `workers / base`."""
     return speedup / (workers / base)
 
 
@@ -155,10 +155,10 @@ def rows(
     threads: Mapping[int, int],
     steps: int,
 ) -> list[ScalingRow]:
-    """A row for each number of workers, in the order of `turns`, of which the first is the base.
+    """Return a row for each number of workers, in the order of `turns`; the first is the base.
 
-    `turns`: samples and seconds of every turn of so many steps, by number of workers; `predicted`:
-    samples a second, too.
+    `turns`: samples and seconds of every turn of `steps` steps, by number of workers. `predicted`:
+    samples per second, by number of workers.
     """
     base = next(iter(turns))
     base_rate = median(_rates(turns[base]))
@@ -191,13 +191,13 @@ def _rates(turns: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def _quartiles(row: ScalingRow, what: str) -> list[float]:
-    """Of the speedup or the efficiency."""
+    """Return the quartiles of the speedup or the efficiency."""
     middle: float = getattr(row, what)
     return [middle * rate / row.samples_per_s for rate in (row.low, row.high)]
 
 
 def _draw(plot: Plot, rows: Sequence[ScalingRow], what: str) -> None:
-    """One mode: what was measured, with its quartiles, and what was predicted."""
+    """Draw the curves of one mode: measured with quartiles, and predicted."""
     colour = _COLOURS[rows[0].mode]
     for row in rows:
         ends = [(plot.x(row.workers), plot.y(end)) for end in _quartiles(row, what)]
@@ -214,8 +214,8 @@ def _draw(plot: Plot, rows: Sequence[ScalingRow], what: str) -> None:
 def remarks(
     rows: Sequence[ScalingRow], *, cores: int, device: str, busy: str | None = None
 ) -> list[str]:
-    """In the order of importance. `cores`: of this host, or its GPUs where `device` is cuda.
-    `busy`: its load before, where that was high.
+    """Return the remarks, the most important first. `cores`: number of cores of this host, or of
+    its GPUs if `device` is cuda. `busy`: its load before the measurement, if it was high.
     """
     return [
         *_busy(rows, busy),
@@ -227,8 +227,8 @@ def remarks(
 
 
 def _busy(rows: Sequence[ScalingRow], busy: str | None) -> Iterator[str]:
-    """Threads of one rank wait for the one that another program has taken the core from: that
-    slows few ranks of many threads most.
+    """Warn of other programs. If one of them takes a core from a thread, the rank's other threads
+    wait for it: this slows ranks with many threads most.
     """
     if busy is not None:
         threads = (
@@ -252,7 +252,7 @@ def _alone(rows: Sequence[ScalingRow]) -> Iterator[str]:
 
 
 def _crowded(rows: Sequence[ScalingRow], cores: int) -> Iterator[str]:
-    """More ranks than cores take turns on them."""
+    """Warn of more ranks, or more threads, than cores: they take turns."""
     crowded = sorted({row.workers for row in rows if row.workers > cores})
     if crowded:
         yield (
@@ -272,7 +272,7 @@ def _crowded(rows: Sequence[ScalingRow], cores: int) -> Iterator[str]:
 
 
 def _threads(rows: Sequence[ScalingRow], device: str) -> Iterator[str]:
-    """A rank that has more threads at the base than later is not the same rank."""
+    """Warn if the threads of a rank differ between rows: ranks are then not comparable."""
     first = rows[0]
     others = sorted({row.workers for row in rows if row.threads != first.threads})
     if others and device == "cpu":
@@ -287,7 +287,7 @@ def _above_one(rows: Sequence[ScalingRow]) -> Iterator[str]:
     for row in rows:
         base = next(each for each in rows if each.mode == row.mode)
         if row.efficiency > 1 and row.workers > base.workers:
-            # fewer than the base are expected above it
+            # fewer workers than the base can have an efficiency above 1
             within = (
                 row.low / row.samples_per_s * row.efficiency <= 1
                 or base.high / base.samples_per_s >= row.efficiency
@@ -305,7 +305,7 @@ def _above_one(rows: Sequence[ScalingRow]) -> Iterator[str]:
             )
 
 
-_FAR = 1.5  # what caches do not explain
+_FAR = 1.5  # efficiency above which caches are no explanation
 _WHY_FAR = (
     "so the base was slowed down: by other programs on this host, or by threads of one rank that"
     " wait for each other (--threads 1)"
@@ -317,6 +317,6 @@ _WHY_ABOVE = (
 
 
 def _listed(counts: Sequence[int]) -> str:
-    """ "2", "2 and 4", "2, 4 and 8"."""
+    """Return a text such as "2", "2 and 4" or "2, 4 and 8"."""
     *most, last = map(str, counts)
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,16 +1,17 @@
-"""Several worlds on one host, of which one computes at a time: teams of ranks that take turns.
+"""Times several worlds on one host in turns. Each world is a team of ranks, and one team computes
+at a time.
 
-Each team is a world of its own, as `lockstep train --workers N` would open it, with its own share
-of the cores, its own groups and memory. They are started once and live side by side, because a turn
-should last a second, not the many that starting and warming up take: the finer the turns, the more
-alike what else the machine does falls on all. A rank whose team is not in turn waits for a key in
-the launcher's store, in a read of a socket: it takes no core, only its memory.
+Each team is a world as `lockstep train --workers N` would open it, with its own share of the cores,
+its own groups and memory. All teams are started once and stay alive: a turn then takes about a
+second, instead of the many seconds to start and warm up. The shorter the turns, the more equally
+other load on the machine affects all teams. A rank that waits for its turn reads from a socket, for
+a key in the launcher's store: it uses memory but no core.
 
-A turn takes one step that is not timed, in which caches fill again and what loader workers fetched
-in others' turns is used up, then the timed steps in a row. A GPU is waited for at both borders, and
-all ranks begin together; the slowest rank's time counts. Before the first turn that counts, every
-piece of work has a turn of its own to warm up: buckets follow the first backward, kernels are
-chosen, replicas compared.
+A turn starts with one untimed step, which fills the caches again and uses up the batches that
+loader workers fetched during other turns. Then come the timed steps. All ranks start together, and
+the GPU is synchronized before and after; the time of the slowest rank counts. Before the timed
+turns, every work has one turn to warm up: buckets follow the first backward, kernels are chosen,
+replicas are compared.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _AS_LONG_AS_IT_TAKES = timedelta(days=365)
 
 
 class TeamTurns:
-    """One rank's view of whose turn it is. All ranks of all teams number the turns alike, from
-    0.
+    """Lets one rank wait for the turns of its team. All ranks of all teams number the turns alike,
+    from 0.
     """
 
     def __init__(self, port: int, ranks: int, *, leads: bool) -> None:
@@ -53,14 +54,14 @@ class TeamTurns:
         self._ranks, self._leads = ranks, leads
 
     def ready(self) -> None:
-        """Called once by every rank: the first turn begins when all have."""
+        """Report that this rank is ready. The first turn begins when every rank has called it."""
         if self._store.add("ready", 1) == self._ranks:
             self._store.set(_key(0), "")
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Wait for turn `number` and compute in it. Its team's ranks must have met at the
-        block's end: the first of them passes the turn on.
+        """Wait for turn `number`, then run the block. The block must end with a barrier of the
+        team's ranks, because the first of them starts the next turn.
         """
         self.wait_for(number)
         yield
@@ -68,8 +69,8 @@ class TeamTurns:
             self._store.set(_key(number + 1), "")
 
     def wait_for(self, number: int) -> None:
-        """Until that turn has come, or as the number of all turns, until they are over: a world
-        that closes earlier would disturb the rest.
+        """Wait until turn `number` begins. With the number of all turns, wait until all are over: a
+        world that closes earlier would disturb the others.
         """
         self._store.wait([_key(number)], _AS_LONG_AS_IT_TAKES)
 
@@ -79,11 +80,11 @@ def _key(number: int) -> str:
 
 
 def run_teams(fn: Callable[..., R], sizes: Sequence[int], args: Sequence[Any]) -> list[R]:
-    """Run `fn(turns, *args)` on teams of so many ranks, and return what the first rank of each
-    returned. In it, `init()` opens the team's world.
+    """Run `fn(turns, *args)` on teams of these sizes, and return the result of each team's first
+    rank. In `fn`, `init()` opens the team's world.
 
     Raises:
-        UsageError: a function or argument that new processes cannot be given.
+        UsageError: a function or argument that cannot be sent to new processes.
         WorkerFailed: a rank failed; the message names its team. All others have been killed.
     """
     stores = [HostStore() for _ in sizes]
@@ -108,7 +109,7 @@ def run_teams(fn: Callable[..., R], sizes: Sequence[int], args: Sequence[Any]) -
 
 
 def seat(sizes: Sequence[int], rank: int) -> tuple[int, int]:
-    """(team, rank in it) of a rank among all that were started."""
+    """Return (team, rank in the team) of a rank among all ranks that were started."""
     team = 0
     while rank >= sizes[team]:
         rank -= sizes[team]
@@ -117,7 +118,7 @@ def seat(sizes: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def _seated(fn: Callable[..., R], sizes: Sequence[int], ports: Sequence[int], *args: Any) -> R:
-    """Take the place in the team, which is what `init()` looks for in the environment."""
+    """Set the environment to this rank's place in its team, for `init()`, and call `fn`."""
     team, rank = seat(sizes, int(os.environ["RANK"]))
     turns = TeamTurns(int(os.environ["MASTER_PORT"]), sum(sizes), leads=rank == 0)
     size = str(sizes[team])
@@ -132,15 +133,15 @@ def _seated(fn: Callable[..., R], sizes: Sequence[int], ports: Sequence[int], *a
 
 
 WARM_UP = 3  # steps
-_HELD = 4  # windows that are gone round in where loading is not timed
+_HELD = 4  # windows that are repeated if loading is not timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """What the first rank of a team has to say."""
+    """The result of a team, from its first rank."""
 
     turns: dict[int, list[tuple[int, float]]]
-    """By number of the work: samples, of all ranks, and seconds of every turn that counts."""
+    """(samples of all ranks, seconds) of every timed turn, by the number of the work."""
     carried: Carried
 
 
@@ -154,8 +155,8 @@ def on_rank(
     loading: bool,
     links: int | None,
 ) -> Timed:
-    """Called on every rank of every team with the same arguments. `links`: the size of the team
-    that measures the link between ranks.
+    """Run the turns of this rank. Every rank of every team calls it with the same arguments.
+    `links`: the size of the team that measures the link between ranks.
     """
     task = source()
     with init(backend=backend_of(settings.device)) as world, computing(settings, world):
@@ -188,7 +189,9 @@ def on_rank(
 
 
 def timed(trial: Trial, steps: int, world: World) -> tuple[int, float]:
-    """Samples and seconds of so many steps, after one that is not timed; the same on all ranks."""
+    """Return the samples and seconds of `steps` steps, after an untimed one; the same on all
+    ranks.
+    """
     samples: list[int] = []
     ways = {"step": lambda: samples.append(trial.step())}
     seconds = take_turns(ways, 1, world, warm_up=0, steady=steps)["step"][0]

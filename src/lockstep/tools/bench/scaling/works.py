@@ -1,8 +1,8 @@
-"""How much is trained at each number of workers: the same global batch (strong scaling), or one
-that grows with them (weak scaling).
+"""The global batch at each number of workers: always the same (strong scaling), or growing with the
+number of workers (weak scaling).
 
-And what is timed for it: a piece of work for each row of the table, and, for what is predicted,
-each row's fullest rank by itself. Pure: integers go in, integers and sentences come out.
+Also the works to time: one for each row of the table, and for its prediction the rank with the most
+micro-batches alone. These functions are pure: integers in, integers and sentences out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MODES: tuple[Mode, ...] = ("strong", "weak")
 
 
 def modes_of(mode: str) -> tuple[Mode, ...]:
-    """`strong`, `weak`, or `both`. Raises UsageError."""
+    """Return the modes of `strong`, `weak` or `both`. Raises UsageError for another text."""
     knob.chosen("mode", mode, (*MODES, "both"))
     return tuple(known for known in MODES if mode in (known, "both"))
 
 
 def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of workers as they are. Raises UsageError for none at all, one below 1, and
-    one that is there twice.
+    """Return the numbers of workers unchanged. Raises UsageError if there are none, if one is below
+    1, or if one is given twice.
     """
     if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
         expected = "numbers of workers to measure, such as 1,2,4; the first is the base"
@@ -44,11 +44,10 @@ def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
 def global_batches(
     mode: Mode, global_batch: int, micro_batch: int, workers: Sequence[int]
 ) -> dict[int, int]:
-    """By number of workers. The first number trains the task as it is; in weak scaling every rank
-    has what its ranks have.
+    """Return the global batch for each number of workers. The first number is the base, with the
+    task's own global batch. In weak scaling, every rank has as many samples as a rank of the base.
 
-    Raises UsageError where weak scaling cannot give every rank the same: a rank's batch is a whole
-    number of micro-batches.
+    Raises UsageError if weak scaling cannot give every rank the same whole number of micro-batches.
     """
     base = workers[0]
     if mode == "strong":
@@ -66,7 +65,7 @@ def global_batches(
 
 
 def check_samples(samples: int, batches: Mapping[int, int], mode: Mode) -> None:
-    """Raise UsageError where a data set has not enough for one full step at some number of
+    """Raise UsageError if a data set has too few samples for one full step at some number of
     workers.
     """
     for workers, batch in batches.items():
@@ -81,14 +80,14 @@ def check_samples(samples: int, batches: Mapping[int, int], mode: Mode) -> None:
 
 
 def busiest(global_batch: int, micro_batch: int, workers: int) -> int:
-    """Micro-batches of the rank that has most."""
+    """Return the number of micro-batches of the rank that has most."""
     plan = Plan(samples=global_batch, global_batch=global_batch, micro_batch=micro_batch)
     return len(plan.cut(0).share(0, workers))
 
 
 def ceiling(batches: Mapping[int, int], micro_batch: int, workers: int) -> float:
-    """The efficiency that the cut alone allows: a step lasts as long as the rank with the most
-    micro-batches needs. 1 where all have equally many.
+    """Return the highest efficiency that the division into micro-batches allows: a step takes as
+    long as the rank with the most of them. 1 if all ranks have the same number.
     """
     base = next(iter(batches))
     rate, base_rate = (
@@ -98,7 +97,7 @@ def ceiling(batches: Mapping[int, int], micro_batch: int, workers: int) -> float
 
 
 def in_words(mode: Mode, batches: Mapping[int, int], micro_batch: int) -> str:
-    """What stays the same from one number of workers to the next."""
+    """Describe what stays the same from one number of workers to the next."""
     base, batch = next(iter(batches.items()))
     what, size, then = "global batch", batch, "more workers share it"
     if mode == "weak":
@@ -110,8 +109,8 @@ def in_words(mode: Mode, batches: Mapping[int, int], micro_batch: int) -> str:
 
 
 def uneven(mode: Mode, batches: Mapping[int, int], micro_batch: int) -> list[str]:
-    """A sentence for each number of workers among which the micro-batches of a step do not
-    divide.
+    """Return a sentence for each number of workers at which an uneven division of micro-batches
+    limits the efficiency.
     """
     found = []
     for workers, batch in batches.items():
@@ -127,7 +126,7 @@ def uneven(mode: Mode, batches: Mapping[int, int], micro_batch: int) -> list[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedWork:
-    """Steps of `global_batch` samples, by a team of so many ranks."""
+    """Steps of `global_batch` samples on a team of `workers` ranks."""
 
     workers: int
     global_batch: int
@@ -137,13 +136,13 @@ class TimedWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Works:
-    """Of all modes and numbers of workers."""
+    """The works of all modes and numbers of workers."""
 
     batches: Mapping[Mode, Mapping[int, int]]
-    """Global batches, by number of workers."""
+    """Global batches by mode and number of workers."""
     micro_batch: int
     threads: Mapping[int, int]
-    """Of a rank, by number of workers."""
+    """Intra-op threads of a rank, by number of workers."""
 
     def of(self, mode: Mode, workers: int) -> TimedWork:
         return TimedWork(
@@ -151,16 +150,16 @@ class Works:
         )
 
     def alone(self, mode: Mode, workers: int) -> TimedWork:
-        """What the fullest of so many ranks computes, by one that has nobody to wait for. In
-        weak scaling that is the base's own, for all.
+        """Return the work of the rank with the most micro-batches, on one rank alone. In weak
+        scaling, its samples are the same for all numbers of workers.
         """
         whole = self.batches[mode][workers]
-        # a step's last micro-batch may be a small one
+        # the last micro-batch of a step may be smaller
         most = min(whole, busiest(whole, self.micro_batch, workers) * self.micro_batch)
         return TimedWork(workers=1, global_batch=most, threads=self.threads[workers])
 
     def all(self) -> list[TimedWork]:
-        """Each once: what two rows have in common is timed for both."""
+        """Return each work once: a work that two rows share is timed for both."""
         pairs = [(mode, workers) for mode, batches in self.batches.items() for workers in batches]
         return list(
             dict.fromkeys(
@@ -170,8 +169,8 @@ class Works:
 
 
 def order_of_turns(works: int, rounds: int) -> list[int]:
-    """Numbers of the works in the order of their turns: once each to warm up, then the rounds,
-    every other one backwards.
+    """Return the numbers of the works in the order of their turns: one warm-up round, then the
+    timed rounds; every other round is in reverse order.
     """
     return [
         number
