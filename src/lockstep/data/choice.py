@@ -109,8 +109,8 @@ def choose_shares(
     """Return a Balancer that changes the shares between windows, or None and fixed shares by rank
     (empty: equal shares).
 
-    `depends`: whether the cut of the data depends on the world size. Raises UsageError then, and
-    for a wrong number of weights.
+    `depends`: whether the cut of the data depends on the world size. Raises UsageError for a
+    `balance` with such a cut, or with a wrong number of weights.
     """
     if balance is None:
         return None, ()
