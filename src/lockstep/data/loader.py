@@ -35,8 +35,8 @@ class Loader(WindowLoader[Epoch]):
     """Loads `dataset` as windows: this rank's micro-batches of one optimizer step.
 
     The sizes do not depend on the number of ranks, which only decides which rank loads which
-    micro-batch. `depends_on_world_size` names exceptions, and `describe()` gives the line to print.
-    Nothing is padded: a short last step keeps its true size.
+    micro-batch. `depends_on_world_size` is True for the exceptions, and `describe()` returns a line
+    to print. No sample is padded: a short last step keeps its true size.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index).
     The random states of this process do not change.
@@ -52,9 +52,8 @@ class Loader(WindowLoader[Epoch]):
     Args:
         dataset: map-style; or iterable, which gives a StreamLoader with the same methods.
         order: the order of samples, in place of `shuffle`: an order of lockstep.data.orders; a
-            torch Sampler, which every rank asks for the whole epoch; or, with `micro_batches`,
-            something that makes the micro-batches itself, such as ByLength or a torch batch
-            sampler.
+            torch Sampler, which every rank iterates for the whole epoch; or, with `micro_batches`,
+            an order that makes the micro-batches itself, such as ByLength or a torch batch sampler.
         global_batch: samples of a step, over all ranks.
         batch_per_rank: in place of `global_batch`: the step then grows with the number of ranks
             (weak scaling), and the training depends on it.

@@ -103,8 +103,8 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next. Call it before each epoch: without it all epochs have one
-        order.
+        """Set the number of the next epoch. Call it before each epoch: without it all epochs have
+        the same order.
 
         Args:
             epoch: from 0; the order is a function of seed + epoch.

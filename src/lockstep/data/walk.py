@@ -222,7 +222,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
         iterator._workers_done_event = threading.Event()  # type: ignore[attr-defined]
     elif event is not None:
         event._cond.release()
-    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public method
 
 
 def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:

@@ -45,7 +45,7 @@ _PLACES = "lockstep.json"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
+class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name. If the
     host has no accelerator, `cpu` defaults to True.
 
@@ -246,8 +246,8 @@ def share_memory(model: DistributedDataParallel, world: World) -> None:
 
 
 def check_ranks(host: str, seen: int, world: World) -> None:
-    """Raise UsageError if the framework `host` counts another number of ranks than the world has:
-    each rank would train alone.
+    """Raise UsageError if the framework `host` counts `seen` ranks and the world has another
+    number: each rank would then train alone.
     """
     if seen != world.size:
         raise UsageError("host-sees-other-ranks", host=host, seen=seen, size=world.size)
