@@ -1,1 +1,1 @@
-"""Which sample, when, where. Takes rank and size as integers and knows no World."""
+"""Which rank loads which sample, and when. Rank and size are integers here, not a World."""

@@ -1,13 +1,14 @@
-"""Shares that follow measured speed: what the ranks' work has taken comes in, who computes how many
-of the next window's micro-batches goes out.
+"""Shares that follow measured speed. The input is the seconds that a micro-batch took on each rank;
+the output is the number of micro-batches that each rank computes in the next window.
 
     window   k - 1   k        k + 1
-    work     ######  ######                what a micro-batch took each rank in k - 1 travels with the facts of step k (a GPU may tell it later),
-    noted            ^ k - 1               so that all ranks know the same numbers when k is over,
-    decided                   ^            and decide the same for k + 1, without a message of their own
+    work     ######  ######             the seconds of a micro-batch in k - 1, by rank, are sent
+                                        with the facts of step k (from a GPU perhaps later)
+    noted            ^ k - 1            so all ranks have the same numbers at the end of k
+    decided                   ^         and decide the same for k + 1, without an extra message
 
-No clock and no rank of its own: a function of what was noted, whose decisions are the same on every
-rank.
+This module reads no clock and does not know its own rank. Its decisions depend only on the noted
+seconds, so they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from statistics import median
 from lockstep.errors import UsageError
 
 WARM_UP = 2
-"""Steps that say nothing: memory is allocated, kernels are chosen, caches are cold."""
+"""First steps that are not measured: memory is allocated, kernels are chosen, caches are cold."""
 LATE = 2
-"""Steps after a move in which what is noted is still of a step before it."""
+"""Steps after a move whose noted seconds still belong to a step before the move."""
 MEASURED, REMEMBERED = 5, 20
-"""Steps since the last move that it takes to decide, and of which the median counts at most: one
-that was held up does not.
+"""MEASURED: steps needed since the last move before a decision. REMEMBERED: the largest number of
+steps of which the median is taken. The median ignores a single delayed step.
 """
 GAIN, DOUBT = 0.05, 0.5
-"""Of a step's time, what a move must promise: GAIN + DOUBT / steps. What loader workers fetched
-ahead is lost, a step at most, which is earned back in 20; and what is known from few steps may
-be chance.
+"""A move must promise to shorten a step by the fraction GAIN + DOUBT / steps. GAIN: a move loses
+the batches that loader workers have fetched ahead, at most one step, which 5 % earns back in 20
+steps. DOUBT: what few steps show may be chance.
 """
 TRIAL = 0.01
-"""Of the time, what trials of ranks that have nothing to do may cost."""
+"""Largest fraction of the time that trials of idle ranks may cost."""
 MOST_PATIENCE = 320
-"""Steps between two moves where moves do not bring what they promise."""
+"""Largest number of steps between two moves, if moves do not bring what they promise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +46,9 @@ class NewShares:
     """New shares, and why."""
 
     by_rank: tuple[int, ...]
-    """Micro-batches of a full step."""
+    """Micro-batches of a full step, by rank."""
     seconds: tuple[float, ...]
-    """That one takes, as far as is known."""
+    """Estimated seconds that one micro-batch takes, by rank."""
     why: str
 
     def __str__(self) -> str:
@@ -55,29 +56,29 @@ class NewShares:
 
 
 class Balancer:
-    """Of one Loader. `begin` opens every window in its order, `note` ends its step; both are
-    called alike on all ranks.
+    """Decides the shares of one Loader. `begin` opens each window in order, and `note` ends its
+    step; all ranks make the same calls.
     """
 
     def __init__(self, slots: int, size: int) -> None:
         each, more = divmod(slots, size)
         self.by_rank = tuple(each + (rank < more) for rank in range(size))
-        """The shares of the window that was opened last, of a full step."""
+        """Micro-batches of a full step in the window that was opened last, by rank."""
         self._slots = slots
         self._open = False  # whether a window was handed out since the last step
-        self._noted: list[float] | None = None  # of that window's step: seconds by rank
-        self._steps = 0  # taken in
-        self._since = 0  # of them, since the last move
-        # seconds of a micro-batch, since the last move
+        self._noted: list[float] | None = None  # seconds by rank in that window's step
+        self._steps = 0  # steps whose seconds were taken in
+        self._since = 0  # the number of these steps since the last move
+        # each rank's seconds for a micro-batch, since the last move
         self._fresh: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(size)]
-        self._known: list[float | None] = [None] * size  # the last that was known of each
-        self._idle = [0] * size  # steps since it had something to do
+        self._known: list[float | None] = [None] * size  # each rank's last known median
+        self._idle = [0] * size  # steps since the rank last had a micro-batch
         self._patience = MEASURED
-        self._promise: _Promise | None = None  # of the last move
+        self._promise: _Promise | None = None  # what the last move promised
 
     def note(self, seconds: Sequence[float]) -> None:
-        """The step of the window that is open is done. `seconds`: what a micro-batch took each
-        rank lately (0: unknown); of several Steppers, added.
+        """End the step of the open window. `seconds` is the recent time of a micro-batch on each
+        rank (0: unknown). If several Steppers call it for one window, their seconds are added.
         """
         if len(seconds) != len(self.by_rank):
             raise UsageError("balance-of-other-ranks", loader=len(self.by_rank), step=len(seconds))
@@ -88,15 +89,13 @@ class Balancer:
         )
 
     def leave(self) -> None:
-        """A walk begins: a window that was opened and whose step was not done, because its epoch
-        was left there, is forgotten.
-        """
+        """Start a walk. Forget an open window whose step was not done: its epoch was left."""
         if self._noted is None:
             self._open = False
 
     def begin(self) -> NewShares | None:
-        """The next window is opened: what has moved since the last one. Raises UsageError where
-        the step of that one is not done.
+        """Open the next window, and return the new shares or None if they do not change. Raises
+        UsageError if the step of the window before is not done.
         """
         if self._open:
             if self._noted is None:
@@ -124,7 +123,7 @@ class Balancer:
         if measured < MEASURED:
             return None
         known = [each for each in self._known if each is not None]
-        # one that was never measured may be as fast as any
+        # assume that a rank that was never measured is as fast as the fastest
         seconds = tuple(min(known) if each is None else each for each in self._known)
         now = longest(seconds, self.by_rank)
         back = self._judge(now)
@@ -151,22 +150,22 @@ class Balancer:
         return None
 
     def _of_busy(self) -> list[deque[float]]:
-        """What is remembered of the ranks that have something to do."""
+        """Return the fresh seconds of each rank that has micro-batches."""
         return [fresh for fresh, count in zip(self._fresh, self.by_rank, strict=True) if count]
 
     def _at_best(self) -> float:
-        """The slowest rank's time with the shares as they are, if its best steps were all: what
-        noise could have made look longer.
+        """Return the slowest rank's time with the present shares, from each rank's lower quartile.
+        Noise may have made the median longer than that.
         """
         best = [sorted(fresh)[len(fresh) // 4] for fresh in self._of_busy()]
         return longest(best, [count for count in self.by_rank if count])
 
     def _judge(self, now: float) -> tuple[int, ...] | None:
-        """Whether the last move has brought what it promised; the shares of before, where a step is
-        no shorter.
+        """Compare the last move with its promise. Return the shares before it if a step did not get
+        shorter, else None.
 
-        Speeds may change with the shares (where ranks share cores, say), which would have these
-        wander for ever: so it happens less and less often.
+        Speeds may change with the shares, for example if ranks share cores. The shares would then
+        change forever, so each broken promise doubles the steps until the next move.
         """
         promise, self._promise = self._promise, None
         if promise is None:
@@ -176,8 +175,8 @@ class Balancer:
         return promise.by_rank if now >= promise.before else None
 
     def _worth_a_trial(self, rank: int, seconds: Sequence[float], now: float) -> bool:
-        """Whether a rank that has nothing to do would be of use if it had become fast, and it is
-        long enough since that was seen.
+        """Whether to give an idle rank one micro-batch, to measure it again. It must have been idle
+        long enough, and a step must get shorter if the rank is now as fast as the fastest.
         """
         if self.by_rank[rank]:
             return False
@@ -199,11 +198,11 @@ class Balancer:
 @dataclass(frozen=True, slots=True)
 class _Promise:
     by_rank: tuple[int, ...]
-    """The shares of before."""
+    """The shares before the move."""
     before: float
-    """The slowest rank's seconds with them."""
+    """The slowest rank's seconds with these shares."""
     then: float
-    """And as promised."""
+    """The slowest rank's seconds that the move promises."""
 
 
 def _apart(seconds: Sequence[float]) -> str:
@@ -218,23 +217,22 @@ def _apart(seconds: Sequence[float]) -> str:
 # -- shares, as pure functions of numbers ---------------------------------------------------------
 #
 #     seconds that one micro-batch takes, by rank   1  1  1  3
-#     16 of them, in shares                         5  5  5  1    a step takes 5: rank 0 is done
+#     shares of 16 micro-batches                    5  5  5  1    a step takes 5: rank 0 is done
 #                                                                 after 5 x 1, rank 3 after 1 x 3
-#     evenly                                        4  4  4  4    it would take 4 x 3
+#     equal shares                                  4  4  4  4    a step would take 4 x 3
 
 
 def quickest(seconds: Sequence[float], slots: int) -> tuple[int, ...]:
-    """How many of `slots` micro-batches each rank gets where one takes it `seconds` (inf: it gets
-    none): the largest time is the least possible.
+    """Return the number of micro-batches of each rank, out of `slots`, so that the slowest rank's
+    time is as short as possible. `seconds` is the time of one, by rank (inf: the rank gets none).
 
-    Of shares that are equally good it is those in which the first ranks have more. Ranks of one
-    speed share evenly.
+    Among equally good shares, the first ranks get more. Ranks of equal speed get equal shares.
     """
     rates = [1 / each for each in seconds]
     assert min(seconds) > 0, "a micro-batch takes some time"
     total = math.fsum(rates)
     assert total > 0, "somebody must compute"
-    # nobody has less in the best shares: the rest is fewer than there are ranks
+    # in the best shares no rank has less; fewer micro-batches remain than there are ranks
     counts = [int(slots * rate / total) for rate in rates]
     queue = [
         ((count + 1) * each, rank)
@@ -250,20 +248,20 @@ def quickest(seconds: Sequence[float], slots: int) -> tuple[int, ...]:
 
 
 def in_proportion(weights: Sequence[float], slots: int) -> tuple[int, ...]:
-    """As if the weights were speeds; 0 gets none."""
+    """Return shares in proportion to `weights`, as if they were speeds. Weight 0 gets none."""
     return quickest([math.inf if each == 0 else 1 / each for each in weights], slots)
 
 
 def longest(seconds: Sequence[float], counts: Sequence[int]) -> float:
-    """How long a step takes with these shares: the slowest rank's time."""
+    """Return the time of a step with these shares: the slowest rank's time."""
     return max(each * count for each, count in zip(seconds, counts, strict=True) if count)
 
 
 def in_words(counts: Sequence[int]) -> str:
-    """ "5, 5, 5, 1"; of many ranks, "5 (ranks 0-61), 1 (rank 62)"."""
+    """Return "5, 5, 5, 1"; for more than 8 ranks, "5 (ranks 0-61), 1 (rank 62)"."""
     if len(counts) <= 8:
         return ", ".join(map(str, counts))
-    found: list[tuple[int, int, int]] = []  # count, first rank, last
+    found: list[tuple[int, int, int]] = []  # (count, first rank, last rank)
     for rank, count in enumerate(counts):
         first = found.pop()[1] if found and found[-1][0] == count else rank
         found.append((count, first, rank))

@@ -1,9 +1,9 @@
-"""The batch plan of a training: every epoch's cuts, and the samples in their
-micro-batches.
+"""The batch plan of a training: how each epoch is cut into steps, and the samples of each
+micro-batch.
 
-An order of samples is cut into micro-batches by position. An order that makes the micro-batches
-itself is cut by their numbers: a plan whose "samples" are micro-batches, `micro_batches` of them a
-step; its epochs may differ in length.
+An order of samples is cut into micro-batches by position. If the order makes the micro-batches
+itself, their numbers are cut instead. The "samples" of that plan are micro-batches, with
+`micro_batches` of them in a step, and epochs may differ in length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from lockstep.data.orders import Batches, Order
 from lockstep.data.windows import Cut, Plan, counted, shares
 from lockstep.errors import UsageError
 
-# positions that an order is asked for together: a permutation costs as much for one as for a
-# hundred
+# positions in one call of an order: a permutation takes as long for one as for a hundred
 _AT_ONCE = 4096
 
 
 class BatchPlan(Protocol):
-    """Pure: the same on every rank."""
+    """How epochs are cut into steps and micro-batches. All answers are the same on every rank."""
 
     @property
     def order(self) -> Order | Batches: ...
@@ -32,31 +31,31 @@ class BatchPlan(Protocol):
     def plan(self, epoch: int) -> Plan: ...
 
     def first(self, epoch: int) -> int:
-        """The number of the epoch's first step, counted over all epochs."""
+        """Return the number of the epoch's first step, counted over all epochs."""
         ...
 
     def resume(self, epoch: int, first: int) -> None:
-        """Take over the number of an epoch's first step. Raises UsageError where it is another
-        one.
+        """Take the number of the epoch's first step from a saved state. Raises UsageError if this
+        plan knows another number.
         """
         ...
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
-        """The samples of these slots' micro-batches in these steps, counted from the epoch's
-        first, one micro-batch after the other.
+        """Yield the sample indices of each micro-batch in these slots of these steps. Step 0 is the
+        epoch's first.
         """
         ...
 
     def counts(self, cut: Cut, slots: range) -> list[int] | None:
-        """Samples in each of these micro-batches of a step, which hold some; None: as many as
-        positions.
+        """Return the number of samples in each of these slots of a step, none of them empty. None:
+        each has as many samples as positions.
         """
         ...
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str: ...
 
     def fields(self) -> dict[str, Any]:
-        """What of it belongs to a training, by name."""
+        """Return the sizes that must not change during a training, by name."""
         ...
 
 
@@ -89,13 +88,13 @@ class ByPosition:
             )
             positions = (begins[:, None] + within).ravel()
             found = self.order.at(epoch, positions[positions < plan.samples]).tolist()
-            for begin in range(0, len(found), len(mine)):  # of a step
+            for begin in range(0, len(found), len(mine)):  # one step each
                 end = min(begin + len(mine), len(found))
                 for start in range(begin, end, plan.micro_batch):
                     yield found[start : min(start + plan.micro_batch, end)]
 
     def _places(self, slots: range) -> range:
-        """The positions of these slots in a full step, from the step's beginning on."""
+        """Return the positions of these slots in a full step, counted from the step's first."""
         most = self._plan.global_batch
         return range(
             min(slots.start * self._plan.micro_batch, most),
@@ -117,13 +116,13 @@ class ByPosition:
 
 
 class ByBatch:
-    """An order that makes the micro-batches itself: `micro_batches` of them are a step."""
+    """An order that makes the micro-batches itself; each step has `micro_batches` of them."""
 
     def __init__(self, order: Batches, micro_batches: int, *, drop_last: bool) -> None:
         self.order: Batches = order
         self._size, self._drop_last = micro_batches, drop_last
         self._firsts = {0: 0}
-        # asked for twice: for the samples, and for how many they are
+        # each micro-batch is requested twice: for its samples, and for their number
         self._batch = lru_cache(maxsize=512)(self._find)
 
     def plan(self, epoch: int) -> Plan:
@@ -154,7 +153,7 @@ class ByBatch:
         for place in steps:
             cut = plan.at(place, epoch, place)
             for number in map(cut.positions, slots):
-                if number:  # a short step leaves the last empty
+                if number:  # the last slots of a short step are empty
                     yield self._batch(epoch, number.start)
 
     def counts(self, cut: Cut, slots: range) -> list[int]:

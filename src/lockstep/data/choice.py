@@ -1,6 +1,4 @@
-"""Which batch plan a Loader's arguments ask for; every combination that makes no sense is refused
-here.
-"""
+"""Choose the batch plan for a Loader's arguments, and refuse combinations that make no sense."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ def choose_batch_plan(
     drop_last: bool,
     size: int,
 ) -> tuple[BatchPlan, bool]:
-    """The batch plan for a data set of `samples` samples, and whether the world size is in it.
-    Raises UsageError.
+    """Return the batch plan for a data set of `samples` samples, and whether it depends on the
+    world size. Raises UsageError for arguments that do not fit together.
     """
     if order is not None and shuffle is not None:
         raise UsageError("shuffle-and-order", shuffle=shuffle, order=type(order).__name__)
@@ -83,7 +81,7 @@ def _order(order: Any, samples: int, seed: int, shuffle: bool | None) -> Order:
 def sizes_of(
     global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int
 ) -> tuple[int, int, bool]:
-    """(global batch, micro-batch, whether either of them depends on the world size)."""
+    """Return (global batch, micro-batch, whether either of them depends on the world size)."""
     if micro_batch is not None:
         micro_batch = whole("micro_batch", micro_batch)
     if batch_per_rank is None and global_batch is not None:
@@ -108,10 +106,11 @@ def sizes_of(
 def choose_shares(
     balance: Balance | None, slots: int, size: int, *, depends: bool
 ) -> tuple[Balancer | None, tuple[int, ...]]:
-    """Who shares out a step's `slots` micro-batches from window to window, or the shares of all
-    windows (empty: evenly). Raises UsageError.
+    """Return a Balancer that changes the shares between windows, or None and fixed shares by rank
+    (empty: equal shares).
 
-    `depends`: whether the world size decides how the data is cut.
+    `depends`: whether the cut of the data depends on the world size. Raises UsageError for a
+    `balance` with such a cut, or with a wrong number of weights.
     """
     if balance is None:
         return None, ()

@@ -1,5 +1,5 @@
-"""Moving a batch to a device, whatever it is made of, without copying what is there already; and batches
-that are fetched, and on their way there, before anyone asks for them.
+"""Move batches of any structure to a device, without a copy of what is there already. Batches can
+be fetched and copied before they are asked for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PLAIN = (str, bytes, int, float, type(None))
 def to_device(
     batch: Any, device: torch.device, *, non_blocking: bool = False, only_visible: bool = False
 ) -> Any:
-    """The batch with every tensor in it on `device`.
+    """Return the batch with every tensor in it on `device`.
 
-    Goes through dicts, lists, tuples, named tuples, dataclasses and whatever has a `to` of its own
-    (PackedSequence, BatchEncoding), and keeps their types; everything else is returned as it is.
-    Where all tensors are on `device` already, the same object is returned. With `only_visible` what
-    has a `to` of its own stays where it is, so that `tensors_in` finds all that was moved. Does not
-    look into other objects, and does not wait for a `non_blocking` copy: work on the current stream
-    comes after it anyway.
+    Moves the tensors in dicts, lists, tuples, named tuples and dataclasses, and objects with a `to`
+    method (PackedSequence, BatchEncoding); keeps their types. Does not look into other objects and
+    returns them as they are. If all tensors are on `device` already, the same object is returned.
+    With `only_visible`, objects with a `to` method are not moved, so that `tensors_in` finds all
+    moved tensors. Does not wait for a `non_blocking` copy: the current stream runs later work after
+    it anyway.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
@@ -50,7 +50,7 @@ def to_device(
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors that `to_device(..., only_visible=True)` moves."""
+    """Yield the tensors that `to_device(..., only_visible=True)` moves."""
     if isinstance(batch, torch.Tensor):
         yield batch
         return
@@ -83,12 +83,12 @@ def _with_values(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 
 
 def _with_fields(batch: Any, moved: dict[str, Any]) -> Any:
-    """A copy with other field values. Not dataclasses.replace: it runs __init__ again, which
-    need not take every field.
+    """Return a copy with other field values. dataclasses.replace would run __init__, which may not
+    take every field.
     """
     result = copy.copy(batch)
     for name, value in moved.items():
-        object.__setattr__(result, name, value)  # also where it is frozen
+        object.__setattr__(result, name, value)  # works for frozen dataclasses too
     return result
 
 
@@ -96,22 +96,20 @@ class Copies(Protocol):
     """How batches reach the device."""
 
     ahead: bool
-    """Whether it pays to start before a batch is asked for."""
+    """Whether it helps to start a copy before the batch is asked for."""
 
     def start(self, batch: Any) -> Any:
-        """Begin to copy; returns what `arrive` takes."""
+        """Begin to copy, and return the argument for `arrive`."""
         ...
 
     def arrive(self, started: Any) -> Any:
-        """The batch on its device, safe to use by what comes next on the device's current
-        stream.
-        """
+        """Return the batch on its device. Later work on the device's current stream may use it."""
         ...
 
 
 class WhenAsked:
-    """Copies at the moment that the batch is asked for: for the CPU, where that costs nothing,
-    and devices without streams.
+    """Copies a batch when it is asked for. Used for the CPU, where that costs nothing, and for
+    devices without streams.
     """
 
     ahead = False
@@ -125,7 +123,7 @@ class WhenAsked:
 
     def arrive(self, started: Any) -> Any:
         if self._on_cpu and type(started) in (list, tuple):
-            for item in started:  # nearly always tensors that are there
+            for item in started:  # nearly always tensors on the CPU
                 if type(item) is not torch.Tensor or not item.is_cpu:
                     break
             else:
@@ -134,11 +132,12 @@ class WhenAsked:
 
 
 class OnStream:
-    """Copies on a CUDA stream of its own, beside the computation.
+    """Copies on its own CUDA stream, in parallel with the computation.
 
-    `record_stream` tells the allocator that memory of one stream is used on another; without it,
-    the memory would be given out again too early. What moves itself (`.to`), whose tensors cannot be seen, is
-    therefore copied when it is asked for, on the stream that computes.
+    `record_stream` tells the allocator that memory of one stream is used on another. Without it,
+    the memory would be reused too early. It needs the tensors, and those in an object with its own
+    `to` method cannot be seen. Such an object is copied when it is asked for, on the computing
+    stream.
     """
 
     ahead = True
@@ -167,8 +166,8 @@ def copies_to(device: torch.device, *, pinned: bool) -> Copies:
 
 
 class Ahead:
-    """A queue of fetched batches. An error in fetching one is raised when that one is asked for,
-    not before.
+    """A queue of fetched batches. If a fetch fails, `take` raises the error when it reaches that
+    batch, not before.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -176,8 +175,8 @@ class Ahead:
         self._queue: deque[tuple[Any, Exception | None]] = deque()
 
     def fill(self, count: int, fetch: Callable[[], Any]) -> None:
-        """Fetch until `count` batches wait, and begin to copy them. After a failed one nothing
-        is fetched: its successors are lost.
+        """Fetch batches until the queue has `count`, and begin to copy them. After a failed batch
+        nothing is fetched, because the batches after it are lost.
         """
         while len(self._queue) < count and not (self._queue and self._queue[-1][1]):
             try:
@@ -186,7 +185,7 @@ class Ahead:
                 self._queue.append((None, error))
 
     def take(self, fetch: Callable[[], Any]) -> Any:
-        """The next batch, on its device."""
+        """Return the next batch, on its device."""
         if not self._queue:
             return self._copies.arrive(self._copies.start(fetch()))
         started, error = self._queue.popleft()

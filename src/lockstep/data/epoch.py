@@ -1,5 +1,5 @@
-"""One epoch of a Loader: its windows in order, each with the micro-batches of its step that are
-this rank's, or that it draws where a server deals them out.
+"""One epoch of a Loader: its windows in order. A window has this rank's fixed share of a step's
+micro-batches, or the slots that a parameter server has assigned to it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What this rank does next: `slots` of the step at `place` in its epoch. Or, without slots, it
-    meets the others.
+    """The next work of this rank: `slots` of the step at `place` in its epoch. If `slots` is empty,
+    all ranks synchronize instead.
 
-    Then all steps before `place` are done, and `over` says whether the epoch is.
+    At such a synchronization all steps before `place` are done. `over` says whether the epoch is.
     """
 
     place: int
@@ -30,20 +30,20 @@ class Drawn:
 
 
 class Draws(Protocol):
-    """Who deals out the slots. Every rank walks the same epochs, each with as many windows as it
-    gets.
+    """Assigns slots to ranks dynamically. Every rank walks the same epochs, but the number of
+    windows may differ between ranks.
     """
 
     def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
-        """The next of an epoch that begins with the step number `first` over all epochs, and of
-        which this run does those from `begin` on.
+        """Return this rank's next slots in an epoch. `first` is the number of the epoch's first
+        step over all epochs; this run does the epoch's steps from `begin` on.
         """
         ...
 
 
 class Epoch:
-    """Iterating yields its windows in order; `len` is the number of its steps, the same on all
-    ranks.
+    """One epoch. Iteration yields its windows in order; `len` is its number of steps, the same on
+    all ranks.
 
     A resumed epoch yields the windows from its step `begin` on; its length stays.
     """
@@ -60,8 +60,8 @@ class Epoch:
         return f"Epoch({self.number}, {len(self)} steps)"
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield every step's Window, empty ones too. What a loop leaves of a window is fetched
-        before the next one.
+        """Yield every step's Window, empty ones too. Batches that the loop did not take from a
+        window are fetched before the next window.
         """
         loader = self._loader
         steps = len(self)
@@ -69,8 +69,8 @@ class Epoch:
         yield from self._shared(steps) if loader.draws is None else self._drawn(loader.draws)
 
     def _shared(self, steps: int) -> Iterator[Window]:
-        """Windows of this rank's shares. Where these move, what was fetched ahead is of other
-        slots: a walk ends, and another begins there.
+        """Yield windows of this rank's shares. If the shares move, batches fetched ahead belong to
+        the old slots, so a new walk begins at that step.
         """
         loader, balancer, walk = self._loader, self._loader.balancer, None
         rank, size, (plan, first) = loader.rank, loader.size, self._plan
@@ -94,8 +94,8 @@ class Epoch:
             window.drain()
 
     def _drawn(self, draws: Draws) -> Iterator[Window]:
-        """Windows of the slots that this rank draws, as many as it gets; and an empty one
-        wherever all ranks meet, the last at the epoch's end.
+        """Yield a window for each range of slots assigned to this rank, and an empty window where
+        all ranks synchronize. The last one is at the epoch's end.
         """
         loader, drawn = self._loader, Drawn(self.begin, range(0))
         plan, first = self._plan
@@ -117,7 +117,7 @@ class Epoch:
 
     @property
     def _plan(self) -> tuple[Plan, int]:
-        """And the number of the epoch's first step, counted over all epochs."""
+        """The epoch's plan, and the number of its first step, counted over all epochs."""
         batch_plan = self._loader.batch_plan
         return batch_plan.plan(self.number), batch_plan.first(self.number)
 

@@ -1,8 +1,8 @@
 """How a batch gets from a loader worker to the process that trains.
 
-torch makes it in shared memory and hands that over as an open file, which takes both processes
-about half a millisecond a tensor, however small it is. Here small tensors travel as bytes, through
-the pipe on which the file would be announced.
+torch puts each tensor into shared memory and sends an open file descriptor for it. That takes both
+processes about half a millisecond a tensor, however small it is. Here small tensors are sent as
+bytes, through the pipe that would carry the descriptor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-SMALL = 2**19  # bytes; beyond, memory that is shared is as fast
+SMALL = 2**19  # bytes; for larger tensors shared memory is as fast
 
 
 class Sent:
-    """A batch on its way. DataLoader's collate function too: nothing else is left to do."""
+    """A batch that is sent to another process. The class is also DataLoader's collate function:
+    the batch has been collated already.
+    """
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -45,13 +47,13 @@ def _reduced(storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def _storage_of(octets: bytearray) -> torch.UntypedStorage:
-    # Copied to where torch aligns its tensors: a kernel may give other last bits elsewhere.
+    # The copy has torch's alignment. With another one a kernel may give other last bits.
     return torch.frombuffer(octets, dtype=torch.uint8).clone().untyped_storage()
 
 
 def collated(samples: list[Any]) -> Any:
-    """torch's default_collate, but that in a worker small tensors are made where they are; with
-    what a user has registered for tensors there.
+    """Collate with torch's default_collate. In a loader worker, small tensors are stacked without
+    shared memory, unless the user has registered another collate function for tensors.
     """
     if get_worker_info() is None or default_collate_fn_map[Tensor] is not collate_tensor_fn:
         return default_collate(samples)
@@ -61,7 +63,7 @@ def collated(samples: list[Any]) -> Any:
 def _stacked(tensors: Sequence[Tensor], **options: Any) -> Tensor:
     first = tensors[0]
     plain = first.layout is torch.strided and not first.is_nested
-    # torch refuses to stack what needs a gradient, which could not be sent
+    # torch refuses to stack tensors that need a gradient, because they could not be sent
     plain = plain and not any(tensor.requires_grad for tensor in tensors)
     if plain and first.nbytes * len(tensors) <= SMALL:
         return torch.stack(tensors)  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""The user's data set as the loader's processes see it: every sample, and every batch, made under
-its own random stream.
+"""Makes every sample and every batch of the user's data set under its own random stream.
 
-Augmentation then depends on (seed, epoch, index) alone: not on the rank, not on the number of
-loader workers, not on what was fetched before. Batches are made here too, because a collate
-function may draw as well (masked tokens, mixed images).
+Augmentation then depends only on (seed, epoch, index): not on the rank, the number of loader
+workers, or what was fetched before. Batches are collated here too, because a collate function may
+draw random numbers as well (masked tokens, mixed images).
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's sam
 
 
 class KeyedDataset(Dataset[Any]):
-    """Makes a whole micro-batch from the keys of its samples; leaves the random states of the
-    process as they were.
+    """Makes a whole micro-batch from the keys of its samples. The random states of the process do
+    not change.
 
-    A data set with a `__getitems__` of its own is asked once for all samples. Nobody can seed it
-    between them, so it draws from the stream of the first sample. A micro-batch may be fetched
-    twice (`Streams`), in the first batches that draw at all. `progress` is shared with the
-    workers' parent and says which sample each of them is at.
+    A data set with its own `__getitems__` is called once for all samples. It cannot be seeded
+    between them, so it draws from the stream of the first sample. The first micro-batches that draw
+    may be fetched twice (`Streams`). `progress` is memory shared with the workers' parent: the
+    index of the sample that each worker fetches.
     """
 
     def __init__(
@@ -58,7 +57,8 @@ class KeyedDataset(Dataset[Any]):
         self._rank = rank
         self._progress = progress
         self._at_once = fetches_at_once(dataset)
-        self._process: tuple[int, Streams, Note | None] | None = None  # a fork's pid is another
+        # begins with the pid, because a forked process needs new ones
+        self._process: tuple[int, Streams, Note | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_process": None}
@@ -140,20 +140,20 @@ class KeyedDataset(Dataset[Any]):
 
 
 def where(rank: int) -> str:
-    """The process that fetches, for messages."""
+    """Name the process that fetches, for messages."""
     worker = get_worker_info()
     return f"on rank {rank}" if worker is None else f"in loader worker {worker.id} of rank {rank}"
 
 
 def listed(indices: Sequence[int], most: int = 8) -> str:
-    """The numbers of samples, for a message."""
+    """List sample indices for a message, at most `most` of them."""
     shown = ", ".join(map(str, indices[:most]))
     return shown if len(indices) <= most else f"{shown} and {len(indices) - most} more"
 
 
 def fetches_at_once(dataset: object) -> bool:
-    """Whether the data set has a way of its own to fetch several samples in one call; torch's
-    wrappers have what they wrap has.
+    """Whether the data set can fetch several samples in one call. For torch's Subset and
+    StackDataset this depends on the data sets inside.
     """
     if isinstance(dataset, Subset):
         return fetches_at_once(dataset.dataset)
@@ -166,23 +166,22 @@ def fetches_at_once(dataset: object) -> bool:
 
 
 def shared_progress(workers: int) -> Any:
-    """Memory in which each of so many workers notes its sample."""
+    """Make shared memory in which each worker notes the index of its sample; None for 0 workers."""
     return RawArray("q", [IDLE] * workers) if workers else None
 
 
 def _noting(progress: Any, worker: int) -> Note:
-    """What writes a sample's number into the worker's place."""
-    # a third of what ctypes takes
+    """Return a function that writes a sample's index into the worker's place."""
+    # takes a third of the time of an assignment by ctypes
     return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)
 
 
 def worker_setup() -> Callable[[int], None] | None:
-    """What a worker that this process is about to start does first: bind its life to this
-    process's.
+    """Return a function for a new worker to run first: it makes the worker end with this process.
 
-    Linux binds it to the *thread* that starts it. From any thread but the main one, which may end
-    before the workers shall, nothing is bound: torch's workers look for their parent every few
-    seconds.
+    Linux ends the worker with the *thread* that started it. A thread other than the main one may
+    end before the workers should, so the result is None there. torch's workers check every few
+    seconds whether their parent lives.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -197,7 +196,8 @@ def _bind(parent: int, worker: int) -> None:
             stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid())
         )
     if multiprocessing.get_start_method() == "forkserver":
-        # whose children keep the server alive, and it them
+        # The parent is the fork server. It and its children keep each other alive, so a worker also
+        # watches the process that had it made.
         die_with_parent(os.getppid())
         die_with_maker()
     else:
@@ -205,15 +205,15 @@ def _bind(parent: int, worker: int) -> None:
 
 
 # -- whether a data set draws ---------------------------------------------------------------------
-# Seeding costs microseconds, and most samples draw nothing. A generator's state can be looked at
-# cheaply (host_generators.py). So nothing is seeded until a look shows that something was drawn; the
-# fetch is then undone and made again under its own stream, and from then on that generator is always
-# seeded. What a fetch returns never depends on it.
+# Seeding costs microseconds, and most samples draw nothing. Reading a generator's state is cheap
+# (host_generators.py). So no generator is seeded until its state shows that something was drawn.
+# The states are then put back, and the fetch is repeated under its own stream. From then on that
+# generator is always seeded. What a fetch returns does not depend on this.
 
 
 class Streams:
-    """Makes things under random streams of their own; the process's own states are left as they
-    were.
+    """Makes samples and batches, each under its own random stream. The process's random states do
+    not change.
     """
 
     def __init__(self) -> None:
@@ -221,11 +221,11 @@ class Streams:
         self._drawn: list[Generator] = []
 
     def make(self, make: Callable[[Enter | None], Made]) -> Made:
-        """What `make(enter)` returns, which calls `enter(seed)` before whatever has a stream of its
-        own; None: nothing is to be seeded.
+        """Return what `make(enter)` returns. `make` calls `enter(seed)` before each part with its
+        own stream; `enter` is None if nothing needs a seed.
 
-        It is called again, from the same states, where it drew from a generator that nothing had
-        drawn from until then.
+        If `make` draws from a generator that was not seeded, it is called again from the same
+        states, with that generator seeded.
         """
         looks = {each: each.look() for each in self._generators}
         seeded = [each for each, look in looks.items() if each in self._drawn or each.hidden(look)]
@@ -246,7 +246,9 @@ class Streams:
             seeded = seeded + surprised
 
     def _surprised(self, looks: Looks, seeded: list[Generator]) -> list[Generator]:
-        """Those that were drawn from without a seed: put back, and seeded from now on."""
+        """Return the generators that were drawn from without a seed. Put their states back; they
+        are seeded from now on.
+        """
         found = []
         for generator, look in looks.items():
             if generator.drawn(look) and generator not in seeded:

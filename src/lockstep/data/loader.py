@@ -1,9 +1,9 @@
-"""The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or
-dropped unasked.
+"""The Loader: windows of micro-batches from torch's DataLoader. It never pads or repeats samples,
+and drops some only on request.
 
-Which samples a step consumes follows from the cut alone (data/windows.py, data/batch_plan.py); the rank
-only decides which of its micro-batches are fetched here, so what a micro-batch holds, augmentation
-included (data/keyed.py), is the same at every world size.
+The cut alone decides which samples a step consumes (data/windows.py, data/batch_plan.py). The rank
+only decides which micro-batches are fetched here. So a micro-batch, with its augmentation
+(data/keyed.py), is the same at every world size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Loader(WindowLoader[Epoch]):
     """Loads `dataset` as windows: this rank's micro-batches of one optimizer step.
 
     The sizes do not depend on the number of ranks, which only decides which rank loads which
-    micro-batch. `depends_on_world_size` names exceptions, and `describe()` gives the line to print.
-    Nothing is padded: a short last step keeps its true size.
+    micro-batch. `depends_on_world_size` is True for the exceptions, and `describe()` returns a line
+    to print. No sample is padded: a short last step keeps its true size.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index).
     The random states of this process do not change.
@@ -52,9 +52,8 @@ class Loader(WindowLoader[Epoch]):
     Args:
         dataset: map-style; or iterable, which gives a StreamLoader with the same methods.
         order: the order of samples, in place of `shuffle`: an order of lockstep.data.orders; a
-            torch Sampler, which every rank asks for the whole epoch; or, with `micro_batches`,
-            something that makes the micro-batches itself, such as ByLength or a torch batch
-            sampler.
+            torch Sampler, which every rank iterates for the whole epoch; or, with `micro_batches`,
+            an order that makes the micro-batches itself, such as ByLength or a torch batch sampler.
         global_batch: samples of a step, over all ranks.
         batch_per_rank: in place of `global_batch`: the step then grows with the number of ranks
             (weak scaling), and the training depends on it.
@@ -83,7 +82,7 @@ class Loader(WindowLoader[Epoch]):
     """
 
     def __new__(cls, dataset: Any = None, **options: Any) -> Any:
-        """An iterable dataset has another Loader, with the same face."""
+        """Return a StreamLoader for an iterable dataset. It has the same methods."""
         if cls is Loader and is_iterable(dataset):
             from lockstep.data.iterable.stream_loader import stream_loader
 
@@ -137,20 +136,20 @@ class Loader(WindowLoader[Epoch]):
             depends=self.depends_on_world_size,
         )
         self._fingerprint = self._identity(samples, micro_batch)
-        self._position = Position(0, 0)  # of the next window
+        self._position = Position(0, 0)  # the position of the next window
         self._recipe: dict[str, Any] | None = None
-        self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
+        self._digested: tuple[int, dict[str, str]] = -1, {}  # the last epoch and its digest
         workers, ahead = self._workers(whole("num_workers", num_workers, 0))
         source = KeyedDataset(dataset, self._seed, collate_fn, self.rank, shared_progress(workers))
         self._source = source
         self._open(source, workers, ahead)
         self.draws: Draws | None = None
-        """Where the slots of a step are no fixed share of each rank: who deals them out
-        (`Stepper.draws`).
+        """The object that assigns slots to ranks dynamically (`Stepper.draws`); None if each rank
+        has a fixed share.
         """
 
     def _identity(self, samples: int, micro_batch: int | None) -> dict[str, Any]:
-        """What a position belongs to: of another, it is refused."""
+        """Return the settings that are saved with a position. A state with others is refused."""
         found = {
             "dataset length": samples,
             "order": self.order.fingerprint(),
@@ -162,11 +161,11 @@ class Loader(WindowLoader[Epoch]):
         return found
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
-        """(workers, batches that each fetches ahead): together the micro-batches of a window, so
-        that the next one is always under way.
+        """Return (workers, batches that each fetches ahead). Together they fetch at least a window
+        ahead.
         """
         ours = len(self.share)
-        # the first step is the fullest
+        # no later step has more samples than the first
         filled = self._first.filled(self.rank, self.size) if isinstance(self.order, Order) else ours
         if wanted == 0 or (self.balancer is None and not (ours and filled)):
             return 0, None
@@ -183,7 +182,7 @@ class Loader(WindowLoader[Epoch]):
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """How many of a full step's micro-batches each rank has now; empty: equal shares."""
+        """Micro-batches of a full step that each rank has now; empty: equal shares."""
         return self._fixed if self.balancer is None else self.balancer.by_rank
 
     @property
@@ -197,8 +196,8 @@ class Loader(WindowLoader[Epoch]):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What must be equal on all ranks so that their windows fit together, by name. A Stepper
-        compares it in its first step.
+        """Settings that must be equal on all ranks, by name, so that their windows fit together. A
+        Stepper compares them in its first step.
         """
         if self._recipe is None:
             shared = {
@@ -215,7 +214,7 @@ class Loader(WindowLoader[Epoch]):
         return self._digested[1]
 
     def __len__(self) -> int:
-        """Steps of an epoch, of the next one where epochs differ."""
+        """Return the number of steps of the next epoch."""
         return self.plan.steps_per_epoch
 
     def describe(self, owner: str = "rank") -> str:
@@ -234,15 +233,15 @@ class Loader(WindowLoader[Epoch]):
             yield Epoch(self, number, first.place if number == first.epoch else 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: {"epoch", "step_in_epoch", "step", "fingerprint"} of the next
-        step.
+        """Return the position in the data: {"epoch", "step_in_epoch", "step", "fingerprint"} of the
+        next step.
 
-        The window that was handed out last counts as done: call this after its `stepper.step()`.
-        The state is the same on every rank, plain JSON, and valid for any number of ranks and of
-        loader workers.
+        The window that was yielded last counts as done: call this after its `stepper.step()`. The
+        state is the same on every rank, plain JSON, and valid for any number of ranks and of loader
+        workers.
         """
         at = self._position
-        # an epoch whose order is known without running ahead of a foreign sampler
+        # the last epoch that was walked: a sampler of another library is not asked for a later one
         walked = at.epoch if at.place else at.epoch - 1
         fingerprint = self._fingerprint | (self._digest(walked) if walked >= 0 else {})
         return {
@@ -272,7 +271,8 @@ class Loader(WindowLoader[Epoch]):
         if position.place >= steps and position.place:
             raise UsageError(
                 "state-of-other-training",
-                difference=f"step_in_epoch={position.place} is not in epoch {position.epoch}, which has {steps} steps",
+                difference=f"step_in_epoch={position.place} is not in epoch {position.epoch},"
+                f" which has {steps} steps",
             )
         self._turns.next()
         self._position, self._loaded, self._recipe = position, True, None
@@ -282,16 +282,16 @@ class Loader(WindowLoader[Epoch]):
         self._loaded = False
 
     def _read(self, cut: Cut, slots: range) -> Iterator[Any]:
-        """The micro-batches of these slots of a step, whoever's they are, made in this process."""
+        """Yield the micro-batches of these slots of a step, of any rank, made in this process."""
         place, copies = cut.step - self.batch_plan.first(cut.epoch), self._to_device()
         for indices in self.batch_plan.indices(cut.epoch, range(place, place + 1), slots):
             with status.inside("data"):
                 yield copies.arrive(copies.start(self._source.__getitems__((cut.epoch, indices))))
 
     def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
-        """The micro-batches of these slots in these steps of an epoch."""
+        """Start a walk over the micro-batches of these slots in these steps of an epoch."""
 
-        # no reference to this Loader, which is held by what holds them: it goes without gc
+        # `keys` holds no reference to this Loader: a cycle would delay its end until gc runs
         indices = partial(self.batch_plan.indices, epoch, steps, slots)
 
         def keys() -> Iterator[Keys]:
@@ -300,11 +300,12 @@ class Loader(WindowLoader[Epoch]):
         return self._walk(epoch, keys, self._to_device())
 
 
-setattr(Loader.__new__, "__signature__", inspect.signature(Loader.__init__))  # noqa: B010 - what help() and editors show; __new__ only passes on
+# help() and editors show __init__'s signature: __new__ only passes its arguments on
+setattr(Loader.__new__, "__signature__", inspect.signature(Loader.__init__))  # noqa: B010 - above
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether it is a stream: no sample of it has a number."""
+    """Whether the dataset is a stream: its samples have no indices."""
     numbered = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     return hasattr(dataset, "__iter__") and (isinstance(dataset, IterableDataset) or not numbered)
 

@@ -1,19 +1,19 @@
-"""A shuffled order as a function: a keyed permutation of [0, n) that answers for any position
-without having stored the others.
+"""A shuffled order as a function: a keyed permutation of [0, n) that computes any position without
+storing the others.
 
-Up to a few thousand elements the order is that of keyed hashes, which is a uniformly random
-permutation. Beyond, the positions are laid out as a table of `rows` x `columns`, the smallest
-near-square one that holds n, and go through a Feistel network: each round shifts one coordinate,
-round its side, by a keyed function of the other, which can be undone, so the whole permutes the
-table.
+Up to 4096 elements, the elements are sorted by keyed hashes, which gives a uniformly random
+permutation. For larger n, the positions form a table of `rows` x `columns`, the smallest
+near-square one that holds n, and go through a Feistel network. Each round shifts one coordinate,
+modulo its side, by a keyed function of the other coordinate. A shift can be undone, so the network
+permutes the table.
 
         position = row * columns + column
         even rounds     row    += f(column)  mod rows
         odd rounds      column += f(row)     mod columns
 
-The table has fewer than sqrt(n) + 1 places more than n; what falls on one of them is sent through
-again (cycle walking: Black and Rogaway, CT-RSA 2002). Halves of a bit string, the usual form, need
-up to twice n places and as many tries.
+The table has fewer than sqrt(n) + 1 places beyond n. A position that lands on one of them goes
+through the network again (cycle walking: Black and Rogaway, CT-RSA 2002). The usual form, with
+halves of a bit string, needs up to twice n places and as many tries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _SMALL = 4096
-_ROUNDS = 6  # four can be told from chance after about sqrt(n) elements (Patarin, Asiacrypt 2001)
+# 4 rounds can be told from chance after about sqrt(n) elements (Patarin, Asiacrypt 2001)
+_ROUNDS = 6
 _LARGEST = 2**62
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
 _HALF = np.uint64(32)
@@ -53,8 +54,8 @@ class Permutation:
         self._rounds = [np.uint64(derive(key, each)) for each in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
-        """The elements at `positions`, each in [0, n); int64, same shape. Raises UsageError for
-        positions outside.
+        """Return the elements at `positions`, each in [0, n); int64, same shape. Raises UsageError
+        for positions outside.
         """
         self._check("positions", positions)
         if self.n <= _SMALL:
@@ -62,8 +63,8 @@ class Permutation:
         return self._walk(positions, forward=True)
 
     def inverse(self, elements: Indices) -> Indices:
-        """The positions of `elements`; int64, same shape. Raises UsageError for elements outside
-        [0, n).
+        """Return the positions of `elements`; int64, same shape. Raises UsageError for elements
+        outside [0, n).
         """
         self._check("elements", elements)
         if self.n <= _SMALL:
@@ -98,7 +99,7 @@ class Permutation:
         return row
 
     def _amount(self, other: _Words, turn: int, side: np.uint64) -> _Words:
-        """A number in [0, side) from the other coordinate and this round's key: the upper 32
+        """Return numbers in [0, side) from the other coordinate and this round's key: the upper 32
         bits of a well mixed word, scaled.
         """
         mixed = (other ^ self._rounds[turn]) * _M1
@@ -111,8 +112,8 @@ class Permutation:
 
 
 def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -> None:
-    """Add `amount` modulo `side` in place, or take it away. The lesser of two candidates is
-    right: the other is too large or wrapped round.
+    """Add `amount` modulo `side` in place, or subtract it. Of the two candidates the smaller one is
+    right: the other is too large or has wrapped around.
     """
     if forward:
         coordinate += amount
@@ -124,7 +125,7 @@ def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -
 
 @lru_cache(maxsize=8)
 def _by_hash(n: int, key: int) -> tuple[Indices, Indices]:
-    """The permutation that sorts keyed hashes of 0 .. n - 1, and its inverse."""
+    """Return the permutation that sorts keyed hashes of 0 .. n - 1, and its inverse."""
     hashes = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
         derive(key, 0)
     )

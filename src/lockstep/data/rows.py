@@ -1,9 +1,9 @@
-"""Batches cut at fixed positions, whoever runs them: number n holds rows n * size onwards, and rank
-r has the numbers r, r + W, ...
+"""Batches cut at fixed positions, whichever rank runs them. Batch number n holds the rows from
+n * size on, and rank r of W has the numbers r, r + W, ...
 
-Nothing is padded and nothing dropped: the last batch keeps its true size, and ranks without a batch
-have none. The forward of a batch then sees the same rows in the same shape at every world size, so
-that its output has the same bits wherever it runs.
+No row is padded or dropped: the last batch keeps its true size, and some ranks may have no batch.
+So the forward of a batch sees the same rows in the same shape at every world size, and its output
+has the same bits on any rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from lockstep.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One batch: its number, its rows (their places in the whole), and what the model's inputs
-    are made of.
-    """
+    """One batch: its number, the positions of its rows among all rows, and its data."""
 
     number: int
     rows: range
@@ -34,14 +32,14 @@ class Piece:
 
 
 class Rows(Protocol):
-    """All rows, of which iterating gives this rank's, batch by batch, in order."""
+    """The rows of all ranks. Iteration yields this rank's batches, in order."""
 
     total: int
-    """Rows of all ranks."""
+    """Number of rows of all ranks."""
     count: int
-    """Batches of all ranks."""
+    """Number of batches of all ranks."""
     size: int
-    """Rows of a batch; the last has what is left."""
+    """Number of rows of a batch; the last batch has the rest."""
 
     def __iter__(self) -> Iterator[Piece]: ...
 
@@ -49,8 +47,8 @@ class Rows(Protocol):
 
 
 class DatasetRows:
-    """The samples of a map-style data set in its own order, loaded by the rank that has them.
-    Can be walked many times.
+    """The samples of a map-style data set in its own order. Each rank loads only its batches. Can
+    be iterated many times.
     """
 
     def __init__(
@@ -65,13 +63,13 @@ class DatasetRows:
         device: torch.device | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
-        """`share`: which of how many shares is this rank's, where it is not one for every rank."""
+        """`share`: (this rank's share, the number of shares). Default: one share for each rank."""
         self.size = whole("batch", batch)
         number, shares = share or (world.rank, world.size)
         if isinstance(dataset, Sized) and len(dataset) == 0:
             raise UsageError("empty-dataset", name=f"the data set (a {type(dataset).__name__})")
-        # As many micro-batches a window as there are shares, in order: number n holds positions n *
-        # batch onwards, for any world size.
+        # A window has one micro-batch for each share. So batch number n holds the positions from
+        # n * batch on, for any world size.
         self._loader = Loader(
             dataset,
             global_batch=self.size * shares,
@@ -84,7 +82,7 @@ class DatasetRows:
             rank=number,
             size=shares,
         )
-        self.total = len(dataset)  # type: ignore[arg-type]  # the Loader has checked that it has a length
+        self.total = len(dataset)  # type: ignore[arg-type]  # the Loader has checked for __len__
         self.count = -(-self.total // self.size)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -117,7 +115,7 @@ class BatchRows:
             yield Piece(number, rows, self._cut(self._whole, rows))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
     def _cut(self, part: Any, rows: range) -> Any:
         if isinstance(part, Tensor):
@@ -128,7 +126,7 @@ class BatchRows:
 
 
 def is_batch(data: Any) -> bool:
-    """Whether `data` is one batch, and not a data set."""
+    """Whether `data` is one batch of tensors rather than a data set."""
     return isinstance(data, (Tensor, tuple, dict))
 
 

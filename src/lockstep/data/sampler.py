@@ -1,14 +1,14 @@
-"""A distributed sampler in one readable file: which indices of a data set are this rank's, for a
-plain DataLoader.
+"""A distributed sampler in one readable file: the indices of a data set that belong to this rank,
+for a plain DataLoader.
 
-    10 samples, 4 ranks         interleaved (torch's)         blocks
-    padded by the head          rank 0   0 4 8                0 1 2
-    to 12 so that all ranks     rank 1   1 5 9                3 4 5
-    have equally many           rank 2   2 6 0                6 7 8
-                                rank 3   3 7 1                9 0 1
+    10 samples, 4 ranks:        interleaved (torch's)         blocks
+    padded to 12 with the       rank 0   0 4 8                0 1 2
+    first samples, so that      rank 1   1 5 9                3 4 5
+    all ranks have equally      rank 2   2 6 0                6 7 8
+    many                        rank 3   3 7 1                9 0 1
 
-Blocks keep neighbours together, which reads files faster; with sorted, unshuffled data they give
-every rank other classes.
+Blocks keep neighbours together, so files are read faster. With sorted, unshuffled data, blocks give
+every rank different classes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ Split = Literal["interleaved", "blocks"]
 
 
 class DistributedSampler(Sampler[int]):
-    """torch's DistributedSampler, index for index, with `split="blocks"` besides.
+    """torch's DistributedSampler, index for index, with `split="blocks"` in addition.
 
-    Every rank draws the same order from (seed + epoch). The order is padded from its own start
-    until it divides by the number of ranks, or cut with `drop_last`. Each rank takes its part.
+    Every rank draws the same order from seed + epoch. The order is padded with its own first
+    indices until the number of ranks divides its length, or cut with `drop_last`. Each rank takes
+    its part.
 
     Prefer a `lockstep.Loader`: it advances the epoch by itself, gives the same batches at every
     world size, and needs no padding. Padding trains some samples twice, and counts them twice in an
@@ -49,7 +50,7 @@ class DistributedSampler(Sampler[int]):
     Args:
         dataset: map-style; only its length is used.
         num_replicas: the number of ranks. Default: torch's process group's, 1 without one.
-        rank: this one's number. Default: torch's process group's, 0 without one.
+        rank: this process's number. Default: torch's process group's, 0 without one.
         shuffle: use another order in every epoch.
         seed: decides the orders, together with the epoch. Equal on all ranks.
         drop_last: leave out up to num_replicas - 1 samples an epoch. DataLoader's own `drop_last`
@@ -102,8 +103,8 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next. Call it before each epoch: without it all epochs have one
-        order.
+        """Set the number of the next epoch. Call it before each epoch: without it all epochs have
+        the same order.
 
         Args:
             epoch: from 0; the order is a function of seed + epoch.
@@ -111,7 +112,7 @@ class DistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        places = self._places() % self.samples  # past the end: the head again, as often as needed
+        places = self._places() % self.samples  # past the end, the order repeats from its start
         if not self.shuffle:
             return iter(places.tolist())
         generator = torch.Generator()
@@ -119,7 +120,7 @@ class DistributedSampler(Sampler[int]):
         return iter(torch.randperm(self.samples, generator=generator)[places].tolist())
 
     def _places(self) -> Tensor:
-        """This rank's places in the padded (or cut) order."""
+        """Return this rank's places in the padded (or cut) order."""
         own = torch.arange(self.num_samples)
         return (
             own + self.rank * self.num_samples
@@ -128,5 +129,5 @@ class DistributedSampler(Sampler[int]):
         )
 
     def __len__(self) -> int:
-        """Indices of this rank, equally many on all."""
+        """Return the number of this rank's indices, the same on all ranks."""
         return self.num_samples

@@ -1,5 +1,5 @@
-"""One walk through one epoch: batches from torch's DataLoader, in order and once, and whose
-fault it was when none comes.
+"""One walk through one epoch: batches from torch's DataLoader, each once and in order. If a fetch
+fails, the error names the worker and the samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
 from lockstep.errors import LoaderWorkerKilled, LockstepError, UsageError
 from lockstep.runtime import status
 
-_PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
+_PATIENCE_SECONDS = 5.0  # how long to wait for a worker that closed its connections to end
 _NATIVE = "Native code crashed: try num_workers=0 under `python -X faulthandler`."
 _LIKELY = {
     signal.SIGKILL: "Most likely the host ran out of memory: use fewer num_workers, or make"
@@ -38,8 +38,8 @@ _LIKELY = {
 
 
 class KeysSampler(Sampler[Keys]):
-    """DataLoader's batch sampler: the keys of a walk's micro-batches, or a stream's requests.
-    Remembers those that have not come back.
+    """DataLoader's batch sampler: yields the keys of a walk's micro-batches, or the requests of a
+    stream. Remembers the keys whose batches have not come back.
     """
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class Walk:
     """The batches of one walk.
 
     torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a
-    walk ends when a later one begins or when a fetch fails; from then on it raises, where it could
-    only give the batches of other slots.
+    walk ends when a later one begins or when a fetch fails. From then on it raises, because its
+    next batches would belong to other slots.
 
     Args:
-        loader: torch's.
+        loader: torch's DataLoader.
         sampler: the loader's batch sampler.
-        keys: makes the keys of the walk's micro-batches, in order.
-        epoch: that is walked, for messages.
-        rank: this one's, for messages.
+        keys: returns an iterator over the keys of the walk's micro-batches, in order.
+        epoch: the number of the epoch, for messages.
+        rank: this process's rank, for messages.
         copies: how batches reach the device.
-        turns: whose turn it is, among the walks of this loader.
+        turns: which of the loader's walks may fetch.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class Walk:
         self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
         sampler.keys = keys
         if loader.num_workers:
-            # now, not in the constructor: the process may have forked since
+            # here, not in the loader's constructor: the process may have forked since then
             loader.worker_init_fn = worker_setup()
         self._workers = loader.num_workers > 0
         self._batches: Any = _begun(loader, sampler, self._dataset, rank)
 
     def fetch_ahead(self, count: int) -> None:
-        """Have `count` batches on their way to the device."""
+        """Fetch batches until `count` of them are on their way to the device."""
         if not self._failed and self._turn == self._turns.now:
             with status.inside("data"):
                 self._ahead.fill(count, self._fetch)
 
     def take(self) -> Any:
-        """The next batch of this rank, on its device."""
+        """Return the next batch of this rank, on its device."""
         if self._turn != self._turns.now:
             raise self._late("another epoch was begun, a state loaded or the Loader closed")
         with status.inside("data"):
@@ -135,7 +135,7 @@ class Walk:
             if isinstance(
                 error, (ConnectionError, EOFError)
             ) and "DataLoader worker process" not in str(error):
-                self._await_end()  # what it left in shared memory went before it did
+                self._await_end()  # a dying worker's shared memory is gone before the worker is
             if death := self._death():
                 raise death from error
             _say_full(error)
@@ -147,7 +147,7 @@ class Walk:
         return LockstepError("batches-not-fetched", epoch=self._epoch, why=why)
 
     def _death(self) -> LockstepError | None:
-        """The first dead worker, of what it died, and what it was fetching."""
+        """Return an error if a worker is dead: which one, its cause of death, what it fetched."""
         workers = getattr(self._batches, "_workers", ())
         for number, worker in enumerate(workers):
             if worker.exitcode is not None:
@@ -173,13 +173,13 @@ class Walk:
         return None
 
     def _under_way(self, number: int, workers: int) -> str:
-        """What worker `number` was at: the sample that it noted, or the first micro-batch that
-        has not come from it.
+        """Name what worker `number` was fetching: the sample that it noted, or else the first
+        micro-batch that has not come from it.
         """
         progress = getattr(self._loader.dataset, "_progress", None)
         if progress is not None:
             return "" if progress[number] == IDLE else f"sample {progress[number]}"
-        # also what lies here to be handed out after others
+        # batches that have arrived, but must wait for earlier ones
         arrived = getattr(self._batches, "_task_info", {})
         waiting = [
             place
@@ -196,7 +196,7 @@ class Walk:
 
 
 class Turns:
-    """Whose turn it is: only the walk that began last may fetch."""
+    """A counter of a loader's walks: only the walk that began last may fetch."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -207,22 +207,22 @@ class Turns:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """End the workers now; the next walk starts others."""
+    """End the workers now; the next walk starts new ones."""
     iterator, loader._iterator = loader._iterator, None
     if iterator is None:
         return
-    # with a lock that all workers share, and look at it under
+    # all workers take the lock of this event to check it
     event = getattr(iterator, "_workers_done_event", None)
     if event is not None and not event._cond.acquire(
         timeout=_PATIENCE_SECONDS
-    ):  # a worker was killed as it had it: it is nobody's for ever
+    ):  # a worker was killed while it held the lock, so nobody ever releases it
         for worker in iterator._workers:  # type: ignore[attr-defined]
             worker.terminate()
             worker.join()
         iterator._workers_done_event = threading.Event()  # type: ignore[attr-defined]
     elif event is not None:
         event._cond.release()
-    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public method
 
 
 def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
@@ -241,12 +241,13 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
 
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
-    """torch's iterator, with its workers started."""
+    """Start the workers, and return torch's iterator."""
     if death := _death_between_epochs(loader, rank):
         raise death
     if not loader.num_workers:
         return _here(loader, sampler)
-    # this process's, for the sockets of its workers too: one that is killed with it removes none
+    # The workers share this process's folder for their sockets. A worker that makes its own folder
+    # does not remove it when it is killed.
     multiprocessing.util.get_temp_dir()
     try:
         with _watched(loader._iterator):
@@ -272,7 +273,7 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
 
 
 def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError | None:
-    """Of the workers that served the last epoch."""
+    """Return an error if a worker of the last epoch has died since."""
     for number, worker in enumerate(getattr(loader._iterator, "_workers", ())):
         if worker.exitcode is not None:
             end_workers(loader)
@@ -281,14 +282,16 @@ def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError |
 
 
 def _say_full(error: Exception) -> None:
-    """Name /dev/shm where it is full: torch's and the standard library's errors name no folder."""
+    """Add a note on /dev/shm to the error if it is full: the errors of torch and the standard
+    library name no folder.
+    """
     nameless = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if nameless or ("</torch_" in str(error) and os.strerror(errno.ENOSPC) in str(error)):
         error.add_note(f"Loader workers send batches through /dev/shm. {_LIKELY[signal.SIGBUS]}")
 
 
 def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:
-    """What DataLoader does without workers, less what it spends on every batch."""
+    """Yield batches as DataLoader does without workers, but without its cost for each batch."""
     batches = map(loader.dataset.__getitems__, sampler.keys())  # type: ignore[attr-defined]
     return (
         map(pin_memory, batches)
@@ -311,11 +314,10 @@ def _unpicklable(keyed: Any) -> str | None:
 
 @contextmanager
 def _watched(iterator: Any) -> Iterator[None]:
-    """torch raises a worker's death from a signal handler, wherever this thread is then: also in
-    the user's backward, without a name.
+    """Tell torch which workers to watch, only while this thread waits for a batch.
 
-    So it is told about its workers while a batch is being waited for, and only then. One that died
-    in between is found here.
+    torch raises a worker's death from a signal handler, wherever this thread is: also in the user's
+    backward, without naming the worker. A worker that died in between is found by `_death`.
     """
     workers = getattr(iterator, "_workers", None)
     if not workers:

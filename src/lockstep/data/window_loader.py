@@ -1,5 +1,5 @@
-"""What a Loader and a StreamLoader share: their place among the ranks, torch's DataLoader, one walk
-at a time, and where the training stands in its data.
+"""The base class of Loader and StreamLoader: rank and size, torch's DataLoader, one walk at a time.
+It also reads saved positions in the data.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lockstep.runtime.environment import rank_and_size
 AnyEpoch = TypeVar("AnyEpoch")
 
 
-class Position(NamedTuple):  # made in every step
-    """The first step that is not done."""
+class Position(NamedTuple):  # a NamedTuple, because one is made in every step
+    """A position in the data: the first step that is not done."""
 
     epoch: int
     place: int
-    """Its number in its epoch."""
+    """The step's number in its epoch."""
 
 
 class WindowLoader(ABC, Generic[AnyEpoch]):
-    """A loader that is walked by epochs and windows."""
+    """A loader that yields epochs, which yield windows."""
 
     depends_on_world_size: bool
     _loader: DataLoader[Any]
@@ -48,23 +48,24 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
         self._seed = whole("seed", seed, -(2**63))
         self.device = torch.device(device) if device is not None else _default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
-        self._loaded = False  # a state, and nothing was walked since
+        self._loaded = False  # whether a state was loaded and no window has been yielded since
         self._turns = Turns()
         self._keys = KeysSampler()
-        # made when the first walk begins: a stream takes its GPU
+        # made when the first walk begins, because making a CUDA stream initialises the GPU
         self._copies: Copies | None = None
 
     def _open(self, source: Dataset[Any], workers: int, ahead: int | None) -> None:
         """Make torch's DataLoader, whose workers each fetch `ahead` batches ahead."""
         self._loader = DataLoader(
             source,
-            batch_sampler=self._keys,  # type: ignore[arg-type]  # any object may stand for a batch's indices: __getitems__ gets it
+            # any object may be a batch's indices: DataLoader passes it to __getitems__
+            batch_sampler=self._keys,  # type: ignore[arg-type]
             num_workers=workers,
             collate_fn=Sent,
             pin_memory=self._pinned,
             persistent_workers=workers > 0,
             prefetch_factor=ahead,
-            # its own: starting an epoch does not touch the caller's random state
+            # its own generator, so that starting an epoch does not change the caller's random state
             generator=torch.Generator(),
         )
 
@@ -74,7 +75,7 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
         return self._copies
 
     def _walk(self, epoch: int, keys: Callable[[], Iterator[Any]], copies: Copies) -> Walk:
-        """Begin to fetch the micro-batches of these keys; any other walk ends."""
+        """Start a walk that fetches the micro-batches of these keys; any other walk ends."""
         return Walk(
             self._loader, self._keys, keys, copies, self._turns, epoch=epoch, rank=self.rank
         )
@@ -88,27 +89,27 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
         raise UsageError("loader-iterated", loader=type(self).__name__)
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[AnyEpoch]:
-        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time:
-        the next one ends it.
+        """Iterate over epochs start, start + 1, ..., count - 1, each in its own order. One epoch is
+        walked at a time: starting another one ends it.
 
         The length of a stream's epoch is not known before its end; its steps are counted as they
         are walked.
 
         Args:
             count: the number of epochs of the whole training.
-            start: the first one. Default: 0; after `load_state_dict` the epoch, and the step in it,
-                where that state was taken.
+            start: the first epoch. Default: 0; after `load_state_dict` the epoch and step where
+                that state was taken.
         """
         whole("count", count, 0)
         return self._epochs(count, start if start is None else whole("start", start, 0))
 
     @abstractmethod
     def _epochs(self, count: int, start: int | None) -> Iterator[AnyEpoch]:
-        """Those from `start` on; None: from the position."""
+        """Iterate over epochs from `start` on; None: from a loaded position, else from 0."""
 
     def close(self) -> None:
-        """End the workers now, not when the loader is collected; what was not fetched is lost. A
-        later epoch starts new ones.
+        """End the workers now, not when the loader is garbage-collected. Batches not yet fetched
+        are lost. A later epoch starts new workers.
         """
         self._turns.next()
         end_workers(self._loader)
@@ -117,10 +118,10 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
 def read_state(
     state: Mapping[str, Any], ours: Mapping[str, Any], digest: Callable[[int], Mapping[str, str]]
 ) -> tuple[Position, int]:
-    """The position and the step's number over all epochs in a loader's state.
+    """Return the position in a loader's state, and the step's number over all epochs.
 
-    `ours` is this loader's fingerprint, `digest` gives a foreign sampler's of an epoch. Raises
-    UsageError naming what differs.
+    `ours` is this loader's fingerprint. `digest` returns the digest of an epoch's samples if a
+    sampler of another library orders them. Raises UsageError, naming what differs.
     """
     if (
         not isinstance(state, Mapping)
@@ -149,7 +150,7 @@ def _shown(value: object) -> str:
 
 
 def _place_of(rank: int | None, size: int | None) -> tuple[int, int]:
-    """(rank, size) as given, else the process group's."""
+    """Return (rank, size) as given, else the process group's."""
     if rank is None and size is None:
         return rank_and_size()
     if rank is None or size is None:
@@ -161,7 +162,7 @@ def _place_of(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def _default_device() -> torch.device:
-    """This rank's: the current GPU, unless ranks talk over a backend for CPUs."""
+    """Return this rank's device: the current GPU, or the CPU if the backend is not NCCL."""
     ours = torch.cuda.is_available() and (
         not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl"
     )

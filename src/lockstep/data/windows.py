@@ -1,15 +1,15 @@
-"""The cut: which samples an optimizer step consumes, in which micro-batches, and which of them are
-this rank's.
+"""The cut: which samples an optimizer step consumes, in which micro-batches, and which of these
+belong to which rank.
 
-Everything but `Window` is a pure function of integers, so that every rank, every worker and every
+Everything except `Window` is a pure function of integers, so every rank, every worker and every
 resumed run computes the same.
 
     step        consumes positions [start, stop) of its epoch's order: `global_batch` of them, fewer
                 at an epoch's end
     slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in
-                order, so a short step leaves the last empty
-    share       a rank's contiguous range of slots; the world size, and who is faster
-                (data/balancer.py), decide nothing else
+                order, so the last slots of a short step are empty
+    share       a rank's contiguous range of slots. The world size and the ranks' speed
+                (data/balancer.py) affect only the shares
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from lockstep.data.balancer import Balancer, NewShares
 
 ENDLESS = 2**62
-"""As the count of `epochs`: until somebody breaks off."""
+"""A length that is never reached: of a training without a last epoch, or of a stream."""
 BY_RANKS = "cut by the number of ranks"
-"""In a recipe: whether another number of ranks would see other micro-batches."""
+"""Key in a recipe: whether the micro-batches depend on the number of ranks."""
 
 
 class Cut(NamedTuple):
-    # one is made in every step, and a frozen dataclass takes four times as long to make
+    # a NamedTuple: one is made in every step, and a frozen dataclass takes four times as long
     """One optimizer step: positions [start, stop) of an epoch's order, cut into micro-batches."""
 
     step: int
@@ -44,41 +44,41 @@ class Cut(NamedTuple):
     micro_batch: int
     """Samples in a full micro-batch."""
     slots: int
-    """Micro-batches of a full step, also where this step is short."""
+    """Micro-batches of a full step, even if this step is short."""
     by_rank: tuple[int, ...] = ()
-    """How many of a full step's slots each rank has, in the order of ranks; empty: evenly."""
+    """Slots of a full step that each rank has, by rank; empty: equal shares."""
     turned: int = 0
-    """Each rank has the share of the one that is so many further on: a witness computes again
-    what others do (checks/witness.py).
+    """If not 0, rank r has the share of rank r + `turned`, modulo the world size. A witness uses it
+    to compute other ranks' shares again (checks/witness.py).
     """
 
     def positions(self, slot: int) -> range:
-        """The positions of one micro-batch; empty for the slots that a short step leaves."""
+        """Return the positions of one micro-batch; empty for the last slots of a short step."""
         assert 0 <= slot < self.slots
         begin = min(self.start + slot * self.micro_batch, self.stop)
         return range(begin, min(begin + self.micro_batch, self.stop))
 
     def share(self, rank: int, size: int) -> range:
-        """The slots of one rank. Evenly: the first `slots % size` ranks have one more; with more
-        ranks than slots the last have none.
+        """Return the slots of one rank. With equal shares, the first `slots % size` ranks have one
+        more than the others. If there are more ranks than slots, the last ranks have none.
         """
         assert 0 <= rank < size
         return _share(self.slots, self.slots, (rank + self.turned) % size, size, self.by_rank)
 
     def first(self, size: int) -> int:
-        """The rank that has slot 0."""
+        """Return the first rank that has slots. It has slot 0, unless shares are turned."""
         return next(rank for rank in range(size) if self.share(rank, size))
 
     def filled(self, rank: int, size: int) -> range:
-        """The slots of one rank that hold samples: all of its share, but in a short step."""
+        """Return the slots of one rank that hold samples: in a full step, its whole share."""
         full = -(-(self.stop - self.start) // self.micro_batch)
         assert 0 <= rank < size
         return _share(self.slots, full, (rank + self.turned) % size, size, self.by_rank)
 
 
-@lru_cache(maxsize=1024)  # asked for in every step, and nearly always alike
+@lru_cache(maxsize=1024)  # called in every step, nearly always with the same arguments
 def _share(slots: int, full: int, rank: int, size: int, by_rank: tuple[int, ...]) -> range:
-    """One rank's slots among `slots`, less those from number `full` on."""
+    """Return one rank's slots among `slots`, without those from number `full` on."""
     if by_rank:
         assert len(by_rank) == size
         assert sum(by_rank) == slots
@@ -91,14 +91,16 @@ def _share(slots: int, full: int, rank: int, size: int, by_rank: tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All steps over `samples` samples an epoch. Raises UsageError for sizes that cannot be cut."""
+    """How epochs of `samples` samples are cut into steps. Raises UsageError for sizes that cannot
+    be cut.
+    """
 
     samples: int
     global_batch: int
-    """Samples of an optimizer step. More than there are: one short step an epoch."""
+    """Samples of an optimizer step. If it exceeds `samples`, an epoch is one short step."""
     micro_batch: int
-    """Samples of a forward. Where it does not divide `global_batch`, a step's last micro-batch
-    is smaller.
+    """Samples of a forward. If it does not divide `global_batch`, a step's last micro-batch is
+    smaller.
     """
     drop_last: bool = False
     """Leave out the short last step of every epoch, on all ranks."""
@@ -129,7 +131,7 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch, a short last one included unless it is dropped."""
+        """Optimizer steps of one epoch, with a short last step unless that is dropped."""
         full, rest = divmod(self.samples, self.global_batch)
         return full + (rest > 0 and not self.drop_last)
 
@@ -139,16 +141,18 @@ class Plan:
         return self.samples % self.global_batch if self.drop_last else 0
 
     def cut(self, step: int) -> Cut:
-        """Step number `step`, counted from 0 over all epochs; no step spans two epochs."""
+        """Return the cut of step number `step`, counted from 0 over all epochs. No step spans two
+        epochs.
+        """
         assert step >= 0
         epoch, place = divmod(step, self.steps_per_epoch)
         return self.at(place, epoch, step)
 
     def cuts(self, epoch: int, begin: int = 0, first: int | None = None) -> Iterator[Cut]:
-        """The steps of one epoch from its step `begin` on, in order.
+        """Iterate over the cuts of one epoch from its step `begin` on, in order.
 
-        `first` is the number of the epoch's first step, where the epochs before it had other
-        lengths.
+        `first` is the number of the epoch's first step. It is needed if the epochs before it had
+        other lengths.
         """
         number = epoch * self.steps_per_epoch if first is None else first
         return (
@@ -156,14 +160,14 @@ class Plan:
         )
 
     def at(self, place: int, epoch: int, step: int, by_rank: tuple[int, ...] = ()) -> Cut:
-        """Step number `place` of an epoch, which is number `step` over all epochs."""
+        """Return the cut of step number `place` of an epoch, number `step` over all epochs."""
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
         return Cut(step, epoch, start, stop, self.micro_batch, self.slots, by_rank)
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-        """One line: how a step is cut and shared among `size` ranks, or whatever has a share;
-        `by_rank` where that is not evenly.
+        """Describe in one line how a step is cut and shared among `size` ranks (or other owners of
+        shares, named by `owner`). `by_rank` gives unequal shares.
         """
         line = (
             f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x"
@@ -182,8 +186,8 @@ class Plan:
         return line
 
     def idle(self, size: int, by_rank: tuple[int, ...] = ()) -> int:
-        """Ranks that own micro-batches and yet never get a sample: the first step, the fullest,
-        does not reach them.
+        """Return the number of ranks that own micro-batches but never get a sample. They get none
+        in the first step, and no step has more samples than the first.
         """
         first = self.at(0, 0, 0, by_rank)
         return sum(
@@ -193,8 +197,8 @@ class Plan:
 
 
 def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-    """How `slots` micro-batches are shared among `size` owners, in words; `by_rank` where that
-    is not evenly.
+    """Describe how `slots` micro-batches are shared among `size` owners. `by_rank` gives unequal
+    shares.
     """
     ranks = counted(size, owner)
     if len(set(by_rank)) > 1:
@@ -210,31 +214,31 @@ def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] 
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    """ "1 sample", "2 samples"."""
+    """Return "1 sample", "2 samples"."""
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 class Window(Sequence[Any]):
-    """This rank's micro-batches of one step. It can be walked more than once; batches are fetched
-    on the first walk and then kept.
+    """This rank's micro-batches of one step. It can be iterated more than once; batches are fetched
+    the first time and then kept.
 
-    `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the
-    epoch's order of `window[i]`, and `counts[i]` how many samples it holds: as many as places, but
-    where an order makes the micro-batches itself; a place is then a micro-batch's. `recipe` is what
-    must be equal on all ranks for their windows to fit together, the Loader's own. A rank without a
-    share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed
-    share, but were drawn. The argument `counts` gives the samples in the micro-batches of any slots
-    of the step; None, and giving None: as many as places.
+    `slots` are the numbers of the micro-batches that hold samples. `positions[i]` are the positions
+    of `window[i]` in the epoch's order, and `counts[i]` is its number of samples. There are as many
+    samples as positions, unless the order makes the micro-batches itself: each then has one
+    position. `recipe` is the Loader's: the settings that must be equal on all ranks. A rank without
+    a share has an empty window, and still takes part in the step. `drawn` says whether the slots
+    were assigned dynamically, not by a fixed share. The argument `counts` returns the numbers of
+    samples in any slots of the step. If it is or returns None, there are as many as positions.
     """
 
     balancer: Balancer | None = None
-    """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work
-    has taken.
+    """The Loader's balancer, if shares follow measured speed. A Stepper gives it the seconds that a
+    micro-batch took on each rank.
     """
     moved: NewShares | None = None
-    """What is new from this window on, where shares have moved."""
+    """The new shares, if shares have moved at this window."""
     read: Callable[[Cut, range], Iterator[Any]] | None = None
-    """Fetches the micro-batches of any slots of a step in this process; None: its Loader cannot."""
+    """Fetches the micro-batches of any slots of a step in this process; None: the Loader cannot."""
 
     def __init__(
         self,
@@ -278,21 +282,21 @@ class Window(Sequence[Any]):
         return sum(self.counts)
 
     def samples_by_rank(self, rank: int, size: int) -> tuple[int, ...]:
-        """Samples of each of `size` ranks, by the way the step is cut. `rank` is this one; a
-        window that was drawn knows of no other.
+        """Return the number of samples of each of `size` ranks, from the step's cut. `rank` is this
+        rank. A window that was drawn counts 0 for all others, because it does not know their slots.
         """
         if self.drawn:
             return tuple(self.samples if each == rank else 0 for each in range(size))
         return tuple(sum(self._counted(self.cut.filled(each, size))) for each in range(size))
 
     def _counted(self, slots: range) -> Sequence[int]:
-        """Samples in the micro-batches of these slots of the step, this rank's or not."""
+        """Return the number of samples in each of these slots of the step, of any rank."""
         found = None if self._counts_of is None else self._counts_of(slots)
         return [len(self.cut.positions(slot)) for slot in slots] if found is None else found
 
     def turned(self, by: int, rank: int, size: int) -> Window:
-        """The share of this step that belongs to the rank `by` further on. Raises UsageError where
-        only its own rank can read it.
+        """Return a window with the share of rank `rank + by` (modulo `size`) of this step. Raises
+        UsageError if only that rank can read it.
         """
         if self.read is None:
             raise UsageError("witness-cannot-read", kind=type(self).__name__)
@@ -310,7 +314,7 @@ class Window(Sequence[Any]):
     def __getitem__(self, place: int | slice) -> Any:
         if isinstance(place, slice):
             return [self[number] for number in range(len(self))[place]]
-        place = range(len(self))[place]  # negative places, and IndexError
+        place = range(len(self))[place]  # handles negative places, and raises IndexError
         self._have(place + 1)
         return self._batches[place]
 
@@ -326,7 +330,7 @@ class Window(Sequence[Any]):
         )
 
     def drain(self) -> None:
-        """Fetch what nobody walked: the next window's batches come after it."""
+        """Fetch the remaining batches, because the next window's batches come after them."""
         self._have(len(self.slots))
 
     def _have(self, count: int) -> None:
@@ -334,5 +338,5 @@ class Window(Sequence[Any]):
             assert self._fetch is not None
             self._batches.append(self._fetch())
             if len(self._batches) == len(self.slots):
-                # a window that somebody keeps does not keep the loader's processes
+                # so a window that the user keeps does not keep the loader's processes alive
                 self._fetch = None

@@ -1,1 +1,1 @@
-"""Lockstep inside of other programs that start ranks."""
+"""Lockstep inside other frameworks: Accelerate, DCP, Hydra, Lightning, Ray Train, transformers."""

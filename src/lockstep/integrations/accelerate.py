@@ -6,8 +6,8 @@
     loader = lockstep.Loader(dataset, global_batch=64, micro_batch=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-It is a subclass: `prepare` makes a Loader what a loop walks batch by batch, and torch's wrapper of
-the model averages through the memory of the host. All else is Accelerate's.
+It is a subclass. `prepare` turns a Loader into an iterable of batches. If all ranks are on one
+host, torch's DDP averages gradients through shared memory. All else is Accelerate's.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ _PLACES = "lockstep.json"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
-    """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name; without
-    an accelerator in the host `cpu` is True.
+class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
+    """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name. If the
+    host has no accelerator, `cpu` defaults to True.
 
-    A Loader given to `prepare` decides about gradient accumulation: gradients are averaged over the
-    ranks, and the optimizer and schedulers step, at the last micro-batch of a global batch.
-    `backward` takes the mean over a batch; the gradient is that of the mean over the global batch.
-    `save_state` and `load_state` keep the Loader's place. Replicas are compared after the first two
-    steps, then every 100, before each save and in `end_training`.
+    A Loader given to `prepare` controls gradient accumulation. At the last micro-batch of a global
+    batch, gradients are averaged over the ranks, and the optimizer and schedulers step. `backward`
+    takes the mean loss of a batch; the gradient is that of the mean over the global batch.
+    `save_state` and `load_state` keep the Loader's position. Replicas are compared after the first
+    two steps, then every 100, before each save and in `end_training`.
 
     Args:
-        weigh: batch -> what its loss is a mean over, where that is not samples: tokens. Then ranks
-            wait for each other before each step's first micro-batch.
-        options: Accelerate's.
+        weigh: batch -> the number of items that its loss is a mean over, if these are not samples
+            (for example, tokens). Ranks then wait for each other before each step's first
+            micro-batch.
+        options: Accelerate's arguments.
 
     Raises:
         UsageError: Accelerate sees another number of ranks than the launcher started; DeepSpeed,
@@ -77,7 +78,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         self._scheduling: list[Any] = []
         self._check = ReplicaCheck()
         self._step = 0
-        self._at: _Walked | None = None  # what is walked now
+        self._at: _Walked | None = None  # the loader that is iterated now
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
         if self.distributed_type not in _TYPES or self.parallelism_config is not None:
@@ -86,7 +87,8 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         self.register_load_state_pre_hook(self._load)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's. A `lockstep.Loader` becomes what gives this rank's batches.
+        """Prepare as Accelerate does. A `lockstep.Loader` becomes an iterable of this rank's
+        batches.
 
         Args:
             args: models, optimizers, loaders and schedulers.
@@ -118,15 +120,15 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         return self._scheduling[-1]
 
     def _count_steps(self) -> None:
-        """Accelerate's scheduler steps once for each rank, for a global batch that grows with
-        their number. A Loader's does not.
+        """Let schedulers step once a step. Accelerate's step once for each rank, for a global batch
+        that grows with the number of ranks. A Loader's global batch does not grow.
         """
         for each in self._scheduling if self._loaders else ():
             each.split_batches = True
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As Accelerate's. Where a Loader is walked, the Loader decides.
+        """Accumulate as Accelerate does. While a Loader is iterated, the Loader decides instead.
 
         Args:
             models: as for Accelerate.
@@ -155,23 +157,23 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         super().end_training()
 
     def check_replicas(self, when: str) -> None:
-        """Compare the weights of all ranks now, every bit. Every rank calls it.
+        """Compare the weights of all ranks now, bit for bit. Every rank must call it.
 
         Args:
-            when: what the error begins with.
+            when: the first words of the error message.
         """
         named = [list(self.unwrap_model(each).named_parameters()) for each in self.trained]
         self._check.compare([(self.world.group, each) for each in named], self._step, when)
 
     def begin(self, step: int) -> None:
-        """Step number `step` begins. Every rank calls it."""
+        """Begin step number `step`, counted from 0. Every rank calls it."""
         self._step = step
         if step and self._check.due(step):
             self.check_replicas(f"after step {step}")
         status.step(step + 1)
 
     def walk(self, batches: _Walked | None) -> None:
-        """`batches` has its next batch; None: nothing is walked."""
+        """Note that `batches` yields its next batch; None: no loader is iterated."""
         self._at = batches
         self.sync_gradients = batches is None or batches.closes
         for model in self.trained:
@@ -215,7 +217,7 @@ class _Walked(RankBatches):
             self._accelerator.walk(None)
 
     def _even(self) -> bool:
-        """Whether all ranks have as many batches in the first step, and in the last."""
+        """Whether all ranks have equally many batches, in the first step and in the last."""
         plan, size = self.loader.plan, self.loader.size
         return all(
             len({len(plan.cut(step).filled(rank, size)) for rank in range(size)}) == 1
@@ -231,24 +233,26 @@ class _Walked(RankBatches):
 
 
 def summed(weights: Sequence[float], world: World) -> float:
-    """Over all ranks; 1 where all are 0."""
+    """Return the sum of the weights over all ranks; 1 if it is 0."""
     total = torch.tensor(sum(weights), dtype=torch.float64)
     world.control.all_reduce(total, place="for the weight of a step").wait()
     return total.item() or 1.0
 
 
 def share_memory(model: DistributedDataParallel, world: World) -> None:
-    """Have gradients averaged through the host's memory, where all ranks are on one."""
+    """Average gradients through shared memory, if all ranks are on one host."""
     if world.group.memory is not None:
         model.register_comm_hook(None, shared_memory_hook)
 
 
 def check_ranks(host: str, seen: int, world: World) -> None:
-    """Refuse to have each rank train alone. `seen`: the ranks that the host counts."""
+    """Raise UsageError if the framework `host` counts `seen` ranks and the world has another
+    number: each rank would then train alone.
+    """
     if seen != world.size:
         raise UsageError("host-sees-other-ranks", host=host, seen=seen, size=world.size)
 
 
 def refuse(name: str, value: object, instead: str) -> NoReturn:
-    """Of an option of the host's that has no meaning here. `instead`: what to do."""
+    """Raise UsageError for a framework's option that has no meaning here. `instead`: what to do."""
     raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)

@@ -1,4 +1,4 @@
-"""A `lockstep.Loader` as a trainer's own loop walks one: batch by batch."""
+"""Give a trainer's own loop the batches of a `lockstep.Loader`, one by one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lockstep.errors import UsageError
 
 
 class RankBatches:
-    """This rank's batches of one epoch after the other. Saved and loaded as the Loader's place.
+    """This rank's batches; each iteration is one epoch. Its state is the Loader's position.
 
-    A rank that has no sample in a short last step gets one batch of rank 0's, with weight 0.
+    A rank that has no sample in a short last step gets one of rank 0's batches, with weight 0.
 
     Raises:
         UsageError: the Loader's data set is a stream.
     """
 
     host: ClassVar[str]
-    """Whose loop walks it, for messages."""
+    """Name of the framework whose loop iterates over it, for messages."""
     weight = 0.0
-    """Of the batch at hand: its samples."""
+    """Weight of the current batch: its number of samples."""
     total = 0.0
-    """Of all batches of its step, on all ranks."""
+    """Weight of all batches of the current step, on all ranks."""
     step = 0
     """The step's number over all epochs, counted from 0."""
     closes = True
-    """Whether it is this rank's last batch of its step."""
+    """Whether the current batch is this rank's last one of its step."""
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
         if not isinstance(loader, Loader):
@@ -42,20 +42,21 @@ class RankBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is walked next."""
+        """The number of the next epoch."""
         return self.state_dict()["epoch"] if self._resumes else self._epoch - self._ahead
 
     def set_epoch(self, epoch: int) -> None:
-        """Walk this epoch next, as the host counts them."""
+        """Set the next epoch, as the framework counts epochs."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps of an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.epoch, None if self._resumes else self.epoch
-        # a host may count an epoch that was cut short as a whole one
+        # The framework may count an epoch that was stopped early as a whole one: `_ahead` corrects
+        # its count.
         self._ahead, self._epoch, self._resumes = self._epoch - epoch, self._epoch + 1, False
         rank, size = self.loader.rank, self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
@@ -67,7 +68,7 @@ class RankBatches:
                 yield batches[number]
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
-        """What each of the window's batches counts for, and all of them on all ranks."""
+        """Return the weight of each of the window's batches, and their sum over all ranks."""
         loader = self.loader
         return window.counts, sum(window.samples_by_rank(loader.rank, loader.size))
 

@@ -1,11 +1,12 @@
-"""torch.distributed.checkpoint (DCP) on Lockstep's checkpoints, at any number of ranks:
+"""Read and write Lockstep's checkpoints by torch.distributed.checkpoint (DCP), on any number of
+ranks:
 
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, storage_reader=LockstepReader("runs/mine"))
     dcp.save(state, storage_writer=LockstepWriter("checkpoints/step-0000100"))
 
-Nothing that is read is unpickled. DCP's planner unpickles values that are not tensors: it gets
-bytes that the reader has just made of JSON.
+Nothing in a file is unpickled. DCP's planner does unpickle values that are not tensors, but only
+bytes that the reader has just made from JSON.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from lockstep.integrations.dcp_writer import LockstepWriter as LockstepWriter
 
 
 class LockstepReader(dcp.StorageReader):
-    """For `dcp.load(..., storage_reader=...)`: plain tensors and DTensors, at any number of ranks.
+    """Reads checkpoints for `dcp.load(..., storage_reader=...)`: plain tensors and DTensors, on any
+    number of ranks.
 
-    Each rank maps the files and reads only what it needs of each tensor. Before that, DCP's
-    coordinator (rank 0) compares every byte with the manifest, once for all ranks. DCP raises what
-    goes wrong on one rank as CheckpointException on all; its `failures` has the rank's own error.
+    Each rank maps the files and reads only the parts of each tensor that it needs. Before that,
+    DCP's coordinator (rank 0) checks every byte against the manifest, once for all ranks. An error
+    on one rank is a CheckpointException on all ranks; its `failures` has the rank's own error.
 
     Args:
-        path: a checkpoint's folder; or that of a run or of checkpoints, for the newest in it.
-        model: the key of the model's state dict; "" where its tensors have no key above them.
-        optimizer: the key of the optimizer's, as torch's `get_optimizer_state_dict` makes it. What
-            LockstepWriter wrote keeps the key that it had.
+        path: the folder of a checkpoint, or of a run or several checkpoints: then the newest.
+        model: the key of the model's state dict; "" if its tensors have no key above them.
+        optimizer: the key of the optimizer's state dict, as torch's `get_optimizer_state_dict`
+            makes it. What LockstepWriter wrote keeps the key that it had.
 
     Raises:
         UsageError: there is no checkpoint; ranks found different ones.
-        DamagedCheckpoint: a file is not as it was written, naming it.
+        DamagedCheckpoint: a file has changed since it was written; the error names it.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class LockstepReader(dcp.StorageReader):
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         names = sorted({plan.storage_data for plan in plans})
-        if len(names) > 1:  # a training has saved meanwhile
+        if len(names) > 1:  # a training saved a checkpoint in the meantime
             raise UsageError("ranks-read-other-checkpoints", checkpoints=names)
         return plans
 
@@ -98,23 +100,23 @@ class LockstepReader(dcp.StorageReader):
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model and the optimizer into `folder` by torch's own writer, for `dcp.load` with
-    torch's own reader, which unpickles.
+    """Write the model and the optimizer into `folder` with torch's own writer. `dcp.load` reads it
+    with torch's own reader, which unpickles.
     """
     state = {
         key: found.read() if isinstance(found, StoredTensor) else found
         for key, found in _contents(checkpoint, "model", "optimizer", by_name=False).items()
     }
-    with warnings.catch_warnings(action="ignore"):  # that there is one process
+    with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 def _contents(
     checkpoint: Checkpoint, model: str, optimizer: str, *, by_name: bool
 ) -> dict[str, Any]:
-    """Tensors and other values, by the keys that DCP gives them in a state of both. `by_name`: the
-    options of the optimizer's groups also by parameter, as flatten_optimizer_state_dict=True has
-    them.
+    """Return tensors and other values by the keys that DCP gives them in a state of model and
+    optimizer. `by_name`: also give the options of the optimizer's groups by parameter, as
+    flatten_optimizer_state_dict=True does.
     """
     found: dict[str, Any] = {
         f"{model}.{name}" if model else name: tensor

@@ -1,8 +1,8 @@
 """DCP's writer of Lockstep's checkpoints (dcp.py has the reader):
 
 model-00000.safetensors      the model's tensors by their plain names, or this rank's intervals
-optimizer-00000.safetensors  all other tensors: "/" and the whole key that DCP gives them
-state.json                   "dcp": what is no tensor, by its whole key
+optimizer-00000.safetensors  all other tensors, named "/" and the whole key that DCP gives them
+state.json                   under "dcp": values that are not tensors, by their whole keys
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from lockstep.checkpoints.plain import encoded
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import remove_tree
 
-VALUES = "dcp"  # in the state
+VALUES = "dcp"  # key of these values in state.json
 
 
 class LockstepWriter(dcp.StorageWriter):
-    """For `dcp.save(..., storage_writer=...)`: a checkpoint of Lockstep's, without pickle, there
-    whole or not at all. `lockstep checkpoints` and LockstepReader read it.
+    """Writes a Lockstep checkpoint for `dcp.save(..., storage_writer=...)`, without pickle. It
+    appears complete or not at all. `lockstep checkpoints` and LockstepReader read it.
 
-    All ranks write their parts into a folder beside `path` that is renamed at the end. It replaces
-    a checkpoint that is there. A Stepper cannot resume from it: it has no scheduler and no place in
-    the data.
+    All ranks write their parts into a folder beside `path`, which is renamed at the end. It
+    replaces a checkpoint at `path`. A Stepper cannot resume from it, because it has no scheduler
+    and no position in the data.
 
     Args:
-        path: the folder to write, which all ranks see. The name step-0000100 says the step.
-        model: the key of the model's state dict in what is saved; "": all tensors are the model's.
+        path: the folder to write, visible to all ranks. A name such as step-0000100 gives the step.
+        model: the key of the model's state dict in the saved state; "": all tensors are the
+            model's.
 
     Raises:
         UsageError: a value that is neither a tensor nor plain data; a tensor that is divided along
-            several dims; nothing of the model; a folder that is no checkpoint has the name.
+            several dims; no tensor of the model; something that is no checkpoint is at `path`.
     """
 
     def __init__(self, path: str | PathLike[str], *, model: str = "model") -> None:
@@ -64,7 +65,7 @@ class LockstepWriter(dcp.StorageWriter):
         if self._place.exists() and not (self._place / MANIFEST).is_file():
             why = "something that is no checkpoint has this name"
             raise UsageError("cannot-write", name="checkpoint", file=self._place, reason=why)
-        remove_tree(self._folder, ignore_errors=True)  # of a process that was killed
+        remove_tree(self._folder, ignore_errors=True)  # left by a process that was killed
         self._folder.mkdir(parents=True)
         return plans
 
@@ -75,7 +76,8 @@ class LockstepWriter(dcp.StorageWriter):
         for item in plan.items:
             key = item.index.fqn
             if item.tensor_data is None:
-                if not isinstance(planner, dcp.DefaultSavePlanner):  # others only have it pickled
+                # other planners return only the pickled value
+                if not isinstance(planner, dcp.DefaultSavePlanner):
                     raise UsageError("dcp-cannot-save", what=f"{key} of a {type(planner)}")
                 values[key] = encoded(planner.lookup_object(item.index), key)
             elif key.startswith(self._prefix):
@@ -105,8 +107,8 @@ class LockstepWriter(dcp.StorageWriter):
 
 
 def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
-    """A tensor, or the interval that one rank has of it, if any: the dim along which the tensor is
-    divided is the first in the order of memory.
+    """Return the whole tensor, or this rank's interval of a divided one, or nothing if that is
+    empty. The dim along which a tensor is divided becomes the first in memory order.
     """
     assert item.tensor_data is not None
     whole, chunk = item.tensor_data.size, item.tensor_data.chunk
@@ -125,7 +127,7 @@ def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has this value."""
+    """Return a future that already has this value."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

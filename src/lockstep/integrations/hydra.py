@@ -1,12 +1,12 @@
-"""Scripts with `@hydra.main` on ranks that `lockstep run`, torchrun, srun or mpirun starts: one
-output directory for all. In the configuration:
+"""One Hydra output directory for all ranks of a script with `@hydra.main`, started by `lockstep
+run`, torchrun, srun or mpirun. In the configuration:
 
     hydra:
       callbacks:
         lockstep:
           _target_: lockstep.integrations.hydra.OneOutputDirectory
 
-Every rank runs Hydra, and each would name its directory after the second in which it came to that.
+Every rank runs Hydra. By default each would name its directory after the time at which it starts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _OTHERS = {
     "hydra.output_subdir": None,
     "hydra.job_logging.handlers.file.filename": os.devnull,
 }
-"""On ranks other than 0: they write no copy of the configuration and no log file."""
+"""Settings of ranks other than 0, which write no copy of the configuration and no log file."""
 
 
 class OneOutputDirectory(Callback):
-    """A callback of Hydra: all ranks take rank 0's `hydra.run.dir`, or `hydra.sweep.dir`, and rank 0
-    alone writes the configuration and the log there.
+    """A Hydra callback: all ranks use rank 0's `hydra.run.dir` or `hydra.sweep.dir`. Only rank 0
+    writes the configuration and the log there.
 
-    The ranks open a world for that, and close it again. Hosts must share the folder's file system,
-    or have it each for itself. Launchers of Hydra that start processes (joblib, submitit) are not
-    for ranks.
+    The ranks open a world for that, and close it again. The folder may be on a file system that all
+    hosts share, or on each host's own. Hydra launchers that start processes (joblib, submitit)
+    cannot be used with ranks.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -66,6 +66,6 @@ def _agree(config: DictConfig, key: str) -> None:
     for name, value in {key: folder, **others}.items():
         if OmegaConf.select(config, name) is not None:
             OmegaConf.update(config, name, value)
-            # each job of a multirun is composed anew, with these
+            # Hydra composes the configuration of each job of a multirun again, with these overrides
             text = "null" if value is None else f"'{value}'"
             config.hydra.overrides.hydra.append(f"{name}={text}")

@@ -4,9 +4,9 @@
     Trainer(strategy="lockstep", accelerator="cpu")    # or strategy=LockstepStrategy(...)
     Fabric(strategy="lockstep", accelerator="cpu")     # or strategy=LockstepFabricStrategy(...)
 
-Both wrap the model in `lockstep.DistributedDataParallel`. The Trainer's strategy also divides
-gradients by weights, walks a `lockstep.Loader`, compares the replicas before it saves and at the
-end, and tells the launcher which step a rank is in.
+Both wrap the model in `lockstep.DistributedDataParallel`. The Trainer's strategy also weights
+batches in the mean, works with a `lockstep.Loader`, compares the replicas before each save and at
+the end, and reports each rank's step to the launcher.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except ImportError as error:
         "lockstep.integrations.lightning", f"Lightning ({error})", "lightning"
     ) from None
 extras.warn_untested("lightning", "2.5", "2.6")
-# arguments that Lightning's own class keeps; the others are the wrapper's
+# arguments of Lightning's own class; all others are for DistributedDataParallel
 _HOSTS = {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "precision"}
 _LAUNCH = "start the ranks with `lockstep run --workers N script.py`"
 _REDUCE = "choose how gradients are summed by reduce=..."
@@ -59,12 +59,11 @@ _WITHOUT_MEANING = {
 
 
 class LockstepEnvironment(ClusterEnvironment):
-    """The ranks of `lockstep run`, torchrun, srun or mpirun; one rank without any of them.
-
-    Lightning starts no process of its own.
+    """The ranks that `lockstep run`, torchrun, srun or mpirun started; one rank without any of
+    them. Lightning starts no processes.
 
     Raises:
-        UsageError: `devices` and `num_nodes` of the Trainer say another number of ranks.
+        UsageError: `devices` times `num_nodes` of the Trainer is not the number of ranks.
     """
 
     def __init__(self) -> None:
@@ -93,14 +92,14 @@ class LockstepEnvironment(ClusterEnvironment):
         return self.place.node
 
     def set_world_size(self, size: int) -> None:
-        """Lightning calls it; the launcher has set the number already.
+        """Do nothing: Lightning calls it, but the launcher has set the world size already.
 
         Args:
             size: the number of ranks.
         """
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning calls it; the launcher has set the number already.
+        """Do nothing: Lightning calls it, but the launcher has set the rank already.
 
         Args:
             rank: this process's number.
@@ -114,7 +113,7 @@ class LockstepEnvironment(ClusterEnvironment):
 
 
 class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[misc]
-    """What the strategies of Trainer and Fabric share."""
+    """The common base class of the strategies of Trainer and Fabric."""
 
     def __init__(self, *, timeout: timedelta | None = None, **options: Any) -> None:
         for name, instead in _WITHOUT_MEANING.items():
@@ -127,8 +126,8 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """This host's. On CPUs the launcher alone says how many ranks there are: Lightning's
-        devices="auto" is one CPU.
+        """The devices of this host's ranks. For CPUs Lightning's devices="auto" is one device, so
+        it is repeated for each of the ranks that the launcher started.
         """
         return self._devices
 
@@ -139,7 +138,7 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
     def setup_environment(self) -> None:
         self.world = init(device=self.root_device, timeout=self._timeout_of_ranks)
-        super().setup_environment()  # leaves a process group that is open as it is
+        super().setup_environment()  # does not change an open process group
 
     def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
         index = self.root_device.index
@@ -154,10 +153,10 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 class LockstepStrategy(_OnLockstep, DDPStrategy):
     """Lightning's DDPStrategy with Lockstep's wrapper, for `Trainer(strategy=...)`.
 
-    A `training_step` that returns {"loss": mean, "weight": count} trains on the mean over all that
-    is counted, on all ranks and in all batches that are accumulated. With a `lockstep.Loader` the
-    weight is the number of samples by default. Without either, it is the mean of the ranks' means.
-    Replicas are compared before each save, and at the end.
+    If `training_step` returns {"loss": mean, "weight": count}, the training uses the mean over all
+    counted items, of all ranks and all accumulated batches. With a `lockstep.Loader` the weight
+    defaults to the number of samples. Without either, the training uses the mean of the ranks'
+    means. Replicas are compared before each save, and at the end.
 
     Example::
 
@@ -173,8 +172,8 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
-    _weight: float | None = None  # of the batch at hand
-    _weights = 0.0  # of this rank's batches since the last step
+    _weight: float | None = None  # weight of the current batch
+    _weights = 0.0  # total weight of this rank's batches since the last step
 
     def configure_ddp(self) -> None:
         assert self.lightning_module is not None
@@ -207,7 +206,7 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         model, weight = self.model, self._weight
         if weight is None or not isinstance(model, DistributedDataParallel):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        # Lightning has divided it by the number of batches
+        # undo Lightning's division of the loss by the number of accumulated batches
         module = self._trainer.lightning_module
         whole = self._trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self._weights += weight
@@ -218,8 +217,8 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         return super().backward(closure_loss * (weight * whole), optimizer, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's, in which a mean of whole numbers loses its fraction: it divides what is
-        logged by such a mean of counts.
+        """Reduce as Lightning does, but convert whole numbers to float for a mean. In Lightning the
+        mean of whole numbers loses its fraction, and logged values are divided by such means.
         """
         if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor):
             tensor = tensor if tensor.is_floating_point() else tensor.float()
@@ -235,10 +234,10 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         self.check_replicas("at the end of the training")
 
     def check_replicas(self, when: str) -> None:
-        """Compare the weights of all ranks now, every bit. Every rank calls it.
+        """Compare the weights of all ranks now, bit for bit. Every rank must call it.
 
         Args:
-            when: what the error begins with.
+            when: the first words of the error message.
         """
         checks = self._wrapper_options.get("checks", "full")
         if isinstance(self.model, DistributedDataParallel) and checks == "full":
@@ -257,11 +256,11 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
 
 
 class Batches(RankBatches):
-    """A `lockstep.Loader` as Lightning's Trainer walks one: this rank's batch of each step.
+    """Gives Lightning's Trainer the batches of a `lockstep.Loader`: this rank's batch of each step.
 
-    Lightning saves its place with each checkpoint, and a resume may have another number of ranks.
-    In training, a rank without a sample in a short last step gets another rank's batch, with weight
-    0.
+    Lightning saves the position in the data with each checkpoint, and a resume may have another
+    number of ranks. In training, a rank without a sample in a short last step gets another rank's
+    batch, with weight 0.
 
     Example::
 
@@ -269,20 +268,21 @@ class Batches(RankBatches):
             return Batches(lockstep.Loader(dataset, global_batch=64))
 
     Args:
-        loader: over a map-style data set, with at most one micro-batch for each rank in a step.
+        loader: a Loader of a map-style data set, with at most one micro-batch for each rank in a
+            step.
 
     Raises:
-        UsageError: a stream, or more micro-batches in a step than ranks. At the first batch: ranks
-            without samples in the last step, where the loader is not the one that LockstepStrategy
-            trains with.
+        UsageError: a stream, or more micro-batches in a step than ranks. At the first batch: some
+            ranks have no samples in the last step, and LockstepStrategy does not train with this
+            loader.
     """
 
     host = "Lightning's Trainer"
     weighted = False
-    """Whether a strategy asks for `weight`."""
+    """Whether a strategy uses `weight`."""
     repeated = False
     """Whether every epoch has the order of the first one."""
-    batch_sampler = None  # Lightning looks at it in a validation
+    batch_sampler = None  # Lightning reads it in a validation
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
         super().__init__(loader)
@@ -302,8 +302,7 @@ class Batches(RankBatches):
 
 
 class LockstepFabricStrategy(_OnLockstep, FabricDDP):
-    """Fabric's DDPStrategy with Lockstep's wrapper, for `Fabric(strategy=...)` and a loop of your
-    own.
+    """Fabric's DDPStrategy with Lockstep's wrapper, for `Fabric(strategy=...)` and your own loop.
 
     Args:
         options: as for `LockstepStrategy`, with `precision` in place of `precision_plugin`.
@@ -311,7 +310,7 @@ class LockstepFabricStrategy(_OnLockstep, FabricDDP):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._backward_sync_control = _NoSync()  # Fabric has no public place for it
+        self._backward_sync_control = _NoSync()  # Fabric has no public way to set it
 
     def setup_module(self, module: nn.Module) -> Any:
         return self._wrapped(module)

@@ -1,12 +1,12 @@
-"""Lightning's checkpoints as Lockstep's: `Trainer(plugins=[LockstepCheckpointIO()])`, and
-`LockstepFabricStrategy(checkpoint_io=LockstepCheckpointIO())`.
+"""Write Lightning's checkpoints in Lockstep's format: `Trainer(plugins=[LockstepCheckpointIO()])`,
+and `LockstepFabricStrategy(checkpoint_io=LockstepCheckpointIO())`.
 
     epoch=0-step=20.ckpt/model.safetensors             the weights by their plain names
-                         optimizer-00000.safetensors   all other tensors, named by where they stand
+                         optimizer-00000.safetensors   all other tensors, named by their keys
                          state.json                    everything else, as JSON
                          manifest.json manifest.sha256
 
-A folder is there whole or not at all, and nothing in it is unpickled.
+A folder appears complete or not at all, and nothing in it is unpickled.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.disk import remove_tree
 
-_MODEL = ("state_dict", "model")  # where Lightning, and who uses Fabric, has the weights
+_MODEL = ("state_dict", "model")  # keys of the weights: Lightning's, and the usual one with Fabric
 _STEP = ("global_step", "step")
-_Way = tuple[str | int, ...]  # the keys that lead to a value
+_Way = tuple[str | int, ...]  # the keys that lead to a value in nested dicts and lists
 
 
 class LockstepCheckpointIO(CheckpointIO):
-    """Writes what Lightning or Fabric saves as a folder of safetensors and JSON, whole or not at
-    all.
+    """Writes what Lightning or Fabric saves as a folder of safetensors and JSON. The folder appears
+    complete or not at all.
 
-    Dictionaries, lists, tuples, sets, numbers, text, bytes and tensors come back as they were; an
-    OrderedDict comes back as a dict. Hyper-parameters that are objects, such as a module, are
-    refused. `LightningModule.load_from_checkpoint` reads only files of torch.save: load
-    model.safetensors.
+    Dictionaries, lists, tuples, sets, numbers, text, bytes and tensors are loaded as they were
+    saved; an OrderedDict becomes a dict. Hyper-parameters that are objects, such as a module, are
+    refused. `LightningModule.load_from_checkpoint` reads only files of torch.save. Load
+    model.safetensors instead.
 
     Raises:
         UsageError: a value that JSON and safetensors cannot hold, naming its place; a URL; a file
             of torch.save.
-        DamagedCheckpoint: on loading, a file is not as it was written, naming it.
-        LockstepError: it could not be written.
+        DamagedCheckpoint: on loading, a file has changed since it was written; the error names it.
+        LockstepError: the checkpoint could not be written.
     """
 
     def save_checkpoint(
@@ -66,7 +66,7 @@ class LockstepCheckpointIO(CheckpointIO):
         state = {"lightning": {"model": key, "rest": rest}}
         folder = place.with_name(f".{place.name}.unfinished")
         try:
-            remove_tree(folder, ignore_errors=True)  # of a process that was killed
+            remove_tree(folder, ignore_errors=True)  # left by a process that was killed
             folder.mkdir(parents=True)
             pieces = [TensorPiece(json.dumps(way), tensor) for way, tensor in others.items()]
             images = {part.name: image(part) for part in files.parts(weights, pieces, 0)}
@@ -83,12 +83,12 @@ class LockstepCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What was saved.
+        """Load a checkpoint, and return what was saved.
 
         Args:
             path: the folder.
             map_location: the device of the tensors. Default: the CPU.
-            weights_only: no effect; nothing is unpickled.
+            weights_only: no effect, because nothing is unpickled.
         """
         place = _local(path)
         if place.is_file():
@@ -119,13 +119,13 @@ class LockstepCheckpointIO(CheckpointIO):
 
 
 def _unlink(place: Path) -> None:
-    """Remove a file of torch.save, and the link of `ModelCheckpoint(save_last="link")`."""
+    """Remove a file of torch.save, or a link made by `ModelCheckpoint(save_last="link")`."""
     if place.is_symlink() or place.is_file():
         place.unlink()
 
 
 def _lifted(value: Any, way: _Way, found: dict[_Way, Tensor]) -> Any:
-    """`value` with None in place of its tensors, which go to `found`."""
+    """Return `value` with None in place of its tensors, and add the tensors to `found`."""
     if isinstance(value, Tensor):
         found[way] = value.detach()
         return None

@@ -6,8 +6,8 @@ scaling_config=ScalingConfig(num_workers=(1, 8)))`.
     train_fn     lockstep.init() adopts that process group; Stepper, Loader and Checkpoints work as
                  under `lockstep run`
 
-A worker computes with as many threads as Ray reserved CPUs for it (OMP_NUM_THREADS, which Ray
-sets); an exact Stepper sets one.
+The number of a worker's threads is the number of CPUs that Ray reserved for it (Ray sets
+OMP_NUM_THREADS). A Stepper in exact mode sets one thread.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class LockstepConfig(TorchConfig):
 
 
 class _WorldClosed(TorchConfigContextManager):
-    """Around the train function, in its thread: close the World that it leaves open. Ray ends
-    the process group afterwards.
+    """Closes the World that the train function leaves open. It runs around that function, in the
+    same thread. Ray ends the process group afterwards.
     """
 
     def __exit__(
@@ -85,14 +85,14 @@ class _LockstepBackend(_TorchBackend):
 
 
 def _prepare(timeout_s: float) -> None:
-    """On a worker."""
+    """Set the network interfaces and the timeout of collectives. Runs on a worker."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     os.environ.update(gloo_and_nccl(address, os.environ))
     os.environ[TIMEOUT] = str(timeout_s)
 
 
 def _number_node() -> None:
-    """On a worker. Ray has set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun
-    does, but named the node's number otherwise.
+    """Set torchrun's variable for the number of the node. Runs on a worker. Ray sets RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, but uses another name for this.
     """
     os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]

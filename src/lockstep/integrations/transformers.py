@@ -6,7 +6,7 @@
     LockstepTrainer(model, arguments, train_dataset=dataset).train()
 
 The arguments describe the training of one process: here 64 samples a step, in 8 micro-batches of 8.
-With more ranks each computes its share of them, and the loss curve stays.
+With several ranks, each computes its share of the micro-batches, and the loss curve stays the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OWN_CLASS = "use transformers' own Trainer"
 
 
 def _check(args: TrainingArguments) -> None:
-    """Refuse what would make the training another one than that of one process."""
+    """Refuse options with which the training would differ from that of one process."""
     config: Any = args.accelerator_config
     for name, value, plain, instead in (
         ("ignore_data_skip", args.ignore_data_skip, False, "skipping reads no sample here"),
@@ -65,12 +65,13 @@ def _check(args: TrainingArguments) -> None:
 
 
 class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Makes the training of a Trainer that of one process, for a class of yours: `class
-    Mine(LockstepTraining, SFTTrainer)`. It stands first among the base classes.
+    """A base class that makes a Trainer with several ranks train as one process would. Name it
+    first: `class Mine(LockstepTraining, SFTTrainer)`.
 
     `per_device_train_batch_size` is the micro-batch, and `gradient_accumulation_steps` the number
-    of micro-batches of a step, over all ranks. Order, masks that a collator draws, dropout and the
-    loss's weights do not depend on the number of ranks. A resume continues with the next sample.
+    of micro-batches of a step, over all ranks. The order, a collator's random masks, dropout and
+    the loss's weights do not depend on the number of ranks. A resume continues with the next
+    sample.
 
     Args:
         model, args, more, options: as for the other base class.
@@ -80,7 +81,8 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
-    loss_is_scaled_for_ga: bool | None = True  # by compute_loss, as transformers wants it said
+    # transformers' flag that compute_loss has scaled the loss for gradient accumulation
+    loss_is_scaled_for_ga: bool | None = True
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
@@ -90,17 +92,19 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         self._micro_batches = args.gradient_accumulation_steps
         args.gradient_accumulation_steps = -(-self._micro_batches // self.world.size)
         args.average_tokens_across_devices = False  # compute_loss does it
-        self._filled = range(0)  # this rank's slots of the step at hand
-        self._counts: list[float] = []  # what the loss of each of its batches is a mean over
-        self._total = 0.0  # of all ranks
-        self._place = 0  # of the batch at hand
+        self._filled = range(0)  # this rank's slots of the current step
+        self._counts: list[float] = []  # number of items that each batch's loss is a mean over
+        self._total = 0.0  # sum of these numbers over all ranks
+        self._place = 0  # index of the current batch among this rank's batches of the step
         self._factor: float | None = None
         self._hooked: nn.Module | None = None
         super().__init__(model, args, *more, **options)
         self.add_callback(LockstepCallback())
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's micro-batches, with the data set, collator and workers of the Trainer's."""
+        """Return a loader of this rank's micro-batches, with the Trainer's data set, collator and
+        workers.
+        """
         theirs, args = super().get_train_dataloader(), self.args
         if isinstance(theirs.dataset, IterableDataset):
             raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
@@ -127,7 +131,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """A step's batches of this rank, and None: each batch has a count of its own."""
+        """Return this rank's batches of a step, and None: `_counts` has a count for each batch."""
         cut, batches = self._loader.plan.cut(self.state.global_step), []
         self._filled = cut.filled(self.world.rank, self.world.size)
         self._counts, self._place = [], 0
@@ -150,7 +154,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             share_memory(model, self.world)
         count = self._counts[self._place]
         slot = self._filled[self._place] if self._place < len(self._filled) else 0
-        # the mean over this batch's count, of models that divide by it and of those that do not
+        # so the loss is the mean over this batch's count, also for models that divide by `items`
         items = torch.tensor(max(count, 1.0), device=self.args.device)
         self._factor = count * self.world.size / self._total
         with randomness.preserved(devices=True):
@@ -169,7 +173,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._factor is None:  # an evaluation
+        if self._factor is None:  # this is an evaluation
             return found
         factor, self._factor = self._factor, None
         return (found[0] * factor, *found[1:]) if return_outputs else found * factor
@@ -190,12 +194,12 @@ class LockstepTrainer(LockstepTraining, Trainer):
 
 class LockstepCallback(TrainerCallback, ExportableState):
     """Compares the replicas after steps 1 and 2, then every 100 steps, before each checkpoint and
-    at the end; reports the steps to `lockstep run`; refuses the checkpoint of another training.
+    at the end. Reports the steps to `lockstep run`. Refuses the checkpoint of another training.
     """
 
     def __init__(self) -> None:
         self.fingerprint: dict[str, Any] | None = None
-        """Of the Loader: saved with each checkpoint."""
+        """The Loader's fingerprint, which is saved with each checkpoint."""
         self._check = ReplicaCheck()
 
     def state(self) -> dict[str, Any]:
@@ -206,7 +210,7 @@ class LockstepCallback(TrainerCallback, ExportableState):
         place = loader.state_dict()
         saved = state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"]
         self.fingerprint = place["fingerprint"]
-        if state.global_step and saved["fingerprint"] is not None:  # it resumes
+        if state.global_step and saved["fingerprint"] is not None:  # this is a resumed training
             loader.load_state_dict({**place, "fingerprint": saved["fingerprint"]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -221,7 +225,7 @@ class LockstepCallback(TrainerCallback, ExportableState):
             self._compare(state, f"after epoch {state.epoch:.0f}", more["model"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if args.save_strategy == "best":  # what is saved next, perhaps
+        if args.save_strategy == "best":  # a save may follow
             self._compare(state, "before a checkpoint", more["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -233,8 +237,8 @@ class LockstepCallback(TrainerCallback, ExportableState):
 
 
 class _KeysOfRank(Sampler[Keys]):
-    """The samples of this rank's micro-batches, `count` a step: where it has fewer, also those of
-    slot 0, which then count for nothing.
+    """Yields the samples of this rank's micro-batches, `count` of them a step. If the rank has
+    fewer, slot 0's samples fill the rest and count 0.
     """
 
     def __init__(self, loader: Loader, count: int) -> None:
@@ -257,14 +261,17 @@ class _KeysOfRank(Sampler[Keys]):
 
 
 class _DataLoader(DataLoader[Any]):
-    """torch's, of keys. accelerate's skip_first_batches skips keys, and reads no sample."""
+    """torch's DataLoader over keys. So accelerate's skip_first_batches skips keys and reads no
+    sample.
+    """
 
     def __init__(self, loader: Loader, count: int, theirs: DataLoader[Any]) -> None:
         self.loader = loader
         seed = loader.recipe["seed"]
         super().__init__(
             KeyedDataset(theirs.dataset, seed, theirs.collate_fn, loader.rank),
-            batch_sampler=_KeysOfRank(loader, count),  # type: ignore[arg-type]  # any object may stand for a batch's indices
+            # any object may be a batch's indices: DataLoader passes it to __getitems__
+            batch_sampler=_KeysOfRank(loader, count),  # type: ignore[arg-type]
             collate_fn=_made,
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
@@ -279,5 +286,5 @@ class _DataLoader(DataLoader[Any]):
 
 
 def _made(batch: Any) -> Any:
-    """KeyedDataset has collated it."""
+    """Return the batch: KeyedDataset has collated it already."""
     return batch

@@ -1,9 +1,9 @@
-"""digits: real handwritten digits, a small CNN with BatchNorm and dropout. The smallest task that
-behaves like a big one.
+"""The task `digits`: real handwritten digits, and a small CNN with BatchNorm and dropout. It is the
+smallest task that behaves like a big one.
 
 The data are scikit-learn's bundled 8x8 scans (1797, from the UCI repository's "Optical Recognition
-of Handwritten Digits", Alpaydin and Kaynak, 1998), so nothing is downloaded. Eight micro-batches a
-step: up to eight workers have something to do.
+of Handwritten Digits", Alpaydin and Kaynak, 1998), so nothing is downloaded. A step has eight
+micro-batches, so up to eight workers have work.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SPLIT_SEED = 0
 
 
 class Net(nn.Module):
-    """[batch, 1, 8, 8] -> [batch, 10]. Convolutions have no bias: BatchNorm would take it away
-    again.
+    """A CNN: [batch, 1, 8, 8] -> [batch, 10]. Its convolutions have no bias, because BatchNorm
+    would remove it.
     """
 
     def __init__(self, width: int = 32, dropout: float = 0.25) -> None:
@@ -66,8 +66,8 @@ def task(
     dropout: float = 0.25,
     smoothing: float = 0.1,
 ) -> Task:
-    """The task, each of these a --set key=value. `lr` is the peak: it rises for a quarter of the
-    steps, then falls.
+    """Return the task. Each argument can be set with --set key=value. `lr` is the peak learning
+    rate, after the first quarter of the steps.
     """
 
     def optimizer(model: nn.Module) -> Optimizer:
@@ -94,8 +94,8 @@ def task(
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor], smoothing: float) -> tuple[Tensor, int]:
-    """Cross-entropy, summed, and the number of digits. Of each label, `smoothing` is spread over
-    all ten: few images are learned by heart.
+    """Return the sum of the cross-entropies, and the number of digits. `smoothing` is the part of
+    each label that is spread over all ten classes: it reduces overfitting to the few images.
     """
     return F.cross_entropy(output, batch[1], reduction="sum", label_smoothing=smoothing), len(
         batch[1]
@@ -103,13 +103,13 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor], smoothing: float) -> tupl
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    """accuracy: the share of digits whose largest output is the right one."""
+    """Return the accuracy: (digits whose largest output is the right one, number of digits)."""
     return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """(train, evaluation): images [n, 1, 8, 8] between 0 and 1, labels [n]. Raises TaskError
-    without scikit-learn.
+    """Return (train, evaluation): images [n, 1, 8, 8] between 0 and 1, labels [n]. Raises TaskError
+    if scikit-learn is not installed.
     """
     pixels, labels = _scans()
     images = torch.tensor(pixels, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)
@@ -121,10 +121,10 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Pixels [n, 64] from 0 to 16 and labels [n], as sklearn.datasets.load_digits returns them.
-    Importing scikit-learn would cost every rank over a second.
+    """Return pixels [n, 64] from 0 to 16 and labels [n], as sklearn.datasets.load_digits does. An
+    import of scikit-learn would take each rank over a second.
     """
-    spec = find_spec("sklearn")  # finds the package and does not run it
+    spec = find_spec("sklearn")  # finds the package without importing it
     places = (
         []
         if spec is None
@@ -143,8 +143,8 @@ def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of 80 % for training and 20 % for evaluation, of every class alike; the same on
-    every machine.
+    """Return the indices of 80 % of each class for training and 20 % for evaluation. They are the
+    same on every machine.
     """
     random = np.random.Generator(np.random.PCG64(_SPLIT_SEED))
     held_out = []

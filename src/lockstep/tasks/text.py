@@ -1,9 +1,9 @@
-"""text: a byte-level GPT on the source of Python's own standard library, which every machine that
-runs this has.
+"""The task `text`: a byte-level GPT on the source of Python's standard library, which every machine
+that runs it has.
 
-About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first,
-learned positions, GELU. Whole files are held out, chosen by their names, so that no line of them
-was seen.
+The model has about a million parameters and GPT-2's architecture (Radford et al., 2019):
+pre-normalisation, learned positions, GELU. Whole files are held out for evaluation, chosen by their
+names, so the model has seen no line of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.config.task import Task
 from lockstep.errors import TaskError
 from lockstep.tasks.warmup import warmup_and_cosine
 
-# other people's, or tables
+# folders with installed packages, tests or tables
 _LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -38,7 +38,7 @@ _LEFT_OUT = {
     "pydoc_data",
 }
 _EVERY = 10  # one file in ten is held out
-_FROM_EACH = 16_384  # bytes, so that no long file is most of the text
+_FROM_EACH = 16_384  # bytes at most from each file, so that no long file dominates the text
 _HEADS = 4
 TENSOR = {
     "blocks.*.heads": "colwise",
@@ -46,14 +46,14 @@ TENSOR = {
     "blocks.*.layer.0": "colwise",
     "blocks.*.layer.2": "rowwise",
 }
-"""How the layers are cut along the tensor axis: heads, and the hidden units between the two
-matrices of a layer.
+"""How tensor parallelism divides the layers: by attention heads, and by the hidden units between
+the two matrices of `layer`.
 """
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
-    """A text as pairs of [length] bytes and the bytes that follow each of them. Sequences meet,
-    they do not overlap.
+    """A text as pairs of [length] bytes and the next byte of each. Sequences are adjacent and do
+    not overlap.
     """
 
     def __init__(self, text: bytes, length: int) -> None:
@@ -71,10 +71,10 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
 
 
 class GPTBlock(nn.Module):
-    """Attention to what came before, then a layer on each position; each added to its input.
+    """Causal self-attention, then two linear layers on each position; each is added to its input.
 
-    The rows of `heads` stand head by head, [heads, 3, width of a head], so that a part of them is
-    whole heads.
+    The rows of `heads` are sorted by head, [heads, 3, width of a head], so that tensor parallelism
+    can divide them into whole heads.
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -90,7 +90,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        # all, or this rank's
+        # all heads, or this rank's heads with tensor parallelism
         heads = self.heads(self.attention_norm(x)).view(batch, length, -1, 3, width // _HEADS)
         queries, keys, values = heads.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -102,7 +102,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [batch, length] -> logits of the next byte [batch, length, 256]."""
+    """A GPT: bytes [batch, length] -> logits of the next byte [batch, length, 256]."""
 
     def __init__(self, width: int, depth: int, length: int, dropout: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # which byte came before teaches more, and first, than where it stood
+        # Position embeddings begin at 0: the bytes themselves are more useful, and learned first.
         nn.init.zeros_(self.positions.weight)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ def task(
     train_bytes: int = 1_200_000,
     eval_bytes: int = 131_072,
 ) -> Task:
-    """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to
-    rise, the rest to fall to a tenth.
+    """Return the task. Each argument can be set with --set key=value. `lr` is the peak learning
+    rate: it rises for a twentieth of the steps, then falls to a tenth of the peak.
     """
     if width % _HEADS:
         raise TaskError("width-not-divisible", width=width, heads=_HEADS)
@@ -172,7 +172,7 @@ def task(
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Cross-entropy in nats, summed, and the number of bytes foretold."""
+    """Return the sum of the cross-entropies in nats, and the number of predicted bytes."""
     return (
         F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"),
         batch[1].numel(),
@@ -180,17 +180,17 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    """bits_per_byte: the cross-entropy in bits; 8 without any knowledge."""
+    """Return bits_per_byte: the cross-entropy in bits. A uniform guess has 8."""
     nats, weight = loss(output, batch)
     return {"bits_per_byte": (nats / math.log(2), weight)}
 
 
 def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[bytes, bytes]:
-    """(train, evaluation): the beginnings of the library's files, one after the other, in an order
+    """Return (train, evaluation): the beginnings of the library's files, concatenated in an order
     that mixes packages.
 
-    At most so many bytes in all. Which files there are follows from the Python version. Raises
-    TaskError where the library's source is not installed.
+    `train_bytes` and `eval_bytes` are the largest sizes. The files depend on the Python version.
+    Raises TaskError if the library's source is not installed.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     found: tuple[list[bytes], list[bytes]] = ([], [])
@@ -210,12 +210,12 @@ def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[
 
 
 def files(root: Path) -> list[tuple[int, Path]]:
-    """The library's files with a number drawn from each one's name, in the order of these
-    numbers; tests and installed packages left out.
+    """Return the library's files, each with a hash of its name, sorted by these hashes. Tests and
+    installed packages are left out.
     """
     wanted = []
     for folder, inside, names in os.walk(root):
-        # The others are not looked into: what is installed there may be many times the library.
+        # Other folders are not searched: installed packages may be much larger than the library.
         inside[:] = [name for name in inside if name not in _LEFT_OUT]
         wanted += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted(

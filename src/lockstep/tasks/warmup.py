@@ -1,5 +1,5 @@
-"""The learning rate of the bundled tasks: up in a straight line, down along half a cosine. Any
-number of steps will do, also one.
+"""The learning rate of the bundled tasks: a linear warm-up, then a half cosine down. It works for
+any number of steps, even one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch.optim.lr_scheduler import LambdaLR
 def warmup_and_cosine(
     optimizer: Optimizer, steps: int, *, warmup: float, floor: float = 0.0
 ) -> LambdaLR:
-    """Peak at the optimizer's own rate after the share `warmup` of all steps; at the end `floor`
-    times the peak.
+    """Return a scheduler whose peak is the optimizer's own rate, after the fraction `warmup` of all
+    steps. At the end the rate is `floor` times the peak.
     """
     return LambdaLR(optimizer, partial(share_of_peak, steps=steps, warmup=warmup, floor=floor))
 
 
 def share_of_peak(step: int, *, steps: int, warmup: float, floor: float) -> float:
-    """For the step after `step` others: above 0 from the first on."""
+    """Return the learning rate of step `step` (from 0) divided by the peak. It is above 0 in the
+    first step.
+    """
     rise = max(1, round(warmup * steps))
     if step < rise:
         return (step + 1) / rise

@@ -1,4 +1,4 @@
-"""What tests of distributed code need, Lockstep's own and yours."""
+"""Helpers for tests of distributed code: run several ranks, and inject faults."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Faults on purpose: have a rank fail, leave, die, stop, hang or dawdle at a place of its training,
-to see what is said of it.
+"""Inject faults: make a rank fail, exit, die, stop, hang or slow down at a given step and phase, to
+test how the run reports it.
 
-    lockstep.testing.kill_at(rank=1, step=3, phase="backward")        # anywhere in the script, on all ranks alike
+    # anywhere in the script, on all ranks alike
+    lockstep.testing.kill_at(rank=1, step=3, phase="backward")
 
-`step` is the optimizer step that is being computed, from 1; `phase` one of start, data, forward,
+`step` is the optimizer step that is being computed, from 1. `phase` is one of start, data, forward,
 backward, reduce, optimizer, checkpoint, evaluate, loop (the user's code between steps). A fault
-strikes as the phase begins, on the rank's main thread, once (slow_at: from then on).
+strikes once, when the phase begins, on the rank's main thread (slow_at: every time from then on).
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _faults: list[_Fault] = []
 def fail_at(rank: int, step: int, phase: str, error: Exception | None = None) -> None:
     """Make a rank raise an exception.
 
-    Call it on all ranks alike, before the step. It strikes once, on the rank's main thread, as the
-    phase begins.
+    Call it on all ranks alike, before the step. The fault strikes once, on the rank's main thread,
+    when the phase begins.
 
     Example::
 
         lockstep.testing.fail_at(rank=1, step=3, phase="backward")
 
     Args:
-        rank: the rank that it strikes.
+        rank: the rank that fails.
         step: the optimizer step that is being computed, from 1.
-        phase: the phase at whose start it strikes: start, data, forward, backward, reduce,
-            optimizer, checkpoint, evaluate, or loop (your code between steps).
-        error: what is raised. Default: a RuntimeError that names rank, step and phase.
+        phase: the phase at whose start it fails: start, data, forward, backward, reduce, optimizer,
+            checkpoint, evaluate, or loop (your code between steps).
+        error: the exception to raise. Default: a RuntimeError that names rank, step and phase.
     """
 
     def strike() -> None:
@@ -61,7 +62,7 @@ def fail_at(rank: int, step: int, phase: str, error: Exception | None = None) ->
 
 
 def exit_at(rank: int, step: int, phase: str, code: int = 0) -> None:
-    """Make a rank leave its process at once, without a message.
+    """Make a rank exit at once, without a message.
 
     Args:
         rank, step, phase: as for `fail_at`.
@@ -75,7 +76,7 @@ def kill_at(rank: int, step: int, phase: str, number: int = signal.SIGKILL) -> N
 
     Args:
         rank, step, phase: as for `fail_at`.
-        number: of the signal. Default: SIGKILL.
+        number: the number of the signal. Default: SIGKILL.
     """
     _add(rank, step, phase, lambda: os.kill(os.getpid(), number))
 
@@ -90,11 +91,11 @@ def stop_at(rank: int, step: int, phase: str) -> None:
 
 
 def hang_at(rank: int, step: int, phase: str, *, busy: bool = False) -> None:
-    """Make a rank sleep for ever.
+    """Make a rank sleep forever.
 
     Args:
         rank, step, phase: as for `fail_at`.
-        busy: loop for ever in place of sleeping.
+        busy: loop forever instead of sleeping.
     """
 
     def strike() -> None:
@@ -106,7 +107,7 @@ def hang_at(rank: int, step: int, phase: str, *, busy: bool = False) -> None:
 
 
 def hold_gil_at(rank: int, step: int, phase: str) -> None:
-    """Make a rank sleep for ever in C, so that no other thread of its process can run Python.
+    """Make a rank sleep forever in C, so that no other thread of its process can run Python.
 
     Args:
         rank, step, phase: as for `fail_at`.
@@ -124,14 +125,14 @@ def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
 
     Args:
         rank, step, phase: as for `fail_at`.
-        seconds: how long it sleeps each time.
+        seconds: seconds to sleep each time.
     """
     number("seconds", seconds, above=0)
     _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
 
 
 def no_faults() -> None:
-    """Forget all faults that were asked for."""
+    """Remove all faults that were set."""
     _faults.clear()
     status.on_phase(None)
 

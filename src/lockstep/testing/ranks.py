@@ -1,5 +1,5 @@
-"""One helper for every test that needs several ranks: start them fast, never wait for ever, show
-the failing rank's traceback.
+"""One helper for every test that needs several ranks. It starts them fast, has a hard timeout, and
+shows the failing rank's traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _PRELOADED = ("lockstep.launcher.call", "lockstep.testing.ranks", "lockstep.step.stepper")
-# what test modules import, and each rank would import again
+# modules that tests often import, and that each rank would import again
 _IF_IN_USE = ("pytest", "hypothesis", "numpy", "torch.utils.data")
 
 
@@ -41,7 +41,7 @@ def run_ranks(
 
     Each rank has one intra-op thread, so that results do not depend on the machine. Ranks begin
     with the caller's environment, working directory and sys.path. They are forked from a server
-    that has imported torch: the first call waits for that import, later ones take a fraction of a
+    that has imported torch. The first call waits for that import; later calls take a fraction of a
     second.
 
     Example::
@@ -86,12 +86,12 @@ def _with_world(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
     """Let `lockstep` commands that this process starts fork their ranks from one warm server.
 
-    For test suites that run commands: their ranks then import nothing. A command with other flags
-    of Python, or with another variable that acts while a library is imported (such as
-    OMP_NUM_THREADS), starts a server of its own.
+    Use it in test suites that run commands: their ranks need not import torch and Lockstep again. A
+    command starts its own server if it has other Python flags, or another value of a variable that
+    acts while a library is imported (such as OMP_NUM_THREADS).
 
     Args:
-        imports: modules that ranks find imported, beside those of a training.
+        imports: further modules for the server to import, beside those of a training.
     """
     with run_directory() as directory:
         warm = server((*FOR_TRAININGS, *imports))
@@ -112,14 +112,14 @@ def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _ServeCommands:
-    """The work of a process that forks a server for each command which connects to this Unix
-    socket.
+    """Runs in a process that forks a server for each command that connects to the Unix socket at
+    `path`.
     """
 
     path: str
 
     def __call__(self, descriptor: int) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its ended children are not waited for
         this = os.getpid()
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
@@ -128,7 +128,7 @@ class _ServeCommands:
             os.close(descriptor)
             while os.getpid() == this:
                 caller, _ = listener.accept()
-                with caller, suppress(OSError):  # it starts a server of its own
+                with caller, suppress(OSError):  # on an error the command starts its own server
                     _, descriptors, _, _ = socket.recv_fds(caller, 1, 8)
                     if descriptors and (pid := os.fork()):
                         caller.sendall(str(pid).encode())

@@ -1,1 +1,1 @@
-"""Iterable-style data sets: streams cut into the same windows as data sets with random access."""
+"""Iterable-style data sets: streams are cut into windows as data sets with random access are."""

@@ -1,15 +1,14 @@
-"""Who reads what of an iterable dataset: which of the many kinds it is, and what it is told about
-ranks and loader workers.
+"""Which process reads which part of an iterable dataset, and what the dataset sees of ranks and
+loader workers.
 
-items       every process reads the same stream, as if it were the only one, and keeps what is its
-            own: right for any dataset whose
-            stream is the same everywhere, at the price that every process reads everything. Nothing
-            is lost or read twice when a run resumes with another number of ranks
-dataset     the dataset shards itself over ranks and workers: Hugging Face's and WebDataset's by
-            their own means, any other by
-            torch's `get_worker_info()` and RANK and WORLD_SIZE, or by a method `shard(rank=...,
-            size=...)` if it has one. With another number of ranks a resumed run loses some samples
-            and repeats others, so exact mode refuses it
+items       every process reads the whole stream, as if it were alone, and keeps its own items. This
+            suits any dataset whose stream is the same everywhere; the cost is that every process
+            reads everything. No sample is lost or repeated when a run resumes with another number
+            of ranks
+dataset     the dataset shards itself over ranks and workers. Hugging Face's and WebDataset's do so
+            with their own functions; any other by torch's `get_worker_info()` and RANK and
+            WORLD_SIZE, or by its method `shard(rank=..., size=...)`. With another number of ranks
+            a resumed run loses some samples and repeats others, so exact mode refuses it
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ Sharding = Literal["items", "dataset"]
 
 
 def choose_sharding(dataset: object, wanted: Sharding | None) -> Sharding:
-    """`wanted`, or "items" wherever all processes can read one stream. Raises UsageError for
-    another word.
+    """Return `wanted`, or by default "items" if all processes can read one stream, else "dataset".
+    Raises UsageError for another word.
 
-    They cannot where the user has split the stream by rank already, or where WebDataset shuffles:
-    by time and process, unless it has a seed, and a pipeline does not say whether its seed was
-    given.
+    They cannot if the user has split the stream by rank already, or if WebDataset shuffles.
+    WebDataset's shuffle depends on time and process unless it has a seed, and a pipeline does not
+    tell whether a seed was given.
     """
     if wanted is None:
         return "dataset" if _is_split(dataset) or _shuffles_webdataset(dataset) else "items"
@@ -44,8 +43,8 @@ def choose_sharding(dataset: object, wanted: Sharding | None) -> Sharding:
 
 
 def own_shard(dataset: Any, rank: int, size: int) -> Any:
-    """The dataset as rank `rank` of `size` shall read it, where it shards itself. The one that
-    was given is not changed by us.
+    """Return the dataset that rank `rank` of `size` reads if the dataset shards itself. Lockstep
+    does not change `dataset` itself.
     """
     if _is_hugging_face(dataset):
         return importlib.import_module("datasets.distributed").split_dataset_by_node(
@@ -61,8 +60,8 @@ def own_shard(dataset: Any, rank: int, size: int) -> Any:
 
 @contextmanager
 def seen_by_dataset(sharding: Sharding, rank: int, size: int) -> Iterator[None]:
-    """What a dataset's code is told while it runs: its place among the ranks and workers, or, with
-    "items", that it is alone.
+    """Set the rank, world size and worker that the dataset's code sees within the block. With
+    "items" it sees that it is alone.
 
     torch.distributed's own rank cannot be hidden.
     """
@@ -107,7 +106,7 @@ def _shuffles_webdataset(dataset: Any) -> bool:
 
 def _shuffles(stage: Any) -> bool:
     name = f"{type(stage).__name__} {getattr(getattr(stage, 'f', None), '__name__', '')}".lower()
-    # shardshuffle=False: a buffer of no items
+    # shardshuffle=False gives a shuffle stage whose buffer has no items
     through_nothing = getattr(stage, "args", None) in ((0,), (None,))
     return (
         ("shuffle" in name and not through_nothing)
@@ -117,11 +116,11 @@ def _shuffles(stage: Any) -> bool:
 
 
 def _split_webdataset(dataset: Any) -> Any:
-    """A pipeline that splits its shards by rank; by worker it does so anyway. Where the user chose
-    a splitter it stays.
+    """Return a pipeline that splits its shards by rank; it splits them by worker already. A
+    splitter that the user chose stays.
 
-    WebDataset refuses several ranks unless told how to split, and a process that is left without a
-    shard; that one is dry here.
+    WebDataset refuses several ranks without a splitter, and a process without a shard. Here such a
+    process has an empty stream.
     """
     wds = sys.modules["webdataset"]
     split = copy.copy(dataset)

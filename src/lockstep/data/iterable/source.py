@@ -1,9 +1,8 @@
-"""An iterable dataset as the loader's processes walk it: forward only, micro-batch by micro-batch,
-under a random stream of its own.
+"""How a loader process reads an iterable dataset: forward only, micro-batch by micro-batch, with
+its own random stream.
 
-torch's DataLoader is used in its map style, with requests in place of indices: its own iterable
-style does not say when a worker has come to its end in an order that could be relied on, and cannot
-be told which epoch it walks.
+torch's DataLoader is used in map style, with requests in place of indices. In its iterable style
+the order in which workers report their end is not reliable, and the epoch cannot be given.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
 from lockstep.data.keyed import where
 from lockstep.runtime import randomness
 
-COMPARED = 8  # items at a stream's beginning, by which ranks see that they read the same
+COMPARED = 8  # first items of a stream that ranks compare, to check that they read the same stream
 UNKNOWN = -1
-_WHOLE_WALK = -1  # the "index" of the stream in which a dataset is walked
+_WHOLE_WALK = -1  # the "index" in the key of a walk's random stream
 
 
 class Saved:
-    """A dataset that can say where it is, after `position` items of the stream. A plain class:
-    neither pinned nor moved to a device.
+    """The state of a dataset with `state_dict`, after `position` items of the stream. It is a plain
+    class, so that it is neither pinned nor moved to a device.
     """
 
     def __init__(self, position: int, dataset: Any, random: Any) -> None:
@@ -44,19 +43,19 @@ class Saved:
 
 
 class Request(NamedTuple):
-    """One micro-batch, of the epoch's walk number `walk`."""
+    """A request for one micro-batch, in walk number `walk`."""
 
     epoch: int
     positions: range
-    """Of the items in the stream that the process walks which gets the request."""
+    """Positions of its items in the stream that the requested process reads."""
     walk: int
     saved: Saved | None
-    """Where the walk may begin instead of at the stream's first item."""
+    """The state from which the walk may begin, in place of the stream's first item."""
 
 
 class Reply(NamedTuple):
-    """A micro-batch of `items` items, fewer than requested (or 0 and None) where the stream
-    ended.
+    """A micro-batch of `items` items. At the stream's end it has fewer than requested, or none;
+    `batch` is then None.
     """
 
     batch: Any
@@ -64,13 +63,13 @@ class Reply(NamedTuple):
     total: int
     """Items of the stream if it has ended, else UNKNOWN."""
     digest: int
-    """Of its first items, once they have been read; else UNKNOWN."""
+    """Digest of the stream's first items, once they have been read; else UNKNOWN."""
     saved: Saved | None
 
 
 class StreamSource(Dataset[Any]):
-    """Answers requests; every process holds one. With `whole_only` a short micro-batch at the
-    stream's end is left out.
+    """Answers requests; every loader process holds one. With `whole_only`, a short micro-batch at
+    the stream's end is left out.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class StreamSource(Dataset[Any]):
         return self.__dict__ | {"_walk": None}
 
     def __getitems__(self, request: Request) -> Reply:
-        worker, fetcher = get_worker_info(), where(self._rank)  # before it is hidden
+        worker, fetcher = get_worker_info(), where(self._rank)  # seen_by_dataset hides the worker
         with (
             randomness.preserved(),
             seen_by_dataset(self._sharding, self._rank, self._size),
@@ -117,7 +116,7 @@ class StreamSource(Dataset[Any]):
         return Reply(batch, len(items), walk.total, walk.digest, saved)
 
     def _number(self, start: int) -> int:
-        """A number of its own for every micro-batch, whoever makes it."""
+        """Return a number that differs between the micro-batches of all processes."""
         if self._sharding == "items":
             return start
         worker = get_worker_info()
@@ -131,18 +130,18 @@ class StreamSource(Dataset[Any]):
         except Exception as error:
             read = 0 if self._walk is None else self._walk.position
             error.add_note(
-                f"This was {type(self._dataset).__name__}, in epoch {epoch}, {fetcher}, after {read}"
-                " of its items."
+                f"This was {type(self._dataset).__name__}, in epoch {epoch}, {fetcher}, after"
+                f" {read} of its items."
             )
             raise
 
 
 def resumes(dataset: Any) -> bool:
-    """Whether it can say where it is: `state_dict()` and `load_state_dict(state)`, as torch's
-    stateful datasets have them.
+    """Whether the dataset has `state_dict()` and `load_state_dict(state)`, as torch's stateful
+    datasets do.
 
-    Methods of these names that need other arguments (mosaicml's StreamingDataset: how many samples
-    its own loader has yielded) are not those.
+    Methods of these names that need other arguments do not count. mosaicml's StreamingDataset, for
+    example, needs the number of samples that its own loader has yielded.
     """
     return _callable_with(dataset, "state_dict") and _callable_with(dataset, "load_state_dict", {})
 
@@ -155,13 +154,13 @@ def _callable_with(dataset: Any, name: str, *arguments: Any) -> bool:
         inspect.signature(method).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # a builtin that does not tell its parameters
+    except ValueError:  # a builtin without a signature
         pass
     return True
 
 
 class _Walked:
-    """One walk through the dataset, and where it stands."""
+    """One walk through the dataset, and its position."""
 
     def __init__(self, dataset: Any, request: Request, seed: int) -> None:
         self.number = request.walk
@@ -169,7 +168,7 @@ class _Walked:
         self.total = self.digest = UNKNOWN
         self._dataset = dataset
         self._crc = 0
-        self._compares = request.saved is None  # then it begins with the first item
+        self._compares = request.saved is None  # only such a walk begins with the first item
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(request.epoch)
         randomness.sample(seed, request.epoch, _WHOLE_WALK)
@@ -181,7 +180,7 @@ class _Walked:
         self._random = _capture()
 
     def take(self, positions: range) -> list[Any]:
-        """The items at these positions; what lies before them is read and let go."""
+        """Return the items at these positions. Items before them are read and discarded."""
         _restore(self._random)
         while self.position < positions.start and self._next() is not None:
             pass
@@ -190,7 +189,7 @@ class _Walked:
         return items
 
     def _next(self) -> tuple[Any] | None:
-        """The next item, in a tuple; None at the end."""
+        """Return the next item in a tuple, or None at the end."""
         if self.total != UNKNOWN:
             return None
         for item in self._items:
@@ -209,11 +208,11 @@ class _Walked:
 
 
 def _unshare_epoch(dataset: Any) -> None:
-    """Give a loader worker an epoch of its own, in its dataset and in one that this wraps.
+    """Give a loader worker its own copy of the epoch, in its dataset and in one that this wraps.
 
-    Hugging Face's datasets keep theirs in a tensor that all workers share, and `set_epoch` adds the
-    difference to it: two workers that do so at once add it twice, and then read the shards of
-    different epochs.
+    Hugging Face's datasets keep the epoch in a tensor that all workers share, and `set_epoch` adds
+    the difference to it. Two workers that do so at once add it twice. They would then read the
+    shards of different epochs.
     """
     for holder in (dataset, *getattr(dataset, "__dict__", {}).values()):
         attributes = getattr(holder, "__dict__", {})
@@ -224,7 +223,9 @@ def _unshare_epoch(dataset: Any) -> None:
 
 
 def _digest(item: Any, before: int) -> int:
-    """Mixes in what can be compared among processes; of anything else its type."""
+    """Return the CRC `before`, extended by the item: by its value if processes can compare it, else
+    by its type.
+    """
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu()
         item = item.numpy() if item.dtype is not torch.bfloat16 else item.float().numpy()
@@ -241,7 +242,7 @@ def _digest(item: Any, before: int) -> int:
 
 
 def _capture() -> tuple[Any, ...]:
-    """The three libraries' states, in plain Python values, so that a checkpoint can keep them."""
+    """Return the random states of torch, numpy and `random` as plain values, for a checkpoint."""
     state: Any = np.random.get_state()
     return (
         torch.get_rng_state().numpy().tobytes(),

@@ -1,5 +1,5 @@
-"""The steps of one epoch of a stream: which micro-batches this rank asks for, and how all ranks
-agree where the epoch ends.
+"""The steps of one epoch of a stream: which micro-batches this rank requests, and how all ranks
+agree on the end of the epoch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep.data.walk import Turns, Walk
 from lockstep.data.windows import ENDLESS, Cut, Plan, Window
 from lockstep.errors import PeerFailed, UsageError
 
-_NOTHING = -(2**62)  # below everything in a maximum
-_HAS, _SHORT, _FAILED, _MOST, _LEAST, _HIGH, _LOW = range(7)  # places in the message of a step
+_NOTHING = -(2**62)  # less than any other value, so that it has no effect on a maximum
+_HAS, _SHORT, _FAILED, _MOST, _LEAST, _HIGH, _LOW = range(7)  # indices into a step's message
 
 
 class StreamCut:
-    """How every step is cut, and which of its slots are this rank's. Raises UsageError for sizes
-    that do not fit.
+    """How every step is cut, and which slots belong to this rank. Raises UsageError for sizes that
+    do not fit together.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class StreamCut:
 
     @property
     def offset(self) -> int:
-        """Samples of a step before this rank's."""
+        """The number of a step's samples before this rank's first one."""
         return self.share.start * self.micro_batch
 
     def step(self, step: int, epoch: int, start: int, total: int | None) -> Cut:
-        """One step; it is short where the stream is known to have `total` items."""
+        """Return one step's cut. If the stream's `total` is known, the cut does not exceed it."""
         stop = start + self.global_batch
         if total is not None:
             stop = max(start, min(stop, total))
@@ -77,33 +77,33 @@ class StreamCut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPosition:
-    """Where a rank stands in a stream: the first step that is not done."""
+    """A rank's position in a stream: the first step that is not done."""
 
     epoch: int = 0
     place: int = 0
     """The step's number in its epoch."""
     step: int = 0
-    """And over all epochs."""
+    """The step's number over all epochs."""
     items: int = 0
-    """Items of the epoch in the steps before, of all ranks."""
+    """Items of the epoch in the steps before, over all ranks."""
     taken: int = 0
-    """Requests of the epoch answered up to here."""
+    """Requests of the epoch that were answered for the steps before."""
     saved: Mapping[int, Saved] = field(default_factory=dict)
-    """Where the dataset was then, by process."""
+    """The dataset's state at this position, by loader process of this rank."""
 
 
 class StreamWindow(Window):
-    """A Window of a stream. Where every rank has a stream of its own, `positions` are places in
-    what one loader process reads of it.
+    """A Window of a stream. If the dataset shards itself, `positions` count the items that one
+    loader process reads.
     """
 
     after: StreamPosition
-    """Where the rank stands when this window is done."""
+    """The rank's position when this window is done."""
 
 
 @dataclass(slots=True)
 class Fetched:
-    """What this rank has for a step, before it is known whether the step exists."""
+    """This rank's data for a step, before the ranks agree whether the step exists."""
 
     slots: list[int] = field(default_factory=list)
     places: list[range] = field(default_factory=list)
@@ -118,18 +118,18 @@ class Fetched:
 
 
 class Steps:
-    """One walk through one epoch. `fetch` a step, ask the others, `agree`; the next one is
-    fetched in between.
+    """One walk through one epoch. `fetch` gets a step's data and starts an all-reduce. `agree`
+    waits for it and returns the window. The next step is fetched before the window is yielded.
 
     Args:
         cut: how every step is cut.
         group: the ranks that agree on the epoch's end; None for one rank.
         copies: how batches reach the device.
-        turns: of the loader's walks.
-        walk: begins one, which fetches what these keys ask for.
-        at: where the epoch is begun.
-        name: of the dataset, for messages.
-        processes: that read the stream on this rank.
+        turns: the turns of the loader's walks.
+        walk: starts a walk for an epoch, from a function that yields its requests.
+        at: the position at which this walk begins.
+        name: the dataset's name, for messages.
+        processes: the number of processes that read the stream on this rank.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Steps:
         self._cut, self._group, self._copies, self._turns = cut, group, copies, turns
         self._begin, self._name, self._processes = at, name, processes
         self._agreed = at.place
-        # torch's first request goes to process 0
+        # torch sends its first request to process 0
         self._taken = at.taken - at.taken % processes if cut.own_stream else 0
         self._saved = dict(at.saved)
         self._ended: set[int] = set() if cut.share else {0}
@@ -160,8 +160,8 @@ class Steps:
             self._walk = walk(at.epoch, partial(self._requests, self._taken), copied)
 
     def _requests(self, first: int) -> Iterator[Request]:
-        """This rank's micro-batches, request number n for process n % processes. A process's
-        first says where it may begin.
+        """Yield requests for this rank's micro-batches; number n goes to process n % processes. The
+        first request to a process has the state from which it may begin.
         """
         walk, at = self._turns.now, self._begin
         for number in count(first):
@@ -180,8 +180,8 @@ class Steps:
         )
 
     def fetch(self) -> Fetched:
-        """This rank's part of the next step. An error in it is kept for `agree`, after what was
-        fetched before has been trained.
+        """Fetch this rank's part of the next step. An error is kept until `agree` raises it, so
+        that the steps fetched before can be trained first.
         """
         fetched = Fetched()
         if not self._failed:
@@ -195,8 +195,8 @@ class Steps:
         return fetched
 
     def _one(self, slot: int, fetched: Fetched) -> None:
-        """One micro-batch, from the process whose turn it is or, where that has ended, the next
-        one.
+        """Fetch one micro-batch, from the process whose turn it is, or from the next one if that
+        process's stream has ended.
         """
         everyone = self._processes if self._cut.own_stream else 1
         while self._walk is not None and len(self._ended) < everyone:
@@ -221,8 +221,8 @@ class Steps:
                 return
 
     def _ask(self, fetched: Fetched) -> None:
-        """Begin to find out whether any rank has something for this step, and whether all read
-        the same.
+        """Start the all-reduce that tells whether any rank has data for this step, and whether all
+        ranks read the same stream.
         """
         cut = self._cut
         wanted = len(
@@ -250,10 +250,10 @@ class Steps:
             )
 
     def agree(self, fetched: Fetched) -> StreamWindow | None:
-        """The step's window, or None where the epoch has ended, on all ranks alike.
+        """Return the step's window, or None on all ranks if the epoch has ended.
 
-        Raises what the fetch raised, PeerFailed where another rank's did, and UsageError where the
-        dataset cannot be trained on.
+        Raises the error of this rank's fetch, PeerFailed if another rank's fetch failed, and
+        UsageError if the epoch is empty, has no full step, or the ranks' streams differ.
         """
         if fetched.error is not None:
             raise fetched.error

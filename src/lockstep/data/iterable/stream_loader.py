@@ -1,9 +1,10 @@
 """The StreamLoader: windows of micro-batches from an iterable-style dataset, which has no length
 and no indices.
 
-With "items" the stream is one sequence, cut like a map-style dataset's order (data/windows.py):
-what a step holds depends on neither the number of ranks nor of loader workers. With "dataset" every
-rank has a stream of its own, and its end too (iterable/sharding.py).
+With sharding="items" the stream is one sequence, cut like a map-style dataset's order
+(data/windows.py). The samples of a step then depend neither on the number of ranks nor on that of
+loader workers. With "dataset" every rank has its own stream, which may end earlier than others
+(iterable/sharding.py).
 """
 
 from __future__ import annotations
@@ -29,34 +30,32 @@ from lockstep.errors import LockstepWarning, UsageError
 
 
 class StreamLoader(WindowLoader["StreamEpoch"]):
-    """Loads an iterable `dataset` as windows: the micro-batches of one optimizer step that are this
-    rank's.
+    """Loads an iterable `dataset` as windows: this rank's micro-batches of one optimizer step.
 
     The keywords are those of a Loader and mean the same. `sharding` says who divides the stream
     among ranks and loader workers:
 
-        "items"     the loader. Every process reads the whole stream, told that it is alone, and
-                    keeps what is its own. Nothing is
-                    read twice into a step or lost, and with `micro_batch` a step is the same at any
-                    number of ranks and workers. It costs reading everything everywhere, so workers
-                    speed up only what `collate_fn` does. The default
+        "items"     the loader. Every process reads the whole stream, sees that it is alone, and
+                    keeps its own items. No sample is lost or repeated, and with `micro_batch` a
+                    step is the same at any number of ranks and workers. Every process reads
+                    everything, so workers speed up only `collate_fn`. The default
         "dataset"   the dataset: Hugging Face's, WebDataset's, or one that looks at
                     `get_worker_info()`, RANK and WORLD_SIZE, or has a
-                    `shard(rank=..., size=...)`. Each process reads its part only. What a step holds
-                    then depends on the number of ranks, and of workers, whose micro-batches take
-                    turns; a run that resumes with another number loses samples and repeats others.
+                    `shard(rank=..., size=...)`. Each process reads only its part. The samples of a
+                    step then depend on the number of ranks and of workers, whose micro-batches take
+                    turns. A run that resumes with another number loses samples and repeats others.
                     Every rank must have a micro-batch in each step. The default for a WebDataset
                     that shuffles, and for a Hugging Face dataset that was split by node
 
-    `set_epoch(epoch)` is called where the dataset has it. torch, numpy's global generator and
-    `random` are seeded by (seed, epoch) when a walk begins, alike in all processes, and the
-    caller's states are left alone; randomness of each sample's own takes a map-style dataset.
+    `set_epoch(epoch)` is called if the dataset has it. torch, numpy's global generator and `random`
+    are seeded by (seed, epoch) when a walk begins, in the same way in all processes. The caller's
+    random states do not change. To seed each sample by itself, use a map-style dataset.
 
-    Streams may end unevenly: a rank that is dry has empty windows until all are. For that the ranks
-    exchange a few numbers each step, one window ahead. `drop_last` leaves out the steps that are
-    not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes by them; the state
-    is taken after every micro-batch, and `__iter__` must restart the stream unless a state was just
-    loaded.
+    Streams may end unevenly: a rank whose stream has ended has empty windows until all have ended.
+    For that the ranks exchange a few numbers each step, one window ahead. `drop_last` leaves out
+    the steps that are not full on all ranks. A dataset with `state_dict` and `load_state_dict`
+    resumes by them. The state is taken after every micro-batch, and `__iter__` must restart the
+    stream unless a state was just loaded.
 
     Raises:
         UsageError: a dataset that cannot be iterated or yields nothing, sizes that cannot be cut or
@@ -104,12 +103,12 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             size_key: total if batch_per_rank is None else batch_per_rank,
             "micro_batch": "one a rank" if micro_batch is None else micro,
         }
-        """What must be equal on all ranks, by name. A Stepper compares it among them in its
-        first step.
+        """Settings that must be equal on all ranks, by name. A Stepper compares them in its first
+        step.
         """
         self._group = _group_of(self.rank, self.size)
         self._name, self._resumes = type(dataset).__name__, resumes(dataset)
-        self._at = StreamPosition()  # of the next window
+        self._at = StreamPosition()  # the position of the next window
         self._workers = whole("num_workers", num_workers, 0) if self.cut.share else 0
         source = StreamSource(
             own_shard(dataset, self.rank, self.size) if own else dataset,
@@ -146,13 +145,13 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             yield StreamEpoch(self, number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands in the data: a Loader's state, and what the dataset said of itself
-        in each of its processes.
+        """Return this rank's position in the data: a Loader's state, and the dataset's state in
+        each loader process.
 
-        The window last handed out counts as done, so take the state after its `stepper.step()`, not
-        before; fetched ahead counts nothing. With "items" rank 0's serves every rank, and any
-        number of ranks and workers. With "dataset" each rank keeps its own, which resumes exactly
-        only at the same numbers.
+        The window yielded last counts as done, so take the state after its `stepper.step()`, not
+        before. What was fetched ahead does not count. With "items", rank 0's state serves every
+        rank, and any number of ranks and workers. With "dataset" each rank keeps its own state,
+        which resumes exactly only at the same numbers.
         """
         return {
             "epoch": self._at.epoch,
@@ -166,12 +165,12 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is
-        under way ends.
+        """Continue where `state_dict` was taken: the next `epochs(n)` begins there. A walk in
+        progress ends.
 
-        Where the dataset cannot resume by a state, what was trained is read once more and skipped;
-        the next walk says how much. Raises UsageError, naming what differs, for the state of
-        another seed, sharding or batch sizes.
+        If the dataset cannot resume by a state, the trained items are read again and skipped; the
+        next walk warns how many. Raises UsageError, naming what differs, for the state of another
+        seed, sharding or batch sizes.
         """
         position, step = read_state(state, self.recipe, lambda epoch: {})
         self._turns.next()
@@ -200,8 +199,8 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         self._loaded = True
 
     def _usable(self, saved: Mapping[int, Saved], items: int) -> dict[int, Saved]:
-        """What other processes have saved, for each of these: the earliest, if it is not past what
-        this rank reads next.
+        """Return the earliest state that other processes have saved, for each process of this rank.
+        Empty if it lies after this rank's next item, or if the dataset shards itself.
         """
         first = min(saved.values(), key=lambda each: each.position, default=None)
         if first is None or self.sharding != "items" or first.position > items + self.cut.offset:
@@ -209,8 +208,8 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         return dict.fromkeys(range(max(1, self._workers)), first)
 
     def _begin(self, number: int) -> Steps:
-        """The steps of an epoch, from where a loaded state says if it is of this epoch, else
-        from its beginning.
+        """Return the steps of an epoch, from the loaded position if it is in this epoch, else from
+        the epoch's beginning.
         """
         if not (self._loaded and self._at.epoch == number):
             self._at = StreamPosition(epoch=number, step=self._at.step)
@@ -232,7 +231,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         )
 
     def _skipped(self) -> int:
-        """Items that a resumed walk reads for nothing."""
+        """Return the number of items that a resumed walk reads again and skips."""
         if self._at.saved:
             return 0
         own = self.sharding == "dataset"
@@ -244,8 +243,8 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
 
 
 class StreamEpoch:
-    """One epoch of a StreamLoader: iterating yields its windows, equally many on all ranks. It
-    has no length before its end.
+    """One epoch of a StreamLoader. Iteration yields its windows, equally many on all ranks. The
+    number is not known before the end.
     """
 
     def __init__(self, loader: StreamLoader, number: int) -> None:
@@ -256,8 +255,8 @@ class StreamEpoch:
         return f"StreamEpoch({self.number})"
 
     def __iter__(self) -> Iterator[StreamWindow]:
-        """Yield every step's window, empty ones too; the next one is fetched before a window is
-        handed out.
+        """Yield every step's window, empty ones too. The next window is fetched before one is
+        yielded.
         """
         loader = self._loader
         steps = loader._begin(self.number)
@@ -271,7 +270,7 @@ class StreamEpoch:
 
 
 def _group_of(rank: int, size: int) -> Group | None:
-    """The group that agrees on an epoch's end; None for one rank."""
+    """Return the group that agrees on an epoch's end; None for one rank."""
     if size == 1:
         return None
     if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, size):
@@ -288,8 +287,8 @@ def stream_loader(
     balance: Any = None,
     **options: Any,
 ) -> StreamLoader:
-    """A StreamLoader from a Loader's arguments. Raises UsageError for those that need samples
-    with numbers.
+    """Make a StreamLoader from a Loader's arguments. Raises UsageError for arguments that need
+    samples with indices.
     """
     name = type(dataset).__name__
     for argument, value in (

@@ -1,5 +1,5 @@
-"""Orders: which sample stands where in an epoch, and, where an order decides that too, which
-samples share a micro-batch.
+"""Orders: the sequence of samples in an epoch. Some orders also decide which samples share a
+micro-batch.
 """
 
 from lockstep.data.orders.blocks import BlockShuffled as BlockShuffled

@@ -1,4 +1,4 @@
-"""A shuffle that keeps blocks of neighbours together, for data that lies in shards on disk.
+"""A shuffle that keeps blocks of neighbours together, for data that is stored in shards on disk.
 
 10 samples in blocks of 4:      0 1 2 3 | 4 5 6 7 | 8 9
 blocks permuted:                8 9 | 0 1 2 3 | 4 5 6 7
@@ -18,10 +18,9 @@ class BlockShuffled:
     """Every sample once an epoch: blocks of neighbours in permuted order, permuted within each
     block.
 
-    Use it where neighbours are cheap to read together. Nothing is stored. The last block of the
-    data set is shorter where `block` does not divide `samples`; it comes anywhere, as the others
-    do. Each block that is touched costs some 30 microseconds, so ask for neighbouring positions
-    together.
+    Use it if neighbours are cheap to read together. No list is stored. If `block` does not divide
+    `samples`, the last block of the data set is shorter; it may come anywhere in the epoch. Each
+    block in a call costs about 30 microseconds, so ask for neighbouring positions together.
 
     Args:
         samples: the number of samples in the data set.
@@ -37,15 +36,15 @@ class BlockShuffled:
         self.block = whole("block", block)
         self.seed = seed
         self._blocks = -(-self.samples // self.block)
-        self._last = self.samples - (self._blocks - 1) * self.block  # samples of the last one
+        self._last = self.samples - (self._blocks - 1) * self.block  # samples of the last block
 
     def at(self, epoch: int, positions: Indices) -> Indices:
         key = randomness.order(self.seed, epoch)
         blocks = Permutation(self._blocks, key)
-        # the place of the last block
+        # the place of the shorter last block in the permuted order
         short = int(blocks.inverse(np.array([self._blocks - 1], dtype=np.int64))[0])
         behind = positions >= short * self.block + self._last
-        # where it would be if that block were a full one
+        # the position if that block were a full one
         padded = positions + behind * (self.block - self._last)
         place = padded // self.block
         offset = padded - place * self.block

@@ -1,9 +1,9 @@
-"""Micro-batches of samples of similar length, as many as a budget of tokens holds, so that little
-is padded and all cost alike.
+"""Micro-batches of samples of similar length, each with as many samples as a budget of tokens
+allows. There is little padding, and all micro-batches take about the same time.
 
 lengths  3 9 4 8 3 9 4 3 9      tokens 18, boundaries 4, 9
-bucket up to 4:   3 4 3 4 3     its longest is 4: 18 // 4 = 4 samples a micro-batch     one full, one short
-bucket up to 9:   9 8 9 9       its longest is 9: 18 // 9 = 2 samples a micro-batch     two full
+bucket up to 4:   3 4 3 4 3     longest: 4, so 18 // 4 = 4 samples a micro-batch: 1 full, 1 short
+bucket up to 9:   9 8 9 9       longest: 9, so 18 // 9 = 2 samples a micro-batch: 2 full
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 
-# from one default boundary to the next: at most an eighth of a sample is padding within its bucket
+# ratio of one default boundary to the one before: in a bucket, padding is at most about an eighth
+# of a sample's length
 _GROWTH = 1.125
 
 
 class ByLength:
     """Micro-batches of sequences of similar length, with at most `tokens` padded tokens each.
 
-    A bucket has the samples that are longer than the boundary before it, up to its own; longer ones
-    than the last boundary are one more bucket. A micro-batch has samples of one bucket: their
-    number times the bucket's longest length is at most `tokens`. A sample longer than half of
-    `tokens` is a micro-batch alone.
+    A bucket has the samples that are longer than the boundary before it, up to its own boundary.
+    Samples longer than the last boundary are one more bucket. A micro-batch has samples of one
+    bucket: their number times the bucket's longest length is at most `tokens`. A sample longer than
+    half of `tokens` is a micro-batch alone.
 
     Every epoch permutes the samples within a bucket, and the full micro-batches of all buckets.
-    Each costs nearly `tokens`, so that ranks have equal work. The micro-batches that are not full,
-    one a bucket at most, come last, the largest first. Spread out, each would leave all other ranks
-    of its step waiting. Their number is the same in every epoch.
+    Each has nearly `tokens` tokens, so that ranks have equal work. The short micro-batches, at most
+    one a bucket, come last, the largest first. Spread out, each would leave all other ranks of its
+    step waiting. The number of micro-batches is the same in every epoch.
 
     Args:
-        lengths: of each sample in tokens, shape [n].
+        lengths: the length of each sample in tokens, shape [n].
         tokens: the largest number of padded tokens in a micro-batch.
         seed: keys the permutations.
-        boundaries: lengths at which buckets end, growing. Default: each an eighth longer than the
-            one before, from the shortest length to the longest.
+        boundaries: lengths at which buckets end, in increasing order. Default: each an eighth
+            longer than the one before, from the shortest length to the longest.
 
     Raises:
         UsageError: a length that is no whole number, below 1, or above `tokens`; boundaries that do
@@ -65,7 +66,7 @@ class ByLength:
         self.boundaries = _geometric(self._lengths) if boundaries is None else _growing(boundaries)
         bucket = np.searchsorted(self.boundaries, self._lengths, side="left")
         by_bucket = np.argsort(bucket, kind="stable").astype(np.int64)
-        # none of them is empty
+        # one array of samples for each bucket that has any
         self._members = np.split(by_bucket, np.flatnonzero(np.diff(bucket[by_bucket])) + 1)
         self._longest = np.array([int(self._lengths[each].max()) for each in self._members])
         self._sizes = self.tokens // self._longest

@@ -1,10 +1,9 @@
-"""A user's own torch samplers as orders. A sampler is asked for an epoch, under keyed randomness, for all ranks at once, and leaving
-no trace in the caller's streams.
+"""Use a user's torch sampler as an order. The sampler is iterated once an epoch, for all ranks
+together. Its randomness is keyed, and the caller's random states do not change.
 
-A sampler that deals out samples to ranks is asked once for each rank, and what they got is put
-together again:
+A sampler that gives each rank a part is iterated once for each rank, and the parts are merged:
 
-    rank 0   4 1 5              4 2 | 1 0 | 5 4         the last of them is padding: 5 samples
+    rank 0   4 1 5              4 2 | 1 0 | 5 4         of 5 samples: the last index is padding
     rank 1   2 0 4
 """
 
@@ -29,26 +28,25 @@ _NOBODY = object()
 
 
 class KeyedSampler:
-    """Answers with a list of what `sampler` yields in an epoch, a function of (seed, epoch) as far
-    as its randomness can be keyed.
+    """Lists what `sampler` yields in an epoch. The list depends only on (seed, epoch), as far as
+    the sampler's randomness can be keyed.
 
-    Keyed are torch's, numpy's and `random`'s global generators, and any generator of these three
-    kinds that the sampler, or the sampler in it, keeps in an attribute. `set_epoch` is called where
-    there is one. What remembers more than that is found out by `same`, when an epoch is asked for
-    again.
+    The keyed generators are the global ones of torch, numpy and `random`, and any generator of
+    these three libraries in an attribute of the sampler or of its `sampler`. `set_epoch` is called
+    if it exists. `same` detects a sampler with other hidden state when an epoch is repeated.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self.name = type(sampler).__name__
         if isinstance(sampler, Iterator) and iter(sampler) is sampler:
-            # any other one may draw as soon as it is asked
+            # iter() of any other sampler may draw random numbers, so it is not called here
             raise UsageError("sampler-used-up", sampler=self.name)
         self._sampler, self._seed = sampler, seed
         self._digests: dict[int, str] = {}
         self._reminded = False
 
     def epoch(self, epoch: int) -> list[Any]:
-        """What the sampler yields. Raises UsageError where that is nothing."""
+        """Return what the sampler yields in an epoch. Raises UsageError if it yields nothing."""
         self._remind(epoch)
         inner = getattr(self._sampler, "sampler", None)
         if _deals(self._sampler):
@@ -64,7 +62,7 @@ class KeyedSampler:
         return found
 
     def same(self, epoch: int, digest: str) -> str:
-        """`digest`, of this epoch. Raises UsageError where it was another one before."""
+        """Return `digest`. Raises UsageError if this epoch had another digest before."""
         if self._digests.setdefault(epoch, digest) != digest:
             raise UsageError("sampler-not-repeatable", sampler=self.name, epoch=epoch)
         return digest
@@ -84,7 +82,7 @@ class KeyedSampler:
                 for each in row
                 if each is not _NOBODY
             ]
-        # padding can be told in a list of samples only
+        # padding can be recognised only in a list of samples, not of batches
         batches = bool(found) and not hasattr(found[0], "__index__")
         dataset: Any = getattr(sampler, "dataset", None)
         return found if batches or not hasattr(dataset, "__len__") else found[: len(dataset)]
@@ -114,7 +112,7 @@ class KeyedSampler:
 
 
 def _deals(sampler: Any) -> bool:
-    """Whether it gives each rank another part."""
+    """Whether the sampler gives each rank a different part."""
     return isinstance(getattr(sampler, "num_replicas", None), int) and hasattr(sampler, "rank")
 
 
@@ -153,8 +151,8 @@ def _seed(generator: Any, key: int, later: ExitStack) -> None:
 def indices(
     name: str, values: list[Any], length: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """`values` as int64, shape [len(values)]. Raises UsageError for what is no int, negative, or
-    not below `length`, naming place and value.
+    """Return `values` as int64, shape [len(values)]. Raises UsageError, naming place and value, for
+    a value that is no int, negative, or not below `length`.
     """
     if {type(value) for value in values} != {int}:
         values = [_int(name, place, value) for place, value in enumerate(values)]
@@ -176,19 +174,18 @@ def _int(name: str, place: int, value: Any) -> int:
 
 
 class FromSampler:
-    """The indices that `sampler` yields, as many in every epoch as in the first, asked for once an
-    epoch and kept while it lasts.
+    """The indices that `sampler` yields, equally many in every epoch. It is iterated once an epoch,
+    and the indices of one epoch are kept.
 
-    Its randomness is keyed by (seed, epoch), the caller's streams are left as they were, and
-    `set_epoch` is called where there is one. A sampler that deals out samples to ranks (torch's
-    DistributedSampler, and ours) gives the order of all of them, without padding. `length` is the
-    data set's, for the check of the indices. The sampler is asked for epoch 0 at once, for its
-    number of samples.
+    Its randomness is keyed by (seed, epoch), the caller's random states do not change, and
+    `set_epoch` is called if it exists. A sampler that gives each rank a part (torch's
+    DistributedSampler, and Lockstep's) gives the order of all ranks, without padding. `length` is
+    the data set's, to check the indices. The constructor iterates epoch 0, to count its samples.
 
     Raises:
         UsageError: an index that is no whole number or outside the data set, an epoch that is empty
-            or has another number of indices, a sampler that yields something else when it is asked
-            for the same epoch again.
+            or has another number of indices, a sampler that yields other indices for the same epoch
+            the second time.
     """
 
     def __init__(self, sampler: Iterable[int], *, length: int | None = None, seed: int = 0) -> None:
@@ -203,8 +200,8 @@ class FromSampler:
         return self._epoch(epoch)[positions]
 
     def digest(self, epoch: int) -> str:
-        """SHA-256, in hex, of the epoch's indices: equal on all ranks, or they do not train on
-        the same order.
+        """Return the SHA-256, in hex, of the epoch's indices. All ranks must have the same one,
+        else they train on different orders.
         """
         return digest(self._epoch(epoch))
 
@@ -231,18 +228,18 @@ class FromSampler:
 
 
 class FromBatches:
-    """The micro-batches that `batch_sampler` yields, asked for once an epoch and kept while it
-    lasts; their number may change.
+    """The micro-batches that `batch_sampler` yields. It is iterated once an epoch, and the batches
+    of one epoch are kept. Their number may change between epochs.
 
-    Randomness and `set_epoch` as in FromSampler. A torch BatchSampler around a sampler that deals
-    out samples to ranks cuts the order of all of them, without padding. One that deals out batches
-    itself gives all ranks' in turn, padding included: a repeated sample in a batch cannot be told
-    from one that is meant. `length` is the data set's, for the check of the indices.
+    Randomness and `set_epoch` work as in FromSampler. A torch BatchSampler around a sampler that
+    gives each rank a part cuts the order of all ranks, without padding. A batch sampler that itself
+    gives each rank its batches yields those of all ranks in turn, with padding: a repeated sample
+    may be intended. `length` is the data set's, to check the indices.
 
     Raises:
-        UsageError: an empty batch, what is no list of indices, an index that is no whole number or
-            outside the data set, an epoch without batches, a sampler that yields something else
-            when it is asked for the same epoch again.
+        UsageError: an empty batch, a batch that is no list of indices, an index that is no whole
+            number or outside the data set, an epoch without batches, a sampler that yields other
+            batches for the same epoch the second time.
     """
 
     def __init__(
@@ -260,8 +257,8 @@ class FromBatches:
         return self._epoch(epoch)[1][number].copy()
 
     def digest(self, epoch: int) -> str:
-        """SHA-256, in hex, of the epoch's batches and where each ends: equal on all ranks, or
-        they do not train on the same ones.
+        """Return the SHA-256, in hex, of the sizes and indices of the epoch's batches. All ranks
+        must have the same one, else they train on different batches.
         """
         return self._epoch(epoch)[2]
 

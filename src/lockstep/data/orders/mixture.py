@@ -1,12 +1,13 @@
 """Several data sets mixed in given shares, which hold not only on average but in every stretch.
 
-The positions of all epochs are one line, cut into periods. A period holds each component exactly
-`counts[c]` times, in an order drawn for this period; so the draws of a component before any period
-are known without walking there, and its n-th draw is the n-th element of its own permutations, one
-after the other:
+The positions of all epochs form one line, cut into periods. A period holds component c exactly
+`counts[c]` times, in an order drawn for this period. So the number of a component's draws before
+any period is known without walking there. The n-th draw of a component is the n-th element of its
+own permutations, one after the other:
 
-    weights 2:1:1                   | A B A C | C A A B | B A C A |      one period is 4 positions
-    component B, 2 samples                b1          b0   b0            second permutation from its third draw on
+    weights 2:1:1                | A B A C | C A A B | B A C A |   one period is 4 positions
+    component B, 2 samples             b1          b0   b0         its third draw begins its second
+                                                                   permutation
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 
 _LONGEST = 4096  # positions of a period
-# a share within a thousandth of what was asked is right: take the shortest such period
+# a share may differ by a thousandth from the requested one; the shortest such period is taken
 _CLOSE = 1e-3
-_AT_ONCE = 1 << 20  # places drawn together
+_AT_ONCE = 1 << 20  # largest number of places that are drawn together
 
 
 class Mixture:
     """A mixture of data sets: indices into a torch ConcatDataset of them, in the shares of
     `weights`.
 
-    Each component is walked in its own permutations, from epoch to epoch. None of its samples comes
-    a second time before all have come once. So a small component is repeated, and a large one
-    continues where it stopped.
+    Each component goes through its own permutations, over all epochs. None of its samples comes a
+    second time before all have come once. So a small component is repeated, and a large one
+    continues in the next epoch where it stopped.
 
-    The shares are those of a period of at most 4096 positions. It is the shortest one in which all
-    shares are right to a thousandth, or else the longest, rounded by largest remainder, with at
-    least one position for each positive weight. In any stretch the count of a component is off by
-    less than two periods' worth of it.
+    The shares are those of a period of at most 4096 positions. It is the shortest period in which
+    all shares are right to a thousandth. If there is none, it is the longest, rounded by largest
+    remainder, with at least one position for each positive weight. In any stretch the count of a
+    component differs from its share by less than its count in two periods.
 
     Args:
         lengths: the length of each data set.
@@ -76,8 +77,8 @@ class Mixture:
         return self._samples(component, draw).reshape(positions.shape)
 
     def _drawn(self, periods: Indices) -> tuple[Indices, Indices]:
-        """The component at each place of these periods, and which draw of it that is, counted
-        from the first epoch on.
+        """Return the component at each place of these periods, and the number of its draw, counted
+        from 0 over all epochs; int64, shape [periods, places].
         """
         places = periods[:, None] * self._period + np.arange(self._period, dtype=np.int64)
         turns = np.argsort(
@@ -126,7 +127,7 @@ def _check(lengths: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
 
 
 def period_counts(weights: NDArray[np.float64]) -> Indices:
-    """How often each component comes in a period; int64, shape [components]."""
+    """Return how often each component comes in a period; int64, shape [components]."""
     shares = weights / weights.sum()
     quotas = shares * np.arange(1, _LONGEST + 1)[:, None]
     counts = np.rint(quotas)

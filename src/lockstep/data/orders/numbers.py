@@ -1,5 +1,5 @@
-"""The numbers that orders are made of, checked: weights, lengths; and a short
-hash by which lists of them are told apart.
+"""Checks of the lists of numbers that orders get (weights, lengths), and hashes that identify such
+lists.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Numbers: TypeAlias = "Sequence[float] | NDArray[Any] | Tensor"
 
 
 def weights(values: Numbers) -> NDArray[np.float64]:
-    """Float64, shape [n], the largest 1. Raises UsageError, naming the index, unless all are
-    finite, none negative, one positive.
+    """Return float64 weights, shape [n], scaled so that the largest is 1. Raises UsageError for a
+    weight that is negative or not finite, naming its index, and if all are 0.
     """
     found = _list("weights", values, np.float64)
     for index in np.flatnonzero(~np.isfinite(found) | (found < 0)):
@@ -34,8 +34,8 @@ def weights(values: Numbers) -> NDArray[np.float64]:
 
 
 def lengths(values: Numbers, least: int) -> NDArray[np.int64]:
-    """Int64, shape [n]. Raises UsageError, naming the index, for what is no whole number or less
-    than `least`.
+    """Return int64 lengths, shape [n]. Raises UsageError if they are not whole numbers, or for one
+    below `least`, naming its index.
     """
     found = _list("lengths", values, None)
     if found.dtype.kind not in "iu":
@@ -64,12 +64,12 @@ def _list(name: str, values: Numbers, dtype: Any) -> NDArray[Any]:
 
 
 def digest(values: NDArray[Any]) -> str:
-    """SHA-256, in hex, of the numbers' bytes (little-endian, in order)."""
+    """Return the SHA-256, in hex, of the numbers' bytes (little-endian, in order)."""
     return hashlib.sha256(
         np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes()
     ).hexdigest()
 
 
 def short(values: NDArray[Any]) -> str:
-    """The first 16 digits of `digest`."""
+    """Return the first 16 digits of `digest`."""
     return digest(values)[:16]

@@ -1,5 +1,5 @@
-"""What an order is: which sample stands at position p of epoch e. A function, not a list, and
-the same one on every rank; and the two plain ones.
+"""What an order is: a function, not a list, that returns the sample at position p of epoch e. It is
+the same on every rank. Also the two simplest orders.
 """
 
 from __future__ import annotations
@@ -14,47 +14,45 @@ from lockstep.runtime import randomness
 
 @runtime_checkable
 class Order(Protocol):
-    """All epochs, position by position; a Loader cuts the positions into micro-batches."""
+    """The sample at each position of each epoch. A Loader cuts the positions into micro-batches."""
 
     samples: int
-    """Positions of an epoch. Samples may be left out and repeated: what stands at a position is
-    the order's affair.
-    """
+    """Number of positions in an epoch. The order may leave out samples and repeat others."""
 
     def at(self, epoch: int, positions: Indices) -> Indices:
-        """The indices of the samples at `positions` (each in [0, samples)) of an epoch; int64,
-        same shape.
+        """Return the indices of the samples at `positions` (each in [0, samples)) of an epoch;
+        int64, same shape.
         """
         ...
 
     def fingerprint(self) -> str:
-        """What tells this order from others, to be kept with a checkpoint."""
+        """Return a text that differs from that of any other order. Checkpoints keep it."""
         ...
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """All epochs, micro-batch by micro-batch: an order that decides also what goes together
-    (sequences of similar length).
+    """The samples of each micro-batch of each epoch: an order that also decides which samples are
+    together (for example, sequences of similar length).
     """
 
     def count(self, epoch: int) -> int:
-        """Micro-batches of an epoch, at least 1."""
+        """Return the number of micro-batches of an epoch, at least 1."""
         ...
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """The indices of the samples of micro-batch `number`, 0 <= number < count(epoch); int64,
+        """Return the sample indices of micro-batch `number`, 0 <= number < count(epoch); int64,
         shape [samples], never empty.
         """
         ...
 
     def fingerprint(self) -> str:
-        """What tells these batches from others, to be kept with a checkpoint."""
+        """Return a text that differs from that of any other batches. Checkpoints keep it."""
         ...
 
 
 class Sequential:
-    """Every epoch in the order of the data set."""
+    """The order of the data set, in every epoch."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -67,7 +65,7 @@ class Sequential:
 
 
 class Shuffled:
-    """Another permutation every epoch, a function of (seed, epoch) alone.
+    """A different permutation in every epoch, which depends only on (seed, epoch).
 
     Args:
         samples: the number of samples in the data set.

@@ -1,5 +1,5 @@
-"""Samples drawn in proportion to weights: with replacement position by position, without as
-another permutation every epoch.
+"""Samples drawn in proportion to weights. With replacement, each position is drawn by itself;
+without, each epoch has its own permutation.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lockstep.runtime import randomness
 
 
 class Weighted:
-    """Sample i comes with probability weights[i] / sum(weights), a function of (seed, epoch,
+    """Draws sample i with probability weights[i] / sum(weights), as a function of (seed, epoch,
     position).
 
-    With replacement every position is a draw of its own: a keyed uniform number is looked up in the
-    cumulative sum. Without replacement, every sample gets the key -log(u) / weight, and the
+    With replacement, every position is an independent draw: a keyed uniform number is looked up in
+    the cumulative sum. Without replacement, every sample gets the key -log(u) / weight, and the
     smallest keys come first (Efraimidis and Spirakis, Information Processing Letters 97, 2006). A
-    sample of weight 0 then never comes. The epoch's permutation takes 8 bytes a sample.
+    sample of weight 0 never comes. The epoch's permutation takes 8 bytes a sample.
 
     Args:
         weights: one for each sample, shape [n].
         samples: positions of an epoch. Default: the number of weights; without replacement, of
             positive weights.
-        replacement: a sample may come several times in an epoch.
+        replacement: whether a sample may come several times in an epoch.
         seed: keys the draws.
 
     Raises:
@@ -58,7 +58,7 @@ class Weighted:
             found = np.searchsorted(
                 self._sums, randomness.uniforms(key, positions) * self._sums[-1], side="right"
             )
-            # rounding may lift the product to the whole sum
+            # rounding may make the product equal to the whole sum
             return np.asarray(np.minimum(found, self._last), dtype=np.int64)
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(key)
@@ -66,7 +66,7 @@ class Weighted:
 
     def _draw(self, key: int) -> Indices:
         candidates = np.flatnonzero(self._weights)
-        # logarithms order alike
+        # the logarithm of the keys has the same order as the keys
         keys = np.log(-np.log(randomness.uniforms(key, candidates))) - np.log(
             self._weights[candidates]
         )
