@@ -27,7 +27,8 @@ _SEND_EVERY = 1.0  # s
 _PATIENCE = 10.0  # s that each may take at the end: others wait, and a stall is declared after 30
 _SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
 _NUMBERS = count()  # of this process's event files: two may start in the same second
-_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000  # MLflow's limits: metrics and parameters per request, characters
+# MLflow's limits: metrics and parameters per request, characters of a parameter's value
+_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
