@@ -33,7 +33,7 @@ def train_as_rank(
     Raises UsageError if the ranks were given different settings. If rank 0 cannot use the run
     directory, the other ranks raise SystemExit.
     """
-    task = resolve(settings.task, settings.overrides)  # a mistake fails early
+    task = resolve(settings.task, settings.overrides)  # before the rendezvous
     with world_for(None, settings.device) as world:
         _compare(
             world,

@@ -51,9 +51,9 @@ def arguments(
 
     Args:
         function: the `task` of a task file.
+        overrides: texts by parameter, or by `parameter.path.inside.it`.
         name: the name of the task, for errors.
         folder: the folder of Hydra's configuration files.
-        folder: where the files of Hydra configurations lie.
     """
     hints = _hints(function)
     parameters = {

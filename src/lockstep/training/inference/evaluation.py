@@ -238,7 +238,7 @@ def evaluate(
 
     Args:
         model: a module, or a wrapper around one; equal on all ranks.
-        dataset: map-style.
+        dataset: a map-style data set.
         fn: (output, batch) -> {name: (sum, weight)}, as Task.metrics. The result is the sum of sums
             over the sum of weights, in float64; nan where the weights are 0.
         metrics: torchmetrics.Metric objects by name. `fn` may return the arguments of an object's
@@ -344,7 +344,7 @@ class Evaluation:
         }
         if "loss" in self._objects:
             raise TaskError("metric-named-loss")
-        self._states()  # fails before the training, not after an epoch, for an object of no metric
+        self._states()  # fails now, and not after an epoch, if an object is no metric
 
     def _states(self) -> dict[str, States]:
         device = self._world.device
