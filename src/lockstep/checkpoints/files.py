@@ -183,7 +183,7 @@ def commit(
 def commit_at(
     folder: Path, place: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
 ) -> Path:
-    """Do the same, with `place` as the final path."""
+    """Do the same as `commit`, with `place` as the final path."""
     write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
     return put_in_place(folder, place)

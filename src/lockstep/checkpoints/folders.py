@@ -27,7 +27,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def unfinished(directory: Path, step: int, run: str) -> Path:
-    """Return the folder in which it is written. `run` makes the name unique among processes."""
+    """Return the folder in which a checkpoint is written. `run` tells processes apart."""
     return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
 
 

@@ -34,7 +34,7 @@ from lockstep.errors import LockstepError
 from lockstep.runtime.disk import remove_tree
 
 FIRST = 20  # the step of the first checkpoint, which shows what one costs
-_WRITING = 1 / 8  # largest share of time for writing while training continues: steps hardly notice
+_WRITING = 1 / 8  # most of the time spent writing while training continues: steps hardly slow down
 _SHARE = 0.02  # largest share of time for saving, if the user sets no interval
 _BETWEEN_FAILURES = 3 * 3600.0  # seconds, assumed
 
