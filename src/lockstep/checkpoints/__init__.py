@@ -1,1 +1,1 @@
-"""What is left of a training on disk: tensors and JSON, nothing pickled."""
+"""Checkpoints: a training's state on disk as tensors and JSON, with nothing pickled."""

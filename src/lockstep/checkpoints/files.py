@@ -1,21 +1,21 @@
-"""A checkpoint on disk: a folder that is there whole or not at all, in formats that run no code
-when they are read.
+"""A checkpoint on disk: a folder that is complete or absent, in formats that run no code when they
+are read.
 
     checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain
                                                            names: loads anywhere
-                             average.safetensors           the average of the model, where there is
-                                                           one, by the same names
-                             model-00000.safetensors       in its place where no rank holds the
-                                                           whole model: what each one wrote of it
-                             optimizer-00000.safetensors   the optimizer's state; as many files as
-                                                           ranks wrote some of it
+                             average.safetensors           the averaged model, if there is one, by
+                                                           the same names
+                             model-00000.safetensors       instead of model.safetensors if no rank
+                                                           holds the whole model: a file per rank
+                             optimizer-00000.safetensors   the optimizer's state: a file per rank
+                                                           that wrote some of it
                              state.json                    what was trained, how far, and how well
                              manifest.json manifest.sha256 what makes it a checkpoint (manifest.py)
     checkpoints/best.json                                  which of the folders has the best metric
 
-It is written under another name beside its place, forced to disk and renamed, so a reader never
-meets half of one. Only what reads or writes tensors imports torch: the launcher looks for
-checkpoints too.
+A checkpoint is written under another name in the same directory, forced to disk and renamed, so a
+reader never sees an incomplete one. Only code that reads or writes tensors imports torch, because
+the launcher looks for checkpoints too.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoints.pieces import StoredTensor, TensorFile, TensorPiece
 
-# in the state: after which step all replicas were equal last; None: not compared
+# key in the state: the last step after which all replicas were equal; None: not compared
 COMPARED = "compared"
-# how many steps had been taken when ranks last computed alike what others did
+# key in the state: the last step after which ranks computed the same as other ranks
 WITNESSED = "witnessed"
-# a transformers model's config.json; None for other models
+# key in the state: a transformers model's config.json; None for other models
 CONFIG = "config"
 _OPTIMIZER = "optimizer-"
-_SPARE = 1.1  # of the bytes of a checkpoint must be free
+_SPARE = 1.1  # free bytes that are needed, as a multiple of a checkpoint's
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One whose files are all there and unchanged."""
+    """A checkpoint whose files are all there and unchanged."""
 
     folder: Path
     entries: Sequence[SealedFile]
@@ -73,12 +73,12 @@ class Checkpoint:
 
     @property
     def compared(self) -> int | None:
-        """The step after which all replicas were compared, and equal, last."""
+        """The last step after which all replicas were compared, and equal."""
         return self._step(COMPARED)
 
     @property
     def witnessed(self) -> int | None:
-        """The step after which other ranks last computed the same as each rank; None: no witness."""
+        """The last step after which ranks computed the same as other ranks; None: no witness."""
         return self._step(WITNESSED)
 
     def _step(self, name: str) -> int | None:
@@ -87,18 +87,18 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The model's, on the CPU, all at once."""
+        """The model's tensors on the CPU, all of them read."""
         from lockstep.checkpoints.pieces import read_all
 
         return read_all(self.model())
 
     @property
     def in_parts(self) -> bool:
-        """Whether the model lies in several files, of which none need have a whole tensor."""
+        """Whether the model is in several files, none of which need have a whole tensor."""
         return any(entry.name.startswith(MODEL_PART) for entry in self.entries)
 
     def model(self, *, every_name: bool = False) -> dict[str, StoredTensor]:
-        """The model's tensors, whole, to be read; also under further names of tied ones."""
+        """Return the model's tensors, not read yet; `every_name`: tied ones under all names."""
         return self._stored(MODEL_PART if self.in_parts else MODEL, every_name)
 
     @property
@@ -107,11 +107,11 @@ class Checkpoint:
         return any(entry.name == AVERAGE for entry in self.entries)
 
     def average(self, *, every_name: bool = False) -> dict[str, StoredTensor]:
-        """The average's tensors, by the model's names, to be read."""
+        """Return the average's tensors by the model's names, not read yet."""
         return self._stored(AVERAGE, every_name)
 
     def optimizer(self) -> dict[str, StoredTensor]:
-        """The optimizer's tensors, whole, to be read: "exp_avg/conv.weight", ..."""
+        """Return the optimizer's tensors, not read yet: "exp_avg/conv.weight", ..."""
         return self._stored(_OPTIMIZER)
 
     def _stored(self, prefix: str, every_name: bool = False) -> dict[str, StoredTensor]:
@@ -127,8 +127,8 @@ def parts(
     rank: int,
     average: Mapping[str, Tensor] | None = None,
 ) -> list[TensorFile]:
-    """The files that this rank writes: of a whole `model`, by name, which one rank has; or of what
-    this rank has of it; of the optimizer's `pieces`; and of the model's `average`, which one has.
+    """Return the files that this rank writes: the whole `model`, by name, which one rank has, or
+    this rank's pieces of it; the optimizer's `pieces`; and the `average`, which one rank has.
 
     A tensor that a whole model has under several names is read back under the first.
     """
@@ -156,8 +156,8 @@ def _whole(file: str, model: Mapping[str, Tensor]) -> TensorFile:
 def write_parts(
     folder: Path, images: Mapping[str, Tensor], pause: Callable[[float], object] | None = None
 ) -> list[SealedFile]:
-    """Write this rank's files, bytes by name, into `folder`, which exists; they are on disk when
-    this returns. `pause`: as of `pieces.write`.
+    """Write this rank's files, given as bytes by name, into `folder`, which exists. They are on
+    disk on return. `pause`: as in `pieces.write`.
     """
     from lockstep.checkpoints.pieces import write
 
@@ -174,8 +174,8 @@ def commit(
     entries: Sequence[SealedFile],
     state: Mapping[str, Any],
 ) -> Path:
-    """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that
-    step that is there is replaced.
+    """Make a checkpoint of the unfinished `folder`, whose parts are all written. Replaces an
+    existing checkpoint of that step.
     """
     return commit_at(folder, folder_of(directory, step), step, entries, state)
 
@@ -183,30 +183,28 @@ def commit(
 def commit_at(
     folder: Path, place: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
 ) -> Path:
-    """The same under another name: `place`."""
+    """Do the same as `commit`, with `place` as the final path."""
     write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
     return put_in_place(folder, place)
 
 
 def put_in_place(folder: Path, place: Path) -> Path:
-    """Give a sealed folder its name, on disk. What had that name is removed."""
+    """Give a sealed folder its final name, on disk. Removes what had that name."""
     force(folder)
     replaced = folder.with_name(folder.name.replace(".unfinished", ".replaced.unfinished"))
     if place.exists():
         place.rename(replaced)
     folder.rename(place)
     force(place.parent)
-    with suppress(PermissionError):  # somebody else's, and was there before
+    with suppress(PermissionError):  # another user's, which existed before
         force(place.parent.parent)  # the first checkpoint's directory is new itself
     remove_tree(replaced, ignore_errors=True)
     return place
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise OSError where the disk of `folder` has not room for `needed` bytes and some to
-    spare.
-    """
+    """Raise OSError if the disk of `folder` lacks room for `needed` bytes and a tenth more."""
     room = free(folder)
     if room < _SPARE * needed:
         raise OSError(
@@ -216,7 +214,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def _shown(size: float) -> str:
-    """12 bytes, 34.5 KiB, 6.0 MiB, ...: never 0 of a unit that is too large."""
+    """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -225,8 +223,8 @@ def _shown(size: float) -> str:
 
 
 def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
-    """A checkpoint, after a look at every byte of it, unless it is `trusted`. Raises
-    DamagedCheckpoint, naming the file that is not as it was written.
+    """Read a checkpoint; unless it is `trusted`, check every byte of it first. Raises
+    DamagedCheckpoint, with the name of the file that is not as it was written.
     """
     entries = listed(folder) if trusted else check(folder)
     with believed(folder / STATE):
@@ -240,7 +238,7 @@ def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
 
 
 def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """The latest checkpoint that is whole, and what is wrong with those after it, latest first."""
+    """Return the latest complete checkpoint, and the errors of the later ones, latest first."""
     damaged: list[DamagedCheckpoint] = []
     for folder in reversed(written(directory)):
         try:
@@ -251,13 +249,13 @@ def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckp
 
 
 def best(directory: Path) -> Path | None:
-    """The checkpoint that was marked as the best; None if none was, or the mark cannot be read."""
+    """Return the checkpoint marked as the best; None if none is, or the mark cannot be read."""
     name = best_name(directory)
     return None if name is None else directory / name
 
 
 def mark_best(folder: Path, metric: str, value: float) -> None:
-    """Note beside `folder` that it is the best, by `metric`."""
+    """Mark `folder` as the best by `metric`, in a file beside it."""
     file = folder.parent / BEST
     mark = {"checkpoint": folder.name, "metric": metric, "value": value}
     write_whole(file, json.dumps(mark) + "\n", forced=True)

@@ -1,4 +1,4 @@
-"""The names under which checkpoints lie in their directory. No torch here: the launcher looks
+"""The names of checkpoints in their directory. No torch here: the launcher looks for checkpoints
 before any rank starts.
 """
 
@@ -22,30 +22,30 @@ _UNFINISHED = re.compile(
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps lies."""
+    """Return the folder of the checkpoint after `step` optimizer steps."""
     return directory / f"step-{step:07d}"
 
 
 def unfinished(directory: Path, step: int, run: str) -> Path:
-    """Where it is written to. `run` tells it from what another process writes."""
+    """Return the folder in which a checkpoint is written. `run` tells processes apart."""
     return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
 
 
 def step_in(name: str) -> int | None:
-    """The step in a checkpoint's name; None if it is no such name."""
+    """Return the step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint."""
+    """Return the step of a checkpoint's folder."""
     step = step_in(folder.name)
     assert step is not None
     return step
 
 
 def written(directory: Path) -> list[Path]:
-    """All checkpoints in `directory`, oldest step first, whole or damaged."""
+    """Return all checkpoints in `directory`, oldest step first, complete or damaged."""
     found = (
         [path for path in directory.glob("step-*") if step_in(path.name) is not None]
         if directory.exists()
@@ -55,8 +55,8 @@ def written(directory: Path) -> list[Path]:
 
 
 def found(path: Path) -> list[Path]:
-    """The checkpoint whose folder `path` is; or those of a run or in a folder, oldest step first.
-    Raises UsageError where there is none.
+    """Return `path` if it is a checkpoint, else the checkpoints of a run or in a folder, oldest
+    step first. Raises UsageError if there is none.
     """
     if (path / "manifest.json").exists():
         return [path]
@@ -68,12 +68,12 @@ def found(path: Path) -> list[Path]:
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint of the latest step, whole or damaged."""
+    """Return the checkpoint of the latest step, complete or damaged."""
     return next(reversed(written(directory)), None)
 
 
 def best_name(directory: Path) -> str | None:
-    """The name of the checkpoint with the best metric; None where no task has said what is best."""
+    """Return the name of the checkpoint that is marked as the best; None if none is."""
     file = directory / BEST
     try:
         name = (
@@ -94,8 +94,8 @@ def keep_only(directory: Path, kept: Collection[Path]) -> None:
 
 
 def tidy(newest: Path, keep: int, compared: int | None, best: Path | None) -> set[Path]:
-    """Remove what need not stay beside the `newest`: the last `keep`, the `best`, and the last
-    of which it is known (`compared`) that replicas were equal. What stays.
+    """Remove the checkpoints that need not stay, and return those that stay: the `newest`, the last
+    `keep`, the `best`, and the last one up to step `compared`, at which replicas were equal.
     """
     found = written(newest.parent)
     good = [each for each in found if compared is not None and step_of(each) <= compared]
@@ -105,7 +105,7 @@ def tidy(newest: Path, keep: int, compared: int | None, best: Path | None) -> se
 
 
 def set_aside(directory: Path, after: int) -> None:
-    """Rename checkpoints of steps behind `after`, so that nothing finds them: step-0000090
+    """Rename checkpoints of steps later than `after`, so that nothing finds them: step-0000090
     becomes set-aside-step-0000090.
     """
     for folder in written(directory):
@@ -113,7 +113,7 @@ def set_aside(directory: Path, after: int) -> None:
             aside = directory / f"{_ASIDE}{folder.name}"
             remove_tree(aside, ignore_errors=True)
             with suppress(FileNotFoundError):
-                # of a model that is divided, replicas of several parts may differ at once
+                # several parts of a split model may diverge at once: another rank was faster
                 folder.rename(aside)
             if best_name(directory) == folder.name:
                 (directory / BEST).unlink(missing_ok=True)
@@ -122,8 +122,8 @@ def set_aside(directory: Path, after: int) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that are gone have left unfinished, and give back its name to what
-    was about to be replaced. Only while nobody writes.
+    """Remove what dead processes have left unfinished; a checkpoint that one was about to replace
+    gets its name back. Call this only while nobody writes.
     """
     left = {
         path: match
@@ -131,7 +131,7 @@ def sweep(directory: Path) -> None:
         if (match := _UNFINISHED.fullmatch(path.name))
     }
     if left:
-        force(directory)  # else the old names come back if the power fails, for empty folders
+        force(directory)  # else a power failure may bring back old names, for empty folders
     for path, match in left.items():
         if match["replaced"] and not (place := directory / match["step"]).exists():
             path.rename(place)

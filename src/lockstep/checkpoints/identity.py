@@ -1,5 +1,5 @@
-"""Which weights are these? One SHA-256 that two runs can compare, and that can be computed again
-from a checkpoint's file.
+"""One SHA-256 of a model's weights, which two runs can compare and which can be computed again from
+a checkpoint's file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lockstep.errors import TaskError
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model, by sorted name: what a checkpoint holds.
-    The tensors are the model's own.
+    """Return the parameters and persistent buffers of a model by sorted name: what a checkpoint
+    holds. The tensors are the model's own.
 
     A tensor that has several names (tied weights) is there once, under the first of them;
-    `under_all_names` adds the others. Raises TaskError where a module keeps extra state that is not
-    a tensor: it could not be stored without pickle.
+    `under_all_names` adds the others. Raises TaskError if a module keeps extra state that is not a
+    tensor, because it could not be stored without pickle.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -36,8 +36,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_storable(model: nn.Module) -> None:
-    """Raise TaskError, by name and dtype, for what a checkpoint cannot hold: to be called before
-    training, not after it.
+    """Raise TaskError, with name and dtype, for a tensor that a checkpoint cannot hold. Call it
+    before training, not after it.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in weights(model).items():
@@ -58,8 +58,8 @@ def check_storable(model: nn.Module) -> None:
 
 
 def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`tensors`, as `weights(model)` names them, also under the further names of tied weights:
-    the very same tensors.
+    """Return `tensors`, named as by `weights(model)`, also under the other names of tied weights.
+    Nothing is copied.
     """
     first: dict[int, str] = {}
     found = dict(tensors)
@@ -69,19 +69,19 @@ def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str
 
 
 def config_of(model: nn.Module) -> dict[str, Any] | None:
-    """What `save_pretrained` of transformers would write into config.json; None where `model` is
-    none of its models.
+    """Return what `save_pretrained` of transformers would write into config.json; None if `model`
+    is not one of its models.
     """
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
     if "transformers.modeling_utils.PreTrainedModel" not in kinds:
         return None
     config: Any = model.config
-    name = type(model).__name__.removeprefix("FSDP")  # of a class that fully_shard has made
+    name = type(model).__name__.removeprefix("FSDP")  # of the classes that fully_shard makes
     return {**json.loads(config.to_json_string()), "architectures": [name]}
 
 
 def sha256(tensors: Mapping[str, Tensor]) -> str:
-    """64 hexadecimal digits over the tensors' raw bytes, in the order of their sorted names."""
+    """Return 64 hexadecimal digits over the tensors' raw bytes, in the order of sorted names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
         digest.update(

@@ -1,10 +1,10 @@
-"""What makes a folder a checkpoint: a list of its files with their sizes and digests, and the
-SHA-256 of that list.
+"""The manifest, which makes a folder a checkpoint: a list of its files with their sizes and
+digests, and the SHA-256 of that list.
 
-A bit that flips in any of them is seen, and so are a file that was cut short and one that is
-missing. `sha256sum -c manifest.sha256` in the folder checks the list without us, and `xxh128sum`
-a file. The digests of files are XXH3: they protect from damage, as no digest that lies beside its
-file protects from people, and take a sixteenth of the processor's time of SHA-256.
+A flipped bit, a truncated file and a missing file are all detected. In the folder, `sha256sum -c
+manifest.sha256` checks the list without Lockstep, and `xxh128sum` a file. The digests of files are
+XXH3, which takes a sixteenth of SHA-256's processor time. They protect against damage, not against
+people: no digest that lies beside its file can do that.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.runtime.disk import write_whole
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
-"""What a checkpoint holds at least: its state, and the model in one file or in parts."""
+"""The files that a checkpoint has at least: its state, and the model in one file or in parts."""
 AVERAGE = "average.safetensors"
 FORMAT = 2
 _DIGESTS: dict[int, tuple[str, Callable[[], Any]]] = {
     1: ("sha256", hashlib.sha256),
     FORMAT: ("xxh3_128", xxhash.xxh3_128),
 }
-"""By format, all of which are read: the name of a digest in the manifest, and what computes it."""
-LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
+"""By format: the name of a digest in the manifest, and its algorithm. All formats can be read."""
+LARGEST = 64 * 2**20  # bytes; a larger manifest is not read
 _WORTH_THREADS = 2**22  # bytes
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -49,17 +49,17 @@ class SealedFile:
     name: str
     bytes: int
     digest: str
-    """XXH3 of 128 bits, in hexadecimal; of format 1, SHA-256."""
+    """XXH3 of 128 bits, in hexadecimal; in format 1, SHA-256."""
     format: int = FORMAT
 
 
 def new_digest() -> Any:
-    """Of a file that is about to be written, with the methods of hashlib's."""
+    """Return a digest for a file that is being written, with the methods of hashlib's digests."""
     return _DIGESTS[FORMAT][1]()
 
 
 def measured(file: Path, format: int = FORMAT) -> SealedFile:
-    """A file as it lies on disk."""
+    """Return size and digest of a file on disk."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, _DIGESTS[format][1])
     return SealedFile(file.name, file.stat().st_size, digest.hexdigest(), format)
@@ -79,8 +79,8 @@ def seal(folder: Path, step: int, entries: Sequence[SealedFile]) -> None:
 
 
 def check(folder: Path) -> list[SealedFile]:
-    """The entries of a checkpoint whose files are all there and unchanged. Raises
-    DamagedCheckpoint, naming the file, for any other.
+    """Check that all files of a checkpoint are there and unchanged, and return its entries. If one
+    is not, raises DamagedCheckpoint with its name.
     """
     entries = listed(folder)
     for entry in entries:
@@ -111,19 +111,19 @@ def check(folder: Path) -> list[SealedFile]:
 
 @contextmanager
 def _several(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
-    """`map`, by several threads where there are so many bytes that it is worth it."""
+    """Yield `map`, over several threads if there are enough bytes to be worth it."""
     if size < _WORTH_THREADS:
         yield map
         return
-    from concurrent.futures import ThreadPoolExecutor  # which imports much
+    from concurrent.futures import ThreadPoolExecutor  # late: it imports many modules
 
     with ThreadPoolExecutor(min(4, cores())) as pool:  # more did not help
         yield pool.map
 
 
 def listed(folder: Path) -> list[SealedFile]:
-    """The files of a checkpoint as its manifest lists them: nothing of it is believed before its
-    seal was compared.
+    """Return the files that a checkpoint's manifest lists. The manifest is compared with its seal
+    before any of it is used.
     """
     sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
     text = _read(folder / MANIFEST)
@@ -171,8 +171,8 @@ def _no_manifest(folder: Path, reason: str) -> DamagedCheckpoint:
 
 @contextmanager
 def believed(file: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint for whatever the contents of `file` do to code that expects what
-    we write.
+    """Raise DamagedCheckpoint for any error that the contents of `file` cause in the block, whose
+    code expects what Lockstep writes.
     """
     try:
         yield
@@ -202,7 +202,7 @@ def believed(file: Path) -> Iterator[None]:
 def _read(file: Path) -> bytes:
     try:
         found = file.lstat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and for ever
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe could block for ever
             raise DamagedCheckpoint(
                 "checkpoint-file-unreadable",
                 checkpoint=file.parent.name,

@@ -1,10 +1,10 @@
-"""Tensors as checkpoints know them: a name and an interval of elements, so that whoever owns which
-part may write it.
+"""Tensors in checkpoints: a name and an interval of elements, so that any rank can write the part
+that it owns.
 
     exp_avg/conv.weight           a whole tensor, in its shape
-    exp_avg/conv.weight[64:192]   elements 64 .. 191 of it, in the order in which they lie in memory
+    exp_avg/conv.weight[64:192]   its elements 64 .. 191, in the order in which they lie in memory
 
-Nothing else is known about layouts, and no number of ranks: a tensor is put together from its
+Files hold nothing else about layouts, and no number of ranks: a tensor is assembled from its
 intervals, in whatever files they are.
 """
 
@@ -34,14 +34,14 @@ from lockstep.errors import DamagedCheckpoint
 from lockstep.runtime.disk import force
 
 METHOD = "method/"
-"""Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for
-what only one rank has.
+"""Prefix of the names of state that a training method keeps besides the optimizer's. Under it,
+`rank-N/` is what only one rank has.
 """
-_BLOCK = 4096  # bytes: what goes past the page cache are whole ones
+_BLOCK = 4096  # bytes; writes past the page cache must be multiples of this
 _AT_ONCE = 2**24  # bytes
-_SIZE, _ALIGNED = 8, 64  # bytes of the header's length, and what the data begins at a multiple of
+_SIZE, _ALIGNED = 8, 64  # bytes: of the header's length field; alignment of the data
 _NOTES, _SHAPES, _TIED, _COMPLEX = "__metadata__", "shapes", "tied", "complex"  # in the header
-# which the format lacks: written as pairs of real numbers
+# dtypes that the format lacks: written as pairs of real numbers
 _AS_REAL = (torch.complex128, torch.complex32)
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
@@ -52,7 +52,7 @@ class TensorPiece:
 
     name: str
     data: Tensor
-    """The whole tensor; or, of one that has `shape` and `strides`, elements [start, stop) in the
+    """The whole tensor; or, if `shape` and `strides` are given, its elements from `start` on in the
     order of memory, flat.
     """
     start: int = 0
@@ -61,7 +61,7 @@ class TensorPiece:
 
     @property
     def key(self) -> str:
-        """In a file."""
+        """The piece's name in a file."""
         return (
             self.name
             if self.shape is None
@@ -71,36 +71,36 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What a rank writes into one file."""
+    """The tensors that a rank writes into one file."""
 
     name: str
     pieces: Sequence[TensorPiece]
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tensors, each with the name that `pieces` has."""
+    """Other names of tied tensors, each with the name in `pieces`."""
 
 
 class Keeps(Protocol):
-    """A part of a training that has a state of its own, in tensors: what compression still owes,
-    a meeting's momentum.
+    """A part of a training with a state of its own in tensors: what compression has not sent yet,
+    an outer optimizer's momentum.
     """
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """By name, without ranks: what all ranks have alike, and what only this one has. Every
-        rank calls it.
+        """Return the state by name, without ranks: what is equal on all ranks, and what only this
+        rank has. Every rank calls it.
         """
         ...
 
     def take_back(
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """Go on from it. `by_rank` has a place for every rank that there was then, which may be
-        more or fewer than there are now.
+        """Restore the state. `by_rank` has an entry for every rank of the run that saved it, which
+        may be more or fewer than there are now.
         """
         ...
 
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
-    """What these keep: what all ranks have, and what only this one has."""
+    """Return the pieces of these states that all ranks have, and those that only this rank has."""
     kept = [part.kept() for part in parts]
     everywhere = [
         TensorPiece(f"{METHOD}{name}", tensor)
@@ -115,7 +115,7 @@ def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece],
 
 
 def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """From what a checkpoint has behind METHOD: what was common, and what each rank had."""
+    """Divide a checkpoint's tensors under METHOD: what was common, and what each rank had."""
     common: dict[str, Tensor] = {}
     by_rank: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -128,13 +128,13 @@ def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[
 
 
 def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
-    """The bytes of a safetensors file, with copies of the pieces as they are now: in `memory`, if
-    that has its size.
+    """Return the bytes of a safetensors file, with copies of the pieces as they are now. They are
+    in `memory` if that has the right size.
 
-    The shapes of tensors of which only intervals are there stand in its header. The further names
-    in `tied` have bytes of their own, so that the file loads strictly, and are noted in the header,
-    so that `stored` leaves them out. So are the names of complex tensors that are written as real
-    ones of shape [..., 2], since the format lacks their dtype.
+    The header has the shapes of tensors that are stored in intervals. The names in `tied` have
+    bytes of their own, so that the file loads strictly; the header lists them, so that `stored`
+    leaves them out. The header also lists the complex tensors that are written as real ones of
+    shape [..., 2], because the format lacks their dtype.
     """
     shapes = {
         piece.name: [list(piece.shape), list(piece.strides)]
@@ -147,7 +147,7 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     notes = {_SHAPES: shapes, _TIED: file.tied, _COMPLEX: as_real}
     header: dict[str, Any] = {
         _NOTES: {
-            "format": "pt",  # as PyTorch's own programs write it, and some look for
+            "format": "pt",  # PyTorch's own programs write this, and some look for it
             **{name: json.dumps(note) for name, note in notes.items() if note},
         }
     }
@@ -161,8 +161,8 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     text = len(text).to_bytes(_SIZE, "little") + text
     at = len(text)
     if memory is None or len(memory) != at + end:
-        pages = mmap.mmap(-1, at + end, mmap.MAP_PRIVATE)  # the disk takes whole ones
-        if hasattr(mmap, "MADV_DONTFORK"):  # loader workers would keep what is replaced here
+        pages = mmap.mmap(-1, at + end, mmap.MAP_PRIVATE)  # whole pages, for direct writes
+        if hasattr(mmap, "MADV_DONTFORK"):  # forked loader workers would keep copies of old pages
             pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory[:at] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -174,15 +174,15 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
 
 
 def write(file: Path, octets: Tensor, pause: Callable[[float], object] | None = None) -> str:
-    """Have a file of these bytes, of an `image`, on the disk; their digest.
+    """Write these bytes of an `image` to a file, force it to disk, and return their digest.
 
-    Training continues beside it: Python's lock is hardly needed, and the bytes do not pass through
-    the page cache, which would take five times the processor's time.
+    Training continues meanwhile: the write hardly needs Python's lock, and it bypasses the page
+    cache, which would take five times the processor time.
 
     Args:
-        file: is made or written over.
+        file: the file to make or to overwrite.
         octets: uint8, in one dimension.
-        pause: is called after every 16 MiB but the last, with the seconds that they took.
+        pause: called after every 16 MiB but the last, with the seconds that they took.
     """
     left, digest = octets.numpy().data, new_digest()
     with file.open("wb", buffering=0) as stream:
@@ -201,7 +201,7 @@ def write(file: Path, octets: Tensor, pause: Callable[[float], object] | None = 
 
 
 def _write_direct(stream: RawIOBase, blocks: memoryview) -> int:
-    """Have these bytes written past the page cache, as far as the file system can; how many."""
+    """Write these bytes past the page cache, if the file system can; return how many it took."""
     written, flags = 0, fcntl.fcntl(stream, fcntl.F_GETFL)
     try:
         fcntl.fcntl(stream, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
@@ -225,7 +225,7 @@ def storable(dtype: torch.dtype) -> bool:
 
 
 def _form(tensor: Tensor) -> dict[str, Any]:
-    """Of a tensor, as a file's header says it."""
+    """Return a tensor's dtype and shape as a file's header has them."""
     dtype, shape = tensor.dtype, list(tensor.shape)
     if dtype in _AS_REAL:
         dtype, shape = dtype.to_real(), [*shape, 2]
@@ -236,7 +236,7 @@ def _form(tensor: Tensor) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Part:
-    """Some of a tensor's elements, [start, stop), or all: mapped from a file."""
+    """Elements [start, stop) of a tensor, or all of them, mapped from a file."""
 
     file: Path
     data: Tensor
@@ -246,22 +246,21 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in files, not read yet."""
+    """A tensor in files that is not read yet."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """Of its elements as they lie in `parts`; None: one after the other."""
+    """Strides of its elements in `parts`; None: contiguous."""
     dtype: torch.dtype
     parts: Sequence[_Part]
 
     def read(
         self, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> Tensor:
-        """All of it, or the box of `lengths` elements from `offsets` on, a number for each dim; in
-        memory of its own: what becomes of the files is all the same then.
+        """Return the whole tensor, or the box of `lengths` elements from `offsets` on (one number
+        per dim). The result is a copy, which does not depend on the files any more.
 
-        Of the files only what lies between the box's first and last element is read. Raises
-        DamagedCheckpoint.
+        Reads only what lies between the box's first and last element. Raises DamagedCheckpoint.
         """
         with believed(self.parts[0].file):
             strides = self.strides or torch.empty(self.shape, device="meta").stride()
@@ -279,14 +278,14 @@ class StoredTensor:
 
 
 def read_all(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """All of them, by as many threads as this rank has cores, up to four: more did not help."""
+    """Read all of them, with as many threads as torch has, up to four: more did not help."""
     with ThreadPoolExecutor(min(4, torch.get_num_threads())) as pool:
         return dict(zip(tensors, pool.map(StoredTensor.read, tensors.values()), strict=True))
 
 
 def stored(files: Sequence[Path], *, every_name: bool = False) -> dict[str, StoredTensor]:
-    """Every tensor that is in these files, put together; of tied ones under the first name only,
-    or under `every_name`. Raises DamagedCheckpoint where elements are missing.
+    """Return every tensor in these files, assembled; a tied one only under its first name, unless
+    `every_name`. Raises DamagedCheckpoint if elements are missing.
     """
     shapes: dict[str, tuple[list[int], list[int]]] = {}
     parts: dict[str, list[_Part]] = {}
@@ -332,8 +331,8 @@ def _whole(name: str, parts: list[_Part], laid: tuple[list[int], list[int]] | No
 def shared_out(
     pieces: Sequence[TensorPiece], rank: int, size: int, heavy: int
 ) -> list[TensorPiece]:
-    """Of pieces that all ranks have, those that one rank writes: about equal bytes for all,
-    `heavy` counted for rank 0 beforehand.
+    """Of pieces that all ranks have, return those that this rank writes. All ranks get about equal
+    bytes; rank 0 has `heavy` bytes already.
     """
     loads = [heavy, *[0] * (size - 1)]
     mine = []

@@ -1,8 +1,8 @@
-"""Python values as JSON and back, exactly: what optimizers, schedulers and loaders keep beside
-tensors, without pickle.
+"""Encode Python values as JSON and decode them exactly, without pickle: what optimizers, schedulers
+and loaders keep besides tensors.
 
-JSON has no tuples, sets, bytes or keys that are numbers; such a value becomes {"!": its kind, "of":
-what it is made of}.
+JSON has no tuples, sets, bytes or keys that are numbers. Such a value becomes {"!": its kind, "of":
+its contents}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KIND, _OF = "!", "of"
 
 
 def encoded(value: Any, what: str) -> Any:
-    """As JSON. `what` names it in the UsageError for a value that this cannot hold."""
+    """Return `value` as JSON. `what` names it in the UsageError for a value that does not fit."""
     if value is None or (
         isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)
     ):
@@ -64,7 +64,7 @@ def _not_storable(value: object, what: str) -> UsageError:
 
 
 def decoded(value: Any) -> Any:
-    """What was encoded. Raises ValueError for anything that `encoded` does not write."""
+    """Return the value that was encoded. Raises ValueError for what `encoded` does not write."""
     if isinstance(value, list):
         return [decoded(each) for each in value]
     if not isinstance(value, dict):

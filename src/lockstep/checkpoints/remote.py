@@ -1,9 +1,8 @@
-"""Copies of checkpoints at a URL, for hosts that do not come back: any file system that fsspec
-knows.
+"""Copies of checkpoints at a URL, for hosts that do not come back. Any file system of fsspec works.
 
-A copy goes up after its checkpoint is whole on the disk here, its seal last: without the seal it is
-no checkpoint, wherever the upload broke off. Nothing that comes down is believed before its
-manifest's seal, its files' sizes and their SHA-256 were compared.
+A checkpoint is uploaded after it is complete on the local disk, its seal last. Without the seal a
+copy is no checkpoint, wherever the upload was interrupted. A download is used only after its
+manifest's seal, its files' sizes and their digests were compared.
 """
 
 from __future__ import annotations
@@ -29,24 +28,22 @@ _LARGEST_MARK = 4096  # bytes of best.json
 
 
 class Remote:
-    """The folder of checkpoints at `url`. Raises UsageError where no file system can be made of
-    it.
-    """
+    """The folder of checkpoints at `url`. Raises UsageError if its file system cannot be used."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         try:
             found, root = fsspec.core.url_to_fs(url)
         except Exception as error:
-            # each file system has its own: a library that is missing, credentials, a misspelt
+            # each file system raises its own errors: a missing library, credentials, a misspelt
             # protocol
             raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
         self._fs: Any = found
         self._root = str(root).rstrip("/")
 
     def steps(self) -> list[int]:
-        """Of the copies that are sealed, ascending. Raises LockstepError where the place cannot
-        be listed.
+        """Return the steps of the sealed copies, ascending. Raises LockstepError if the folder
+        cannot be listed.
         """
         self._fs.invalidate_cache()
         with self._told("cannot be listed"):
@@ -58,8 +55,8 @@ class Remote:
         return sorted(step for step in found if self._fs.exists(self._place(step, manifest.SEAL)))
 
     def upload(self, folder: Path) -> None:
-        """Copy a checkpoint that is whole. Raises LockstepError; what was there before is then
-        as good as before.
+        """Copy a complete checkpoint, in place of a copy of the same step. Raises LockstepError;
+        copies of other steps stay as they were.
         """
         step = step_of(folder)
         last = [manifest.MANIFEST, manifest.SEAL]
@@ -71,10 +68,10 @@ class Remote:
                 self._fs.put_file(str(folder / name), self._place(step, name))
 
     def mirror(self, written: Path, kept: Collection[Path], best: Path | None) -> None:
-        """Copy the checkpoint that was `written` just now and those of `kept` that are missing
-        there, and remove the others.
+        """Copy the checkpoint that was just `written` and those of `kept` that have no copy, and
+        remove all other copies.
 
-        Raises LockstepError where one cannot be copied.
+        Raises LockstepError if one cannot be copied.
         """
         there = set(self.steps()) - {step_of(written)}
         for folder in sorted(kept):
@@ -87,15 +84,15 @@ class Remote:
                 self._remove(step)
 
     def forget(self, after: int) -> None:
-        """Remove copies of steps behind `after`. Raises LockstepError."""
+        """Remove copies of steps later than `after`. Raises LockstepError."""
         with self._told("cannot be tidied"):
             for step in self.steps():
                 if step > after:
                     self._remove(step)
 
     def best(self) -> tuple[int, str, float] | None:
-        """The step that is marked as the best, by which metric and with what value; None if none
-        is, or its mark cannot be read.
+        """Return step, metric and value of the copy that is marked as the best; None if none is, or
+        the mark cannot be read.
         """
         try:
             place = f"{self._root}/{BEST}"
@@ -104,14 +101,14 @@ class Remote:
             said = json.loads(self._fs.cat_file(place))
             step = step_in(str(said["checkpoint"]))
             return None if step is None else (step, str(said["metric"]), float(said["value"]))
-        except Exception:  # a mark is no more than a convenience
+        except Exception:  # the mark is only a convenience
             return None
 
     def fetch(self, step: int, directory: Path) -> Checkpoint:
-        """Bring a copy into `directory`, whole or not at all; one of that step that is there is
-        replaced.
+        """Download a copy into `directory`, as a whole or not at all. Replaces an existing
+        checkpoint of that step.
 
-        Raises DamagedCheckpoint where it is not as it was written, LockstepError where it cannot be
+        Raises DamagedCheckpoint if the copy is not as it was written, LockstepError if it cannot be
         read.
         """
         folder = unfinished(directory, step, f"{os.getpid()}.fetched")
@@ -146,7 +143,7 @@ class Remote:
             shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside(self) -> None:
-        """Move what is there into before-1, before-2, ... beside it."""
+        """Move the copies into before-1, before-2, ... in their folder."""
         steps = self.steps()
         if not steps and self.best() is None:
             return
@@ -159,7 +156,7 @@ class Remote:
                     self._fs.mv(f"{self._root}/{name}", f"{aside}/{name}", recursive=name != BEST)
 
     def _bring(self, step: int, name: str, folder: Path, most: int) -> None:
-        """One file, of which no more than `most` bytes are taken."""
+        """Download one file, if it has at most `most` bytes."""
         checkpoint = folder_of(folder, step).name
         with self._told(f"did not return {name} of {checkpoint}"):
             try:
@@ -179,7 +176,7 @@ class Remote:
                 ) from None
 
     def _remove(self, step: int) -> None:
-        """The seal first: a half that is left is no checkpoint."""
+        """Remove a copy, its seal first: what is left after an error is then no checkpoint."""
         for name in (manifest.SEAL, ""):
             if self._fs.exists(self._place(step, name)):
                 self._fs.rm(self._place(step, name), recursive=not name)
@@ -189,7 +186,7 @@ class Remote:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Raise LockstepError for whatever the file system raises: each has errors of its own."""
+        """Raise LockstepError for any error of the file system: each has its own kinds."""
         try:
             yield
         except LockstepError:

@@ -1,12 +1,12 @@
-"""Writing a checkpoint while training goes on: a snapshot is taken at once, and a thread of every
-rank writes its part of it.
+"""Write a checkpoint while training continues: every rank takes a snapshot at once, and a thread of
+its own writes it.
 
-    this step's end    copy what this rank writes                            the training waits for no more than this
+    end of this step   copy what this rank writes: training waits for this only
     in the background  write files, force them to disk -> tell all ranks the files, or the error
-                       rank 0: state, manifest, rename                       -> tell all ranks how it went
+                       rank 0: state, manifest, rename -> tell all ranks the outcome
 
-The ranks talk over a group of their own. One save is under way at most; what went wrong with it is
-raised at the next call, on all ranks.
+The ranks use a group of their own. At most one save is under way. Its error is raised at the next
+call, on all ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError
 from lockstep.runtime.disk import remove_tree
 
-FIRST = 20  # the step after which the first is written, and the cost of one is known
-_WRITING = 1 / 8  # of the time, at most, while training continues: its steps hardly notice
-_SHARE = 0.02  # of the time may go into saving, where nobody has said how often
+FIRST = 20  # the step of the first checkpoint, which shows what one costs
+_WRITING = 1 / 8  # most of the time spent writing while training continues: steps hardly slow down
+_SHARE = 0.02  # largest share of time for saving, if the user sets no interval
 _BETWEEN_FAILURES = 3 * 3600.0  # seconds, assumed
 
 
 class Saver:
-    """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it
-    alike; the group is its own.
+    """Saves into one directory. Every rank of `group` (None: there is one rank) makes a Saver and
+    calls it alike. The group is for this Saver only.
 
-    `guard` is called before something is made in the directory, and raises LockstepError where it
-    must not be.
+    `guard` is called before anything is made in the directory; it raises LockstepError if that is
+    not allowed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Saver:
         pace: Pace | None = None,
     ) -> None:
         self._rank = 0 if group is None else group.rank
-        # the ranks that have written wait for the others, with the group's timeout
+        # a rank that has written waits for the others, at most for the group's timeout
         most = math.inf if group is None else group.timeout.total_seconds() / 4
         self._pace = pace or Pace(most)
         self._commit = Commit(
@@ -71,13 +71,13 @@ class Saver:
         if group is not None and group.memory is not None:
             group.memory.nap()
         self._thread = Background("lockstep checkpoints")
-        # of the last snapshot: new memory costs more than the copy
+        # memory of the last snapshot, used again: new memory costs more than the copy
         self._images: dict[str, Tensor] = {}
         self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
         """Seconds that the last save took in the background, without its pauses."""
         self.complaint: str | None = None
-        """Of what was done with the last checkpoint after it was written."""
+        """What went wrong with the last checkpoint after it was written, as `done` returned it."""
 
     def save(
         self,
@@ -88,13 +88,13 @@ class Saver:
         done: Callable[[Path], str | None] = lambda folder: None,
         average: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON, one
-        rank the model's `average`) and have it written.
+        """Take a snapshot of this rank's part and have it written. Rank 0 gives the `model` and the
+        `state` (JSON), one rank the `average`. If no rank holds the whole model, every rank gives
+        its pieces of it.
 
-        Of a model that no rank holds whole, every rank gives what it writes of it.
-
-        `done(folder)` is called on rank 0's thread when the checkpoint is there. What it returns, a
-        complaint or None, all ranks then find in `complaint`. Waits for a save that is under way.
+        `done(folder)` is called on rank 0's thread when the checkpoint is complete. What it
+        returns, a complaint or None, is then in `complaint` on all ranks. Waits for a save that is
+        under way.
         """
         self.wait()
         self._images = images = {
@@ -121,8 +121,8 @@ class Saver:
         return self._under_way is not None and not self._under_way.done()
 
     def wait(self) -> bool:
-        """Return when no save is under way: whether there was one. Raises LockstepError, on all
-        ranks, where it failed.
+        """Wait until no save is under way; return whether there was one. Raises LockstepError on
+        all ranks if it failed.
         """
         under_way = self._under_way
         if under_way is None:
@@ -130,32 +130,32 @@ class Saver:
         self._pace.hurry()
         try:
             self.seconds, self.complaint = under_way.result()
-        finally:  # after an interrupt it may go on, from memory that the next save is to have
+        finally:  # after an interrupt the save may still run, and needs its memory
             if under_way.done():
                 self._under_way = None
         return True
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """End the thread after its current work."""
         self._pace.hurry()
         self._thread.close()
         self._images = {}
 
 
 class Pace:
-    """How fast a save writes: with pauses while training continues, without any where training
-    waits for it.
+    """How fast a save writes: with pauses while training continues, without any if training waits
+    for it.
     """
 
     def __init__(self, most: float = math.inf) -> None:
-        """`most`: seconds of pauses in one save."""
+        """`most`: seconds of pauses in one save, at most."""
         self._hurry = threading.Event()
         self._most = most
         self.paused = 0.0
-        """Seconds, of this save."""
+        """Seconds of pauses in this save."""
 
     def begin(self) -> None:
-        """A save begins, and nobody waits for it."""
+        """Start a save that nobody waits for."""
         self._hurry.clear()
         self.paused = 0.0
 
@@ -163,7 +163,7 @@ class Pace:
         self._hurry.set()
 
     def pause(self, worked: float) -> None:
-        """After `worked` seconds of writing."""
+        """Pause after `worked` seconds of writing."""
         begin = perf_counter()
         self._hurry.wait(min(worked * (1 / _WRITING - 1), max(0.0, self._most - self.paused)))
         self.paused += perf_counter() - begin
@@ -171,15 +171,15 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """How the ranks write one checkpoint: all of them call it alike, each on a thread of its own."""
+    """How the ranks write one checkpoint. All ranks call it alike, each on its own thread."""
 
     directory: Path
     rank: int
     guard: Callable[[], None]
     everybodys: Callable[[Any], list[Any]]
-    """What every rank has to say, as JSON."""
+    """Returns one JSON value from every rank."""
     aside: Callable[[Callable[[], list[SealedFile]]], list[SealedFile]]
-    """Does what takes long."""
+    """Runs the writing, which takes long."""
     pause: Callable[[float], object] | None = None
     """See `pieces.write`."""
 
@@ -190,7 +190,9 @@ class Commit:
         state: Mapping[str, Any],
         done: Callable[[Path], str | None],
     ) -> str | None:
-        """The complaint of `done`. Raises LockstepError, on all ranks, where it is not written."""
+        """Write the checkpoint and return what `done` returns. Raises LockstepError on all ranks if
+        that fails.
+        """
         folder = folders.unfinished(self.directory, step, self.everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, images)
         said = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
@@ -201,7 +203,7 @@ class Commit:
             try:
                 self.guard()
                 complaint = done(files.commit(folder, self.directory, step, everything, state))
-            except Exception as problem:  # the others wait to hear of it
+            except Exception as problem:  # the other ranks wait for the outcome
                 failed = {0: self._why(problem)}
         told = self.everybodys({"failed": failed, "complaint": complaint})[0]
         failed = {int(rank): text for rank, text in told["failed"].items()}
@@ -229,7 +231,7 @@ class Commit:
             return [], self._why(error)
 
     def _why(self, error: Exception) -> str:
-        """What the guard says now, or else the error: the directory may have gone meanwhile."""
+        """Return the guard's error, if it raises now, else `error`: the directory may be gone."""
         try:
             self.guard()
         except LockstepError as gone:
@@ -238,8 +240,8 @@ class Commit:
 
 
 def _aside(write: Callable[[], list[SealedFile]]) -> list[SealedFile]:
-    """On a thread that on Linux is nicer than its process: writing has time. It hardly needs
-    Python's lock; one that did would hold up training, which waits for it.
+    """Run `write` on a thread that has a lower priority on Linux, because writing is not urgent.
+    It hardly holds Python's lock; a slow thread that held the lock would block training.
     """
     thread = Background("lockstep checkpoint files")
     if sys.platform == "linux":
@@ -250,8 +252,8 @@ def _aside(write: Callable[[], list[SealedFile]]) -> list[SealedFile]:
 
 
 def steps_until_next(cost: float, step: float) -> int:
-    """Steps between two checkpoints, one of which costs `cost` seconds, where a step takes `step`
-    seconds.
+    """Return the steps between two checkpoints. A checkpoint costs `cost` seconds, a step takes
+    `step` seconds.
 
     sqrt(2 * cost * time between failures) loses least to both saving and repeating (Young, CACM
     1974; Daly, FGCS 2006).

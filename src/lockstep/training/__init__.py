@@ -1,1 +1,1 @@
-"""A task trained, evaluated and recorded."""
+"""Train a task, evaluate it, and record the training."""

@@ -1,19 +1,19 @@
-"""RUN/anatomy/rank-R.jsonl: where the time of every step went, written by each rank for itself.
-`lockstep report` reads it.
+"""RUN/anatomy/rank-R.jsonl: where the time of every step went. Each rank writes its own file, and
+`lockstep report` reads all of them.
 
-begin    a rank begins, or begins again: workers, host, step, and how it trains; `at` is its
-         monotonic clock's time
+begin    a rank starts or restarts: workers, host, step, and how it trains; `at` is the time on its
+         monotonic clock
 steps    sums over the steps first .. last, in seconds: data, forward, backward, exposed (= moving +
          waits), hidden, optimizer, checks, other;
-         `lost`: of the waits, how long it was for a rank that came later, by that rank's number;
-         spans and buckets: of some steps, where each piece lies
+         `lost`: the part of the waits that a later rank caused, by that rank's number;
+         spans and buckets, for some steps: when each piece began and ended
 pause    evaluate or checkpoint, between steps
-links    of TCP connections to other hosts, since the line before
+links    TCP connections to other hosts, since the previous such line
 memory   bytes of parameters, gradients, optimizer, activations of one micro-batch; peak
-end      the training came to its end
+end      the training ended
 
-A line is one step for the first 1000, then 2, 4, ... for each thousand lines: a file grows with the
-logarithm of the run's length, and all ranks' lines end at the same steps.
+Each of the first 1000 lines covers one step, each of the next 1000 two steps, then 4, 8, ... So a
+file grows with the logarithm of the number of steps, and all ranks' lines end at the same steps.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ T = TypeVar("T")
 
 
 class Activations:
-    """Counts, once, the bytes that the forward of one micro-batch keeps for its backward: storages,
-    each once, without the model's own.
+    """Counts once how many bytes the forward of one micro-batch keeps for its backward. Each
+    storage counts once; those of the model itself do not count.
 
-    Not `counts`: of a compiled model, whose graph would be another one with somebody looking on.
+    `counts` is False for a compiled model, because the hooks would change its graph.
     """
 
     def __init__(self, *, counts: bool) -> None:
         self._counts = counts
         self.bytes: int | None = None
-        """None where they have not been counted."""
+        """None if the bytes have not been counted."""
 
     def watch(self, model: torch.nn.Module, forward: Callable[[], T]) -> T:
-        """What `forward`, one micro-batch's with its loss, gives. Nothing is watched after the
-        first time.
+        """Return what `forward` returns, which computes one micro-batch and its loss. Only the
+        first call counts bytes.
 
-        Some forwards cannot be watched (torch.func refuses): they are computed once more from where
-        they began, and nothing is known of them.
+        Some forwards do not allow the hooks (torch.func raises). Such a forward runs again from
+        the same buffers and random states, and the bytes stay unknown.
         """
         if not self._counts:
             return forward()
@@ -80,7 +80,7 @@ class Activations:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 kept[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # itself would be a cycle where it is an output
+            return tensor.detach()  # an output that keeps itself would be a reference cycle
 
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         back = randomness.kept(devices=True)
@@ -101,8 +101,8 @@ class Activations:
 
 
 def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | None]:
-    """Bytes on this rank: of a sharded optimizer its share. `peak`: the most that the process,
-    or its GPU, has held so far.
+    """Return bytes of memory on this rank; for a sharded optimizer, of this rank's share. `peak`:
+    the most that the process, or its GPU, has held so far.
     """
     states = [value for state in stepper.optimizer.state.values() for value in _tensors(state)]
     return {
@@ -134,14 +134,14 @@ def _peak(device: torch.device) -> int | None:
 
 
 _LINES = 1000
-_IN_DETAIL = 20  # steps, and later one in _RARELY
+_IN_DETAIL = 20  # first steps with spans and buckets; then one in _RARELY, up to _LINES
 _RARELY = 100
 _DIGITS = 7
-_FLUSH_EVERY = 1.0  # s: what a rank that is killed takes with it
-_LOOK_EVERY = 1.0  # s, at the links, at first
-_RARER = 1.02  # from look to look: what is written grows with the logarithm of time
+_FLUSH_EVERY = 1.0  # s: a killed rank loses about this much
+_LOOK_EVERY = 1.0  # s between two reads of the link counters, at first
+_RARER = 1.02  # growth of that interval: the records grow with the logarithm of time
 _encoded = json.JSONEncoder(allow_nan=False).encode
-_NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # of phases, as the sums call them
+_NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # phase -> its name in the sums
 _SUMMED = (
     "seconds",
     "data",
@@ -168,12 +168,14 @@ def ends_line(step: int) -> bool:
 
 
 def in_detail(step: int) -> bool:
-    """Whether a line of step `step`, counted like that, has spans and buckets."""
+    """Whether the line that ends with `step`, counted from 1 since the rank began, has spans and
+    buckets.
+    """
     return step <= _IN_DETAIL or (step <= _LINES and step % _RARELY == 0)
 
 
 def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
-    """What a rank's first line says of how it trains."""
+    """Return the fields of a rank's first line that say how it trains."""
     world = stepper.world
     return {
         "workers": world.size,
@@ -192,7 +194,7 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
 
 
 def starts(run: Path) -> int:
-    """How often rank 0 has begun to train there."""
+    """Return how many times rank 0 has started training in this run directory."""
     file = run / FOLDER / "rank-0.jsonl"
     if not file.exists():
         return 0
@@ -201,8 +203,8 @@ def starts(run: Path) -> int:
 
 
 class AnatomyFile:
-    """This rank's, from the stepper's next step on. `begin`: what its first line says beside
-    rank and step.
+    """This rank's anatomy file, from the stepper's next step on. `begin`: the fields of its first
+    line besides rank and step.
     """
 
     def __init__(self, run: Path, stepper: Stepper, begin: Mapping[str, Any]) -> None:
@@ -213,10 +215,10 @@ class AnatomyFile:
         self._before = stepper.steps
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._lost: defaultdict[int, float] = defaultdict(float)
-        self._count = 0  # steps that are in lines, or in the one that is open
-        # The steps of the line that is open: the first, and the latest.
+        self._count = 0  # steps in finished lines and in the open line
+        # The first and the latest step of the open line.
         self._open: list[_Held] = []
-        self._held: list[_Held] = []  # steps of which it is not known yet who came last
+        self._held: list[_Held] = []  # steps for which the last rank is not known yet
         self._activations: int | None = None
         self._links = LinkCounters() if world.local_size != world.size else None
         self.write(
@@ -231,15 +233,15 @@ class AnatomyFile:
         stepper.clock.keeps_spans = lambda step: in_detail(step - self._before)
 
     def step(self, result: StepResult, window: Window, activations: int | None) -> None:
-        """One step, over this window; `activations`: what a micro-batch's forward keeps, in
-        bytes.
+        """Record one step over this window. `activations`: bytes that the forward of one
+        micro-batch keeps.
         """
         if self._held and self._count == 0:  # the optimizer has its state by now
             self._write_memory(activations)
         lost = _lost(result.waited_by_rank, self._stepper.place)
         for each in self._held:
             self._add(each, lost if each is self._held[-1] else {})
-        # Where it is a later step than those whose times are known.
+        # On a GPU, `result.times` are those of earlier steps than the bucket times.
         on_gpu = self._stepper.world.device.type == "cuda"
         departures = () if on_gpu else self._stepper.reducer.timeline.times()
         self._held = [
@@ -257,7 +259,7 @@ class AnatomyFile:
             self._flush_due = now + _FLUSH_EVERY
 
     def end(self, step: int) -> None:
-        """The rank leaves as it should, after so many steps."""
+        """Write the last lines of a rank that ends normally, after `step` steps."""
         self._flush()
         for what, seconds in self._stepper.clock.running.paused().items():
             self._write_pause(what, step, seconds)
@@ -318,7 +320,7 @@ class AnatomyFile:
         self._open = []
 
     def _flush(self) -> None:
-        """What is not written yet, as if a line ended here."""
+        """Write what is not written yet, as if a line ended here."""
         held, self._held = self._held, []
         for each in held:
             self._add(each, {})
@@ -334,8 +336,8 @@ class _Held:
     departures: Sequence[BucketTimes]
 
     def detail(self) -> dict[str, Any]:
-        """Where each piece of it lies, and when each bucket left and was there, by this
-        process's monotonic clock.
+        """Return when each piece of the step began and ended, and when each bucket left and
+        arrived, on this process's monotonic clock.
         """
         spans = [span for span in self.times.spans if span.end > span.begin]
         names = ["waits" if span.waits else _NAMES.get(span.phase, span.phase) for span in spans]
@@ -356,8 +358,8 @@ class _Held:
 
 
 def _lost(waited_by_rank: Sequence[float], rank: int) -> Mapping[int, float]:
-    """For whom this rank waited: the one that waited least came last. What it waited itself was
-    for the network, and so is as much of ours.
+    """Return {last rank: seconds that this rank waited for it}. The rank that waited least came
+    last. Its own wait was for the network, so an equal part of this rank's wait was too.
     """
     if len(waited_by_rank) < 2:
         return {}
@@ -372,7 +374,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _opened(file: Path) -> TelemetryFile:
-    """To be appended to, line by line. A rank that was killed may have left half a line."""
+    """Open `file` to append lines. A killed rank may have left an incomplete line."""
     torn = file.exists() and not file.read_bytes().endswith(b"\n")
     found = TelemetryFile(file)
     if torn:
@@ -381,18 +383,14 @@ def _opened(file: Path) -> TelemetryFile:
 
 
 class LinkCounters:
-    """What this rank's connections to other hosts did from one look to the next. Looks now and
-    then.
-    """
+    """Reads now and then what this rank's connections to other hosts did since the last read."""
 
     def __init__(self) -> None:
         self._due, self._every = 0.0, _LOOK_EVERY
         self._before: dict[tuple[str, str], Connection] = {}
 
     def look(self, *, now_or_never: bool = False) -> list[dict[str, Any]]:
-        """A row for each host that this rank is connected with; none where it is not yet time
-        for a look.
-        """
+        """Return a row for each host that this rank is connected to; none if no read is due."""
         now = time.monotonic()
         if now < self._due and not now_or_never:
             return []
@@ -406,15 +404,15 @@ class LinkCounters:
 def by_host(
     before: Mapping[tuple[str, str], Connection], found: Iterable[Connection]
 ) -> list[dict[str, Any]]:
-    """Seconds, bytes and packets since `before`, summed over the connections with a host; the
-    longest round trip, the highest rate.
+    """Return a row for each pair of local address and peer, summed over its connections: seconds,
+    bytes and packets since `before`; also the longest round trip and the highest rate.
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for each in found:
         nothing = replace(each, busy=0.0, sent=0, retransmitted=0)
         old = before.get(each.ends, nothing)
         if old.sent > each.sent:
-            old = nothing  # another connection, between the same ends
+            old = nothing  # a new connection between the same ends
         row = rows.setdefault(
             (each.here, each.host),
             {"here": each.here, "peer": each.host, "rtt": 0.0, "rate": 0.0}

@@ -1,7 +1,7 @@
 """`lockstep train` in a process that another launcher has started as one of several ranks.
 
-What our own launcher does before any rank starts, rank 0 does here when all have met: it claims the
-run directory, and tells the others.
+Lockstep's own launcher claims the run directory before any rank starts. Here rank 0 claims it after
+the rendezvous, and tells the other ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lockstep.world.world import World
 def train_as_rank(
     settings: Settings, run: Path | None, *, resume: bool = False, fresh: bool = False
 ) -> None:
-    """Train on all ranks of the launcher's world. Rank 0 prints the last line, when the others have
-    left.
+    """Train on all ranks of the launcher's world. Rank 0 prints the last line after the other ranks
+    have left.
 
-    Raises UsageError where the ranks were given different settings; SystemExit on the other ranks
-    where rank 0 cannot use the run directory.
+    Raises UsageError if the ranks were given different settings. If rank 0 cannot use the run
+    directory, the other ranks raise SystemExit.
     """
-    task = resolve(settings.task, settings.overrides)  # a mistake in it needs no meeting
+    task = resolve(settings.task, settings.overrides)  # before the rendezvous
     with world_for(None, settings.device) as world:
         _compare(
             world,
@@ -71,7 +71,7 @@ def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool)
 
 
 def main(text: str) -> None:
-    """For ranks that a launcher of ours has started on each of several nodes."""
+    """Train as one of the ranks that Lockstep's launcher has started on each of several nodes."""
     said = json.loads(text)
     run = said["run"]
     train_as_rank(

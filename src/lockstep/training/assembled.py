@@ -1,8 +1,8 @@
-"""What a training is made of on this rank: the model, whole or a part of one that lies over a mesh
-(model_parallel/), optimizer, Stepper, Loader, evaluation, and how far it has come, which is what
-its checkpoints say beside the model, and its result.
+"""The parts of a training on this rank: model (whole, or a part of one that is split over a mesh,
+model_parallel/), optimizer, Stepper, Loader, evaluation, and the progress of the training, which
+checkpoints store besides the model.
 
-Every rank watches the same numbers (evaluation is equal on all ranks, to the bit), so all come to
+Every rank sees the same metrics (evaluation is equal on all ranks, to the bit), so all ranks make
 the same decision without a message.
 """
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BestMetric:
-    """The best `value` of `metric` so far, found after `step` steps; `waited` evaluations have
-    not been better.
+    """The best `value` of `metric` so far, from the evaluation after `step` steps. The last
+    `waited` evaluations were not better.
     """
 
     metric: str
@@ -59,8 +59,8 @@ class BestMetric:
     waited: int = 0
 
     def better(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Look at one evaluation; whether it is the best so far. nan never is. Raises TaskError
-        where the metric is not there.
+        """Take in one evaluation and return whether it is the best so far; nan never is. Raises
+        TaskError if the metric is missing.
         """
         if self.metric not in metrics:
             raise TaskError("metric-not-measured", metric=self.metric, measured=list(metrics))
@@ -73,7 +73,7 @@ class BestMetric:
         return False
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the values that a checkpoint stores."""
         return {"value": self.value, "step": self.step, "waited": self.waited}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -87,28 +87,28 @@ class BestMetric:
 
 @dataclass(slots=True)
 class TrainingState:
-    """Equal on all ranks, as evaluations are; but for the loss of one that steps alone."""
+    """The progress of a training. It is equal on all ranks, except `loss` if a rank steps alone."""
 
     best: BestMetric | None
     patience: BestMetric | None
     _stopping: EarlyStopping | None
     epochs: int = 0
-    """That were walked to their end."""
+    """Completed epochs."""
     evaluated: int = 0
     """The step of the last evaluation."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What it found."""
+    """The metrics of the last evaluation."""
     loss: float = math.nan
-    """Of the last step."""
+    """The loss of the last step."""
     applied: int = 0
     """Steps of earlier processes that were not skipped."""
     stopped_early: str | None = None
     unevaluated: int | None = None
-    """The epoch whose evaluation was broken off, or is under way."""
+    """The epoch whose evaluation was interrupted or is in progress."""
 
     @classmethod
     def of(cls, task: Task) -> TrainingState:
-        """At the beginning."""
+        """Return the state at the start of a training."""
         best = BestMetric(task.best, task.best_mode) if task.best and task.best_mode else None
         stopping = task.early_stopping
         return cls(
@@ -116,9 +116,9 @@ class TrainingState:
         )
 
     def note(self, metrics: dict[str, float], step: int) -> BestMetric | None:
-        """Take in an evaluation after `step` steps; what has watched it, if it is the best so far.
+        """Take in an evaluation after `step` steps; return the best metric if it has improved.
 
-        Raises TaskError where a metric that is watched is not there."""
+        Raises TaskError if a watched metric is missing."""
         self.metrics, self.unevaluated, self.evaluated = metrics, None, step
         improved = self.best is not None and self.best.better(metrics, step)
         if self.patience is not None and self._stopping is not None:
@@ -132,14 +132,14 @@ class TrainingState:
         return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:
-        """The metric that decides, else the task's first, else the loss."""
+        """Return name and value of the watched metric, else of the first, else of the loss."""
         watched = self.best or self.patience
         names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
         name = watched.metric if watched else next(iter(names), "loss")
         return name, self.metrics.get(name, self.loss)
 
     def as_json(self) -> dict[str, Any]:
-        """For a checkpoint. `finite` makes numbers of it that JSON has."""
+        """Return the values that a checkpoint stores. `finite` makes valid JSON numbers of them."""
         return {
             "epochs": self.epochs,
             "evaluated": self.evaluated,
@@ -152,8 +152,8 @@ class TrainingState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. The best metric and the patience are
-        taken over where the task still has them; new ones start empty.
+        """Continue from the state in a checkpoint. The best metric and the patience are restored if
+        the task still has them; new ones start empty.
         """
         self.epochs = int(state["epochs"])
         self.evaluated = int(state["evaluated"])
@@ -167,55 +167,51 @@ class TrainingState:
 
 
 class WholeModel(Whole, OwnRows):
-    """All of it, on this rank's device. Beside what the Stepper asks (model_shard.py), what the
-    training loop does; SplitModel answers the same.
+    """The whole model, on this rank's device. It has what the Stepper needs (model_shard.py) and
+    what the training loop needs; SplitModel has the same interface.
     """
 
     holder = "rank"
-    """Who walks a share of the data; of a split model a "replica", which is several ranks."""
+    """What computes one share of the data. For a split model "replica", which is several ranks."""
 
     def __init__(self, model: nn.Module, world: World, *, compiles: bool, exact: bool) -> None:
-        """`compiles`: by torch.compile, in place, so that the weights keep their names. `exact`: each
-        shape gets kernels of its own.
+        """`compiles`: use torch.compile, in place, so that the weights keep their names. `exact`:
+        compile separate kernels for each shape.
         """
         super().__init__(world)
         self.module = model.to(world.device)
-        """Whose gradients the Stepper sums."""
+        """The module whose gradients the Stepper sums."""
         self.runs = self.module
-        """What is trained, under the names of the whole model: for the task's optimizer."""
+        """The trained module, with the whole model's parameter names, for the task's optimizer."""
         self._activations = Activations(counts=not compiles)
         if compiles:
-            # else which kernels compute depends on the shapes that this rank has met before
+            # with dynamic shapes, the kernels would depend on the shapes that this rank saw before
             self.module.compile(dynamic=False if exact else None)
 
     @property
     def activations(self) -> int | None:
-        """Bytes that the forward of a micro-batch keeps for its backward; None where they are
-        not known.
-        """
+        """Bytes that the forward of a micro-batch keeps for its backward; None if unknown."""
         return self._activations.bytes
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Have an optimizer that was made for `runs` update `module`: it does."""
+        """Make an optimizer that was built for `runs` update `module`. Here they are the same."""
 
     def walk(self, stepper: Stepper, window: Window, forward: Forward) -> None:
-        """All of a window's micro-batches, forward and backward."""
+        """Compute forward and backward of all micro-batches of a window."""
         for batch in stepper.micro_batches(window):
             loss, weight = self._activations.watch(self.module, partial(_loss, forward, batch))
             stepper.backward(loss, weight)
 
     def idle(self) -> str | None:
-        """How long this rank waited for others within its steps, in words, where that can be
-        told.
-        """
+        """Return in words how long this rank waited for others in its steps; None if unknown."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """For mesh.json: where this rank stands, and what it holds."""
+        """Return this rank's place and what it holds, for mesh.json."""
         return {"rank": self._world.rank, "data": self._world.rank, "layers": "all"}
 
     def digest(self) -> str:
-        """SHA-256 of the whole model's weights. Every rank calls it."""
+        """Return the SHA-256 of the whole model's weights. Every rank calls it."""
         return sha256(weights(self.module))
 
 
@@ -226,8 +222,8 @@ def _loss(forward: Forward, batch: Any) -> tuple[Tensor, float | Tensor]:
 def place_model(
     task: Task, forward: Forward, settings: Settings, world: World
 ) -> WholeModel | SplitModel:
-    """`forward.model`, where the settings have it; `forward` then runs what is here. A model
-    that is split is taken apart.
+    """Place `forward.model` as the settings say, whole or split over a mesh. A split takes the
+    model apart, and `forward` then runs this rank's part.
     """
     compiles = task.compile if settings.compile is None else settings.compile
     grid = settings.mesh
@@ -242,7 +238,7 @@ def place_model(
             shares=grid.replicas,
             world_size=world.size,
         )
-    # with torch's engines, which take a second to import
+    # imported late: torch's engines take a second to import
     from lockstep.model_parallel.split_model import SplitModel
 
     placed = SplitModel(
@@ -259,8 +255,8 @@ def place_model(
 
 
 class AssembledTraining:
-    """One training on this rank, put together. Intra-op threads, which belong to the process and
-    not to it, are its caller's affair.
+    """One training on this rank, with all its parts. Intra-op threads belong to the process, so the
+    caller sets them.
     """
 
     def __init__(
@@ -276,7 +272,7 @@ class AssembledTraining:
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
         self.forward = Forward(model_of(task), task, self.precision, world.device)
-        # what cannot be stored is found before the training, not after it
+        # fails now, and not after the training, if something cannot be stored
         check_storable(self.forward.model)
         self.placed = place_model(task, self.forward, settings, world)
         self.model = self.placed.runs
@@ -295,9 +291,9 @@ class AssembledTraining:
     def _new_stepper(self) -> Stepper:
         task, settings = self.task, self.settings
         method = {name: getattr(settings, name) for name in knob.knobs(Parallelism)}
-        del method["mesh"]  # which `placed` is laid over
+        del method["mesh"]  # `placed` handles it
         if self.world.size == 1 and (settings.grow or settings.grow_if_wanted):
-            method["witness"] = None  # the others have died, and may come again
+            method["witness"] = None  # needs other ranks; they have died, and may come back
         stepper = Stepper(
             self.placed.module,
             self.optimizer,
@@ -329,14 +325,14 @@ class AssembledTraining:
         )
 
     def step(self, window: Window) -> StepResult:
-        """One optimizer step, of which nothing is recorded."""
+        """Take one optimizer step without recording it."""
         self.placed.walk(self.stepper, window, self.forward)
         result = self.stepper.step()
         self.average.after_step(result, self.stepper.steps)
         return result
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says beside the Stepper's and the Loader's state."""
+        """Return what a checkpoint stores besides the Stepper's and the Loader's state."""
         found: dict[str, Any] = finite(
             {
                 "task": self.task.name,
@@ -349,8 +345,8 @@ class AssembledTraining:
         return found
 
     def resume(self) -> tuple[str, Checkpoint | None]:
-        """Go on from the newest whole checkpoint of the run directory, if it has one; what has
-        changed in the task since, and it.
+        """Resume from the newest complete checkpoint of the run directory, if there is one. Return
+        what has changed in the task since then, in words, and the checkpoint.
         """
         changed = ""
 

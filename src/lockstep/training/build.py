@@ -1,5 +1,5 @@
-"""What a task's functions build, each answer checked once where it arrives: the model, its
-optimizer, a scheduler over a known length.
+"""Build the model, the optimizer, the scheduler and the Loader of a task. Each object that a task's
+function returns is checked once, here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a training is meant to be. A stream's epochs have no known length: then one of
+    """The planned length of a training. The epochs of a stream have no known length: then one of
     the two is None.
     """
 
@@ -33,8 +33,8 @@ class Length:
 
     @classmethod
     def of(cls, task: Task, settings: Settings, steps_per_epoch: int | None) -> Length:
-        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch
-        that is begun counts as one.
+        """`settings.steps` has priority over `settings.epochs`, which has priority over the task's
+        epochs. An incomplete epoch counts as one.
         """
         if settings.steps is not None:
             return cls(
@@ -46,7 +46,7 @@ class Length:
 
     @property
     def of_steps(self) -> str:
-        """Behind a number of steps: " of 100", where that is known."""
+        """Text that follows a number of steps: " of 100", or "" if the total is unknown."""
         return "" if self.steps is None else f" of {self.steps}"
 
 
@@ -59,8 +59,8 @@ def loader_of(
     *,
     drop_last: bool = False,
 ) -> Loader:
-    """This rank's, over the training data. `share`: which of how many shares is its, where that
-    is not one for every rank.
+    """Return this rank's Loader of the training data. `share`: (number, count) of the share that
+    this rank computes, if there are fewer shares than ranks.
     """
     number, shares = share or (world.rank, world.size)
     order = task.order(task.train_data) if task.order is not None else None

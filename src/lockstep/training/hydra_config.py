@@ -1,5 +1,5 @@
-"""A configuration that Hydra composes from a file and overrides, as the value of a parameter of
-`task()`. No output directory and no logging comes from Hydra here: `compose` only reads.
+"""Compose a configuration with Hydra from a file and overrides, as the value of a parameter of
+`task()`. Hydra makes no output directory and sets up no logging here: `compose` only reads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lockstep.runtime.extras import install
 
 
 def of_omegaconf(kind: Any) -> bool:
-    """Whether it is one of OmegaConf's types, which need not be installed."""
+    """Whether `kind` is a type of OmegaConf, which need not be installed."""
     return str(getattr(kind, "__module__", "")).startswith("omegaconf.")
 
 
 def composed(key: str, file: Path, texts: Mapping[str, str]) -> Any:
-    """The configuration that Hydra composes from `file`, for the parameter `key`, with `texts` as
-    overrides by their keys. Raises TaskError where Hydra refuses, or is not installed.
+    """Return the configuration that Hydra composes from `file` for the parameter `key`; `texts` are
+    overrides by key. Raises TaskError if Hydra refuses, or if Hydra or the file is missing.
     """
     try:
         from hydra import compose, initialize_config_dir
@@ -50,7 +50,7 @@ def composed(key: str, file: Path, texts: Mapping[str, str]) -> Any:
 
 
 def _paths(value: Any, above: str = "") -> Iterator[str]:
-    """Of all that a composed configuration holds: optimizer, optimizer.lr."""
+    """Yield the path of each value in a composed configuration, such as optimizer, optimizer.lr."""
     for key, each in value.items() if isinstance(value, Mapping) else ():
         yield f"{above}{key}"
         yield from _paths(each, f"{above}{key}.")

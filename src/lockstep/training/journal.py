@@ -1,9 +1,9 @@
-"""Where a training's records go: metrics.jsonl, loggers and the screen on rank 0, the task's callbacks
-on the ranks that asked; and what it says of itself there: how it trains, who holds what, where it
-resumes.
+"""Write a training's records: to metrics.jsonl, loggers and the screen on rank 0, and to the task's
+callbacks on the ranks that asked for them. Also record how it trains, what each rank holds, and
+from which step it resumes.
 
-The training loop reports what happened and knows none of these places. The screen is stderr
-(progress.py); stdout of `lockstep train` is its last line alone.
+The training loop reports events and knows none of these targets. The screen is stderr
+(progress.py); stdout of `lockstep train` has only its last line.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ MESH = "mesh.json"
 
 
 class Journal:
-    """One training's, meant to be so many `epochs` long. `says_skips`: nobody else tells of a
-    step that was skipped; `sent()`: bytes.
+    """The records of one training that is planned for `epochs` epochs.
 
-    `loggers`: rank 0's. `facts`: what rank 0 shows; None: nothing.
+    `says_skips`: print skipped steps, because nothing else reports them. `sent`: returns the bytes
+    sent so far. `loggers`: for rank 0. `facts`: what rank 0 shows; None: show nothing.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class Journal:
         self._on_step = task.on_step if calls else None
         self._on_evaluate = task.on_evaluate if calls else None
         self._last: Mapping[str, Any] | None = None
-        self._times: Sequence[StepTimes] = ()  # that the screen has not seen
+        self._times: Sequence[StepTimes] = ()  # that the screen has not shown yet
         self._clock, self._sent = time.perf_counter(), sent()
 
     def event(self, event: str, line: str | None = None, **facts: Any) -> None:
-        """Something that happened once. `line` is shown."""
+        """Record an event; print `line` if it is given."""
         self._write({"kind": "event", "event": event, **({"line": line} if line else {}), **facts})
         if line:
             self._say(line)
 
     def step(self, window: Window, lr: float, result: StepResult) -> None:
-        """One optimizer step, taken with learning rate `lr`."""
-        # known where `clip` is set
+        """Record one optimizer step, taken with learning rate `lr`."""
+        # the norm is known only if `clip` is set
         told = {"lr": lr, **({} if result.norm is None else {"grad_norm": result.norm})}
         skipped = None if result.applied else result.reason
         self._times = result.times
@@ -101,7 +101,9 @@ class Journal:
         )
 
     def applied(self, result: StepResult) -> None:
-        """The windows that a parameter server has applied since. Rank 0 knows of them."""
+        """Record the windows that a parameter server has applied since the last call. Only rank 0
+        has them.
+        """
         self._times = result.times
         for each in result.windows:
             told = {"gradient_age": each.age, "lr": each.lr}
@@ -141,14 +143,14 @@ class Journal:
         _call(self._on_step, record)
 
     def evaluating(self) -> None:
-        """An evaluation begins."""
+        """Show that an evaluation begins."""
         if self._screen is not None:
             self._screen.begin("evaluating")
 
     def evaluated(
         self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float
     ) -> None:
-        """One evaluation, after `step` steps, in or at the end of `epoch`, both counted from 1."""
+        """Record an evaluation after `step` steps, in or at the end of `epoch`; both from 1."""
         record = {
             "kind": "evaluate",
             "step": step,
@@ -175,11 +177,11 @@ class Journal:
                 self._say_problems(self._loggers)
 
     def finished(self, result: Result) -> None:
-        """What the training came to: loggers get it when they are closed."""
+        """Keep the result; loggers get it when they are closed."""
         self._result = result
 
     def _start_watch(self) -> None:
-        """What passes between here and the next step is that step's."""
+        """Count time and bytes from here on for the next step."""
         self._clock, self._sent = time.perf_counter(), self._bytes_sent()
 
     def _write(self, record: Record) -> None:
@@ -205,7 +207,7 @@ def _call(callback: Callable[[Record], None] | None, record: Record) -> None:
 
 
 def say_start(training: AssembledTraining, journal: Journal) -> None:
-    """Every rank calls it."""
+    """Record how the training starts. Every rank calls it."""
     settings, world, method = training.settings, training.world, training.stepper.method
     came_from = {} if settings.settings_file is None else {"settings_file": settings.settings_file}
     line = f"{training.loader.describe(training.placed.holder)}; {_how(training)}"
@@ -257,7 +259,7 @@ def _a_rank(count: int, what: str) -> str:
 
 
 def mesh_in_words(training: AssembledTraining) -> str:
-    """For the last line."""
+    """Return the mesh and its schedule, for the last line."""
     grid = training.settings.mesh
     if grid is None:
         return ""
@@ -265,7 +267,7 @@ def mesh_in_words(training: AssembledTraining) -> str:
 
 
 def _say_mesh(training: AssembledTraining, journal: Journal) -> None:
-    """Who holds what: a line, and mesh.json in the run directory."""
+    """Record what each rank holds: as a line, and as mesh.json in the run directory."""
     settings, world, grid = training.settings, training.world, training.settings.mesh
     assert grid is not None
     everyone: list[dict[str, Any]] = everybodys(
@@ -292,7 +294,7 @@ def _say_mesh(training: AssembledTraining, journal: Journal) -> None:
 def say_resumed(
     training: AssembledTraining, journal: Journal, found: Checkpoint, changed: str
 ) -> None:
-    """From `found`, since which the task has `changed`."""
+    """Record that the training resumed from `found`, and what has `changed` in the task since."""
     of = training.length.of_steps
     journal.event(
         "resumed",

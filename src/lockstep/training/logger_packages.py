@@ -1,5 +1,5 @@
-"""Weights & Biases, MLflow and TensorBoard as loggers (loggers.py), each by its own package, which is
-imported when it is opened.
+"""Weights & Biases, MLflow and TensorBoard as loggers (loggers.py). Each uses its own package,
+which is imported when the logger opens.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from lockstep.training.loggers import Ended, LoggedRun
 
 KINDS = {"step": "train", "evaluate": "evaluate"}
-"""Records that are logged, and what their numbers' names begin with."""
+"""The kinds of records that are logged, and the prefix of their numbers' names."""
 _SEND_EVERY = 1.0  # s
-_PATIENCE = 10.0  # s of each at the end, while other ranks wait; a stall is declared after 30
+_PATIENCE = 10.0  # s that each may take at the end: others wait, and a stall is declared after 30
 _SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
-_NUMBERS = count()  # of this process's event files: two may begin in one second
-_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000  # what MLflow takes at once, and of one value
+_NUMBERS = count()  # of this process's event files: two may start in the same second
+# MLflow's limits: metrics and parameters per request, characters of a parameter's value
+_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step or an evaluation, as they are called in every logger."""
+    """Return the numbers of a step or an evaluation, by the names that all loggers use."""
     if record["kind"] == "evaluate":
         return {f"evaluate/{name}": float(value) for name, value in record["metrics"].items()}
     found = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
@@ -39,7 +40,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class WandB:
-    """Its variables are honoured: WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR and others."""
+    """Honours wandb's variables: WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR and others."""
 
     def __init__(self, run: LoggedRun) -> None:
         import wandb
@@ -72,8 +73,8 @@ class WandB:
 
 
 class MLflow:
-    """In the store of MLFLOW_TRACKING_URI, else in mlflow.db in the run directory. Numbers are
-    sent by a thread, because a store that does not answer would hold the training up.
+    """Logs to the store of MLFLOW_TRACKING_URI, else to mlflow.db in the run directory. A thread
+    sends the numbers, because a store that does not answer would block the training.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -127,7 +128,7 @@ class MLflow:
 
         now = time.time()
         self._waiting += [
-            # the only characters that a name may have there
+            # MLflow allows only these characters in a name
             Metric(re.sub(r"[^\w\-. :/]", "_", name), value, int(now * 1000), record["step"])
             for name, value in scalars(record).items()
         ]
@@ -156,9 +157,10 @@ class MLflow:
 
 
 class TensorBoard:
-    """An event file of each process in the run directory, by TensorBoard's own package.
+    """An event file per process in the run directory, by TensorBoard's own package.
 
-    TensorBoard's own writer opens its file by name for each write, where another may be by then.
+    TensorBoard's own writer is not used: it opens its file by name for each write, and by then
+    another file may have that name.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -168,11 +170,14 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._event, self._summary = Event, Summary
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        name = (
+            f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+            f".{next(_NUMBERS)}"
+        )
         self._file = TelemetryFile(run.path / name)
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # has TensorBoard forget what earlier files say of this step and later ones
+        # makes TensorBoard drop what earlier files say of this step and later ones
         self._write(step=run.step, session_log=SessionLog(status=SessionLog.START))
         self.held: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
         for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
@@ -194,4 +199,4 @@ class TensorBoard:
 
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        self._file.flush()  # nothing is lost with a process that is killed
+        self._file.flush()  # a killed process loses nothing

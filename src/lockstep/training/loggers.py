@@ -1,10 +1,10 @@
 """The numbers of metrics.jsonl in Weights & Biases, MLflow, TensorBoard and a CSV file: `--log`.
 
 Rank 0 logs, so all ranks are one run. The run directory keeps the ids, so a resumed training is
-the same run. A logger that opens says up to which step it has each kind of record. It is given the
-later ones from metrics.jsonl first, so no step is missing and none is there twice after a kill.
+the same run. A logger that opens says up to which step it has each kind of record. It first gets
+the later records from metrics.jsonl, so after a kill no step is missing and none is logged twice.
 
-It is here and not in integrations/, because the training loop opens it and imports go down.
+This file is not in integrations/, because the training loop uses it and may not import from there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lockstep.training.logger_packages import KINDS, MLflow, TensorBoard, WandB,
 from lockstep.training.result import Result
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
-"""KILLED: stopped as asked, to be resumed."""
+"""KILLED: stopped on request, and can be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRun:
-    """What loggers are told of a training."""
+    """What a logger knows about a training."""
 
     path: Path
     """The run directory."""
@@ -44,17 +44,17 @@ class LoggedRun:
     """Hyper-parameters by name."""
 
     def ids(self) -> dict[str, str]:
-        """Of the runs of earlier processes, by logger."""
+        """Return the run ids of earlier processes, by logger."""
         file = self.path / "loggers.json"
         return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
 
     def keep(self, logger: str, id: str) -> None:
-        """For the processes that resume this training."""
+        """Save a logger's run id for the processes that resume this training."""
         write_whole(self.path / "loggers.json", json.dumps(self.ids() | {logger: id}) + "\n")
 
     def past(self) -> Iterator[dict[str, Any]]:
-        """Steps and evaluations before the one that it resumes from."""
-        if self.step and self.records.exists():  # the run may have come from copies elsewhere
+        """Yield the steps and evaluations before the step that the training resumes from."""
+        if self.step and self.records.exists():  # none if the run came from copies elsewhere
             with self.records.open(encoding="utf-8") as lines:
                 yield from (each for each in map(json.loads, lines) if each["kind"] in KINDS)
 
@@ -63,25 +63,25 @@ _WITHOUT_SERVER = {"wandb": ". Set WANDB_MODE=offline to log without a key and a
 
 
 class Logger(Protocol):
-    """Opened by its constructor, which is given the LoggedRun."""
+    """A logger, opened by its constructor, which takes the LoggedRun."""
 
     held: Mapping[str, int]
-    """The last step of each kind of record that it has."""
+    """The last step that the logger has of each kind of record."""
 
     def add(self, record: Mapping[str, Any]) -> None: ...
     def close(self, ended: Ended, summary: Mapping[str, Any]) -> None: ...
 
 
 class Loggers:
-    """Those of one training. One that fails is left out from then on, with a sentence in
-    `problems`: training does not end for it.
+    """The loggers of one training. A logger that fails is not used again and leaves a sentence in
+    `problems`; the training continues.
     """
 
     def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
-        """No names: TensorBoard, if it is installed.
+        """Open these loggers; without names, open TensorBoard if it is installed.
 
-        Raises UsageError where a package is missing, or a logger that is asked for cannot open at
-        the beginning of a training.
+        Raises UsageError if a package is missing, or if a logger in `names` cannot open at the
+        start of a training.
         """
         self.problems: list[str] = []
         self._open: dict[str, Logger] = {}
@@ -100,13 +100,13 @@ class Loggers:
                 self._add(name, logger, record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """A step or an evaluation; of anything else nothing is logged."""
+        """Log a step or an evaluation; other records are ignored."""
         if record["kind"] in KINDS:
             for name, logger in list(self._open.items()):
                 self._add(name, logger, record)
 
     def close(self, ended: Ended, result: Result | None = None) -> None:
-        # metrics are logged, and the headline is one of them
+        # metrics are already logged, and the headline is one of them
         known = {} if result is None else result.as_json() | {"metrics": {}, "headline": {}}
         summary = dict(_flat(known))
         for name, logger in list(self._open.items()):
@@ -134,7 +134,7 @@ class Loggers:
 def hyper_parameters(
     settings: Settings, recipe: Mapping[str, Any], machine: Mapping[str, str]
 ) -> dict[str, Any]:
-    """By name, such as "global_batch", "optimizer.0.lr", and "set.width" of `--set width=8`."""
+    """Return them by name: "global_batch", "optimizer.0.lr", "set.width" (of --set width=8), ..."""
     chosen = settings.as_json()
     for name in ("log", "grow", "grow_if_wanted", "settings_file"):
         del chosen[name]
@@ -143,7 +143,7 @@ def hyper_parameters(
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and "!" in value:  # a tuple, as a checkpoint has it
+    if isinstance(value, Mapping) and "!" in value:  # a tuple, as a checkpoint encodes it
         yield name, str(value["of"])
     elif isinstance(value, Mapping | list):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -162,7 +162,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 def _is_installed(package: str) -> bool:
     found = find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name has none
+    return found is not None and found.origin is not None  # a plain folder has no origin
 
 
 def _line(error: Exception) -> str:

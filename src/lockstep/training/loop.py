@@ -1,5 +1,5 @@
-"""The training loop: the one that a user would write with Loader and Stepper (README); around it
-stand evaluation, records and checkpoints.
+"""The training loop. It is the loop that a user would write with Loader and Stepper (README), with
+evaluation, records and checkpoints around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.world.world import World
 
 
 class Training(AssembledTraining):
-    """From where it has come to, to its end."""
+    """A training that runs from its current state to its end."""
 
     def __init__(
         self, task: Task, settings: Settings, world: World, run: RunDirectory | None
@@ -107,7 +107,7 @@ class Training(AssembledTraining):
         if self.reached.unevaluated is not None:
             self._evaluate(journal, self.reached.unevaluated)
         elif at["epoch"] > self.reached.epochs:
-            # resumed from a checkpoint that was taken before its epoch's end was seen to
+            # resumed from a checkpoint that was saved before the end of its epoch was handled
             self._end_of_epoch(journal, at["epoch"], whole=True)
         elif self._over() and self.reached.evaluated != self.stepper.steps:
             self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
@@ -157,12 +157,14 @@ class Training(AssembledTraining):
             journal.applied(result)
             self._regroup(journal)
         if result.stop and not self._at_last_step():
-            # at the end it is over anyway, but for the evaluation
+            # after the last step only the evaluation is left
             self._stop(journal)
         self.saves.after_step(self.state, last=self._at_last_step())
 
     def _regroup(self, journal: Journal) -> None:
-        """Where ranks have died that can be done without, the rest go on, from a meeting on."""
+        """If ranks have died that the training can do without, continue with the other ranks. They
+        have synchronized by then.
+        """
         before, now = self._ranks, self.world.size
         if now == before:
             return
@@ -173,7 +175,7 @@ class Training(AssembledTraining):
         self.saves.regroup()
 
     def _stop(self, journal: Journal) -> NoReturn:
-        """All ranks were asked to stop, and are here."""
+        """A rank was asked to stop: save and raise Preempted. All ranks call it."""
         steps, command = self.stepper.steps, self.saves.stop(self.state)
         then = (
             f"saved: resume with {command}"
@@ -188,7 +190,7 @@ class Training(AssembledTraining):
         raise Preempted(steps, command is not None)
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
-        self.stepper.meet()  # an evaluation, and a result, are of one model
+        self.stepper.meet()  # an evaluation or a result needs equal replicas
         steps = self.stepper.steps
         self.stepper.check_replicas(f"before the evaluation after step {steps}")
         if self.evaluation is None:
@@ -212,7 +214,7 @@ class Training(AssembledTraining):
             raise LockstepError("no-step-applied", steps=steps)
 
     def _result(self, seconds: float) -> Result:
-        """The training is over: its last checkpoint, and what it came to."""
+        """Save the last checkpoint of the finished training, and return its result."""
         digest = self.placed.digest()
         reached, average = self.reached, self.average.found
         return Result(

@@ -4,12 +4,13 @@ numbers on.
 step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update),
            weight, samples_by_rank,
            lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step);
-           where `clip` is set grad_norm (of the whole gradient, before clipping; not with a
-           parameter server); with a parameter server gradient_age (updates that came while its
-           gradients were computed and waited, on average); one record a window, in the order in
-           which they were applied, and bytes_sent is since the record before
+           with `clip` also grad_norm (of the whole gradient, before clipping; not with a
+           parameter server); with a parameter server also gradient_age (mean number of updates
+           between the pull of the parameters and the use of their gradients). A parameter server
+           gives one record per window, in the order of application, and bytes_sent counts since
+           the previous record
 evaluate   step, epoch, metrics (name -> value), seconds
-event      event, and what belongs to it
+event      event, and the fields that belong to it
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _BUFFER = 2**16  # bytes
 
 
 class MetricsFile:
-    """Appends records to a file, each complete as soon as it is written. Raises LockstepError,
-    naming the file, where that fails.
+    """Appends records to a file; each is complete as soon as it is written. Raises LockstepError,
+    with the file's name, if that fails.
     """
 
     def __init__(self, file: Path) -> None:
@@ -66,8 +67,8 @@ class MetricsFile:
 
 
 def forget_after(metrics: Path, step: int, evaluated: int) -> None:
-    """Leave out of metrics.jsonl what is going to happen again: steps after `step`, evaluations
-    after `evaluated`, and half a line.
+    """Remove from metrics.jsonl what will happen again: steps after `step`, evaluations after
+    `evaluated`. Also remove incomplete lines.
     """
     if not metrics.exists():
         return
@@ -84,7 +85,7 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no nan and no infinity: they become "nan", "inf" and "-inf", which `float` reads."""
+    """Return `value` with nan and infinities, which JSON lacks, as texts that `float` reads."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -95,9 +96,9 @@ def finite(value: Any) -> Any:
 
 
 class TelemetryFile:
-    """Appends to `file` through one descriptor. What waits to be written is lost with a process
-    that is killed. Training can do without it: where it cannot be written, it ends with a warning
-    that names it.
+    """Appends to `file` through one descriptor. A killed process loses what is still in the
+    buffer. Training can do without the file: if a write fails, a warning names the file, and
+    writing ends.
     """
 
     def __init__(self, file: Path) -> None:
@@ -142,11 +143,11 @@ class TelemetryFile:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """`value`, as JSON has it, as a `kind`: a dataclass, whose fields with a default may be
+    """Convert `value`, as JSON has it, to `kind`: a dataclass, whose fields with a default may be
     missing, a container of one, or a plain value.
 
-    Raises ValueError, TypeError, KeyError or AttributeError where it is not plainly that. Floats
-    are no less than 0 but where they are Annotated.
+    Raises ValueError, TypeError, KeyError or AttributeError if it does not fit. Numbers must be at
+    least 0, unless they are Annotated.
     """
     origin, inside = get_origin(kind), get_args(kind)
     if is_dataclass(kind):

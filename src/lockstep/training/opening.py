@@ -1,6 +1,4 @@
-"""What is opened around a training: the world, the run directory, and how the process computes
-meanwhile.
-"""
+"""What a training runs in: the world, the run directory, and how this process computes."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from lockstep.world.world import World, init
 
 
 def backend_of(device: Device) -> str | None:
-    """What `lockstep.init` is told for that device; None: what the hardware suggests."""
+    """Return the backend for `lockstep.init`; None lets the hardware decide."""
     return {"auto": None, "cpu": "gloo", "cuda": "nccl"}[device]
 
 
 def computing(settings: Settings, world: World) -> AbstractContextManager[object]:
-    """How the process computes while it trains: in exact mode that is the world's affair, until
-    it closes.
+    """Return a context that sets how this process computes while it trains. In exact mode the call
+    itself sets it, until the world closes.
     """
     if settings.exact:
         return nullcontext(world.compute_deterministically(settings.threads))
@@ -36,8 +34,8 @@ def computing(settings: Settings, world: World) -> AbstractContextManager[object
 
 @contextmanager
 def intra_op_threads(count: int | None) -> Iterator[None]:
-    """torch, in this process, computes with that many threads within the block; None leaves them
-    as they are (the cores shared among the host's ranks).
+    """Let torch use `count` threads in this process within the block. None keeps the number that is
+    set (the cores of the host, shared among its ranks).
     """
     before = torch.get_num_threads()
     if count is not None:
@@ -50,7 +48,7 @@ def intra_op_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def world_for(world: World | None, device: Device) -> Iterator[World]:
-    """The one that is given, else the open one, else one for this training."""
+    """Yield the given world, else the open one, else a new one for this training."""
     knobs(Config)["device"].check(device)
     if world is None and not dist.is_initialized():
         with init(backend=backend_of(device)) as own:
@@ -66,7 +64,7 @@ def world_for(world: World | None, device: Device) -> Iterator[World]:
 def run_directory_for(
     run: Path | str | RunDirectory | None, settings: Settings, world: World
 ) -> Iterator[RunDirectory | None]:
-    """The run's folder on all ranks."""
+    """Yield the run directory on all ranks."""
     if run is None or isinstance(run, RunDirectory):
         yield run
         return
@@ -81,8 +79,8 @@ def run_directory_for(
 def claimed_by_first(
     world: World, claim: Callable[[], RunDirectory], refused: Callable[[int], BaseException]
 ) -> Iterator[RunDirectory]:
-    """The folder that rank 0 claims, and may have named, on all ranks. Where it cannot, the
-    others raise what `refused` makes of its exit code.
+    """Yield on all ranks the folder that rank 0 claims, and may have named. If rank 0 cannot claim
+    it, the others raise what `refused` returns for its exit code.
     """
     mine, problem = None, None
     if world.rank == 0:

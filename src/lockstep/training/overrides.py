@@ -1,9 +1,10 @@
-"""--set key=value: texts as the arguments of a task file's `task()`.
+"""--set key=value: convert texts to the arguments of a task file's `task()`.
 
---set lr=0.1                        a parameter: its annotation, else its default, says the type
---set optimizer.lr=0.1              inside a parameter's default: a dict, a dataclass, an OmegaConf object; what is there says the type
---set cfg=conf/config.yaml          a parameter of type DictConfig: composed by Hydra from this file
---set cfg.optimizer=adam            then what is set in it is an override in Hydra's own grammar
+--set lr=0.1                  a parameter: its annotation, else its default, gives the type
+--set optimizer.lr=0.1        a value inside a parameter's default, which is a dict, a dataclass or
+                              an OmegaConf object: the value that is there gives the type
+--set cfg=conf/config.yaml    a parameter of type DictConfig: Hydra composes it from this file
+--set cfg.optimizer=adam      after that: an override inside it, in Hydra's own grammar
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from lockstep.training.hydra_config import composed, of_omegaconf
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-_ANY = int | float | bool | str | None  # where there is no value whose type counts
+_ANY = int | float | bool | str | None  # if there is no value that gives the type
 _OPEN = ("None", "???", "${")  # texts of None, and of OmegaConf's missing values and interpolations
 UNSEEN: Any = object()
-"""As a parameter's default: not known before the file runs."""
+"""A parameter's default that is not known before the file runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One that `task()` takes."""
+    """A parameter of `task()`."""
 
     kind: Any
     """Its type."""
@@ -42,7 +43,7 @@ class Parameter:
 def arguments(
     function: Callable[..., object], overrides: Mapping[str, str], name: str, folder: Path
 ) -> dict[str, Any]:
-    """The keyword arguments for `function`, from text.
+    """Return the keyword arguments for `function`, converted from text.
 
     A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or
     None), else its default's. Raises TaskError for an unknown key, a value that does not fit, a
@@ -51,8 +52,8 @@ def arguments(
     Args:
         function: the `task` of a task file.
         overrides: texts by parameter, or by `parameter.path.inside.it`.
-        name: the task's, for errors.
-        folder: where the files of Hydra configurations lie.
+        name: the name of the task, for errors.
+        folder: the folder of Hydra's configuration files.
     """
     hints = _hints(function)
     parameters = {
@@ -70,7 +71,7 @@ def arguments(
 def converted(
     parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str, folder: Path
 ) -> dict[str, Any]:
-    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as
+    """Return `overrides` as values for these parameters of the task `name`. Raises TaskError as
     `arguments` does.
     """
     given: dict[str, dict[str, str]] = {}
@@ -88,7 +89,7 @@ def converted(
 def _value(
     key: str, parameter: Parameter, texts: Mapping[str, str], name: str, folder: Path
 ) -> Any:
-    """Of one parameter. `texts`: by the path inside it; "" is the whole."""
+    """Return one parameter's value. `texts`: by the path inside it; "" is the whole parameter."""
     inside = {path: text for path, text in texts.items() if path}
     whole = texts.get("")
     kinds = get_args(parameter.kind) or (parameter.kind,)
@@ -103,7 +104,7 @@ def _value(
 
 
 def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
-    """A copy of `value`, which stands at `key`, with another value at `path` inside it."""
+    """Return a copy of `value`, the value of `key`, in which `text` replaces what is at `path`."""
     here, _, rest = path.partition(".")
     members = _members(value)
     if here not in members:
@@ -126,7 +127,7 @@ def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
 
 
 def _members(value: Any) -> dict[str, tuple[Any, Any]]:
-    """What a value holds: by name, the member and its type."""
+    """Return the members of a value by name, each with its type."""
     if is_dataclass(value) and not isinstance(value, type):
         hints = _hints(type(value))
         held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
@@ -135,8 +136,8 @@ def _members(value: Any) -> dict[str, tuple[Any, Any]]:
     if of_omegaconf(type(value)):
         from omegaconf import OmegaConf
 
-        plain = OmegaConf.to_container(value)  # interpolations and missing values as texts
-        hints = _hints(OmegaConf.get_type(value) or dict)  # of a structured one
+        plain = OmegaConf.to_container(value)  # interpolations and missing values stay texts
+        hints = _hints(OmegaConf.get_type(value) or dict)  # a structured config has types
     if not isinstance(plain, Mapping):
         return {}
     return {
@@ -157,7 +158,7 @@ def _unknown(
 
 
 def type_of_default(default: object) -> Any:
-    """What a parameter without an annotation takes."""
+    """Return the type of a parameter that has no annotation."""
     return str if default is None else type(default)
 
 
@@ -165,7 +166,7 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except (NameError, TypeError, AttributeError):
-        # annotated with names that exist for type checkers only: the defaults' types count
+        # annotated with names that exist only for type checkers: use the types of the defaults
         return {}
 
 
@@ -184,7 +185,7 @@ def _convert(key: str, text: str, kind: Any) -> Any:
 
 
 def _one(text: str, kind: Any) -> Any:
-    """One type's value; ValueError where the text is none."""
+    """Convert `text` to one type. Raises ValueError if it does not fit."""
     if get_origin(kind) is Literal:
         return (
             next(value for value in get_args(kind) if str(value) == text)

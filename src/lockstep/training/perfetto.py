@@ -1,12 +1,12 @@
 """RUN/timeline.json: steps, phases and buckets of every rank for Perfetto (ui.perfetto.dev) and
 chrome://tracing.
 
-The trace-event format, as an object with `traceEvents`; times in microseconds from the first event.
-A rank is a process of the trace, with a lane for its phases and lanes for its buckets: what
-overlaps in part stands side by side, since complete events of one lane must nest.
+The file is in the trace-event format, an object with `traceEvents`. Times are in microseconds from
+the first event. A rank is a process of the trace, with lanes for its phases and for its buckets.
+Complete events of one lane must nest, so events that overlap in part are on different lanes.
 
-Clocks of several hosts differ. They are aligned by the moment at which a step's sums were there,
-which is the same on all ranks but for the transfer.
+Clocks of several hosts differ. They are aligned by the moment at which a step's sums arrive, which
+is the same on all ranks except for the time of the transfer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.training.timeline import Anatomy, Lane, StepsLine
 
 FILE = "timeline.json"
 _PHASES, _BUCKETS = 1, 2
-"""The first lanes' numbers; a second lane of buckets is 3 and so on."""
+"""Numbers of the first lanes. Further phases are on odd lanes, further buckets on even ones."""
 Event = dict[str, Any]
 
 
 def trace(anatomy: Anatomy) -> dict[str, Any]:
-    """What the file holds. Without events where no step was recorded with its times."""
+    """Return the contents of the file; no events if no step was recorded with spans."""
     behind = offsets(anatomy)
     origin = min((began + behind[host] for host, began in _first(anatomy)), default=0.0)
     events: list[Event] = []
@@ -41,15 +41,15 @@ def trace(anatomy: Anatomy) -> dict[str, Any]:
 
 
 def write(run: Path, anatomy: Anatomy) -> Path:
-    """The trace of `anatomy` as timeline.json in `run`. Raises OSError."""
+    """Write the trace of `anatomy` to timeline.json in `run`; return the file. Raises OSError."""
     file = run / FILE
     write_whole(file, json.dumps(trace(anatomy), separators=(",", ":")) + "\n")
     return file
 
 
 def offsets(anatomy: Anatomy) -> dict[str, float]:
-    """Seconds to add to each host's clock, so that it shows what the first host's does: the
-    median over the steps that both recorded.
+    """Return the seconds to add to each host's clock to get the first host's: the median over the
+    steps that both recorded.
     """
     arrived: dict[str, dict[tuple[int, int], list[float]]] = {}
     for number, generation in enumerate(anatomy.generations):
@@ -72,8 +72,8 @@ def offsets(anatomy: Anatomy) -> dict[str, float]:
 
 
 def summed_at(line: StepsLine) -> float | None:
-    """When the sums of a step were there, on its rank's clock: its last bucket's, else the end
-    of its last communication.
+    """Return when the sums of a step arrived, on its rank's clock: the arrival of the last bucket,
+    else the end of the last communication.
     """
     done = [done for _, _, done in line.buckets if done is not None]
     done = done or [ended for phase, _, ended in line.spans if phase in ("moving", "waits")]
@@ -81,7 +81,7 @@ def summed_at(line: StepsLine) -> float | None:
 
 
 def _by_start(anatomy: Anatomy, host: str) -> float:
-    """Where no step tells: ranks of one generation began at about the same time."""
+    """Estimate an offset without common steps: ranks of one generation start at about one time."""
     for generation in anatomy.generations:
         starts = [lane.begin.at for lane in generation.lanes.values() if lane.begin.host == host]
         if starts and generation.begin.host != host:
@@ -90,7 +90,7 @@ def _by_start(anatomy: Anatomy, host: str) -> float:
 
 
 def _first(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
-    """Each host, and when something begins there, on its clock."""
+    """Yield (host, begin) of each span and bucket, on the host's clock."""
     for lane in (lane for generation in anatomy.generations for lane in generation.lanes.values()):
         for line in lane.steps:
             yield from ((lane.begin.host, began) for _, began, _ in line.spans)
@@ -99,7 +99,7 @@ def _first(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
 
 def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[Event]:
     def event(place: int, name: str, kind: str, began: float, ended: float, **facts: int) -> Event:
-        """Whole microseconds, both ends rounded: what ended when the next began still does."""
+        """Round both ends to microseconds, so that events that touch still do."""
         start, end = (round(1e6 * (moment + offset)) for moment in (began, ended))
         return {
             "ph": "X",
@@ -136,8 +136,8 @@ def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[
 
 
 def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
-    """`events`, in order of time, each in the first lane of its kind in which it lies beside the
-    others or inside of them.
+    """Put each event on the first lane of its kind where it lies beside the others or within one.
+    `events` are in order of time.
     """
     open_until: dict[tuple[int, int], list[int]] = {}
     for event in events:
@@ -149,8 +149,8 @@ def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _fits(ends: list[int], event: Event) -> bool:
-    """Whether it starts after, or lies within, what has begun. `ends`: of those that are not
-    over, the innermost last.
+    """Whether `event` starts after the open events end, or lies within the innermost. `ends`: the
+    ends of the open events, the innermost last.
     """
     while ends and ends[-1] <= event["ts"]:
         ends.pop()
@@ -158,7 +158,7 @@ def _fits(ends: list[int], event: Event) -> bool:
 
 
 def _names(hosts: Mapping[int, str], events: Sequence[Event]) -> Iterator[Event]:
-    """How viewers call processes and lanes, and in which order they show them."""
+    """Yield the names and the order of processes and lanes, for viewers."""
 
     def about(rank: int, lane: int, what: str, **said: Any) -> Event:
         return {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": said}

@@ -1,9 +1,8 @@
-"""What rank 0 shows of a training on stderr: a bar on a terminal, plain lines anywhere else, with
-the same facts.
+"""What rank 0 shows of a training on stderr: a bar on a terminal, plain lines elsewhere, with the
+same facts.
 
-The bar is one row, redrawn by `step` itself at most five times a second: it needs no thread, and
-what other processes write to the terminal stays readable. Facts that do not fit beside it take
-turns.
+The bar is one row. `step` itself redraws it, at most five times a second, so no thread is needed
+and the output of other processes stays readable. Facts that do not fit beside the bar take turns.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from lockstep.runtime.step_clock import StepTimes
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = (10.0, 60.0)
 _LINES_SHARE = 1 / 60
-"""Of the time since the start: lines come every 10 s at first, every minute after an hour."""
+"""Share of the time since the start between two lines: 10 s at first, a minute after an hour."""
 _TURN_SECONDS = 5.0
 _MEMORY_SECONDS = 10.0
 _BAR = (10, 40)
-"""Columns that the bar takes, at least and at most."""
+"""Minimum and maximum width of the bar, in columns."""
 _SPARE = 5
 """Columns between the parts, and at the end, where a terminal writes the ^C of Ctrl-C."""
 
@@ -41,19 +40,18 @@ class Facts:
         starts: int = 0,
         newest: Callable[[], tuple[int, float] | None] = lambda: None,
     ) -> None:
-        """`steps` and `epochs`: how long the training is, None where nobody knows. `starts`: how
-        often it was started before. `newest()`: step of the newest checkpoint, and when it was
-        there (time.time()).
+        """`steps` and `epochs`: how long the training is; None if unknown. `starts`: how often it
+        was started before. `newest()`: step and time (time.time()) of the newest checkpoint.
         """
         self.steps, self._epochs, self._starts, self._newest = steps, epochs, starts, newest
         self.record: Mapping[str, Any] = {}
-        """The latest step's."""
+        """The record of the latest step."""
         self._first: tuple[float, int] | None = None
         self._now = 0.0
         self._samples = self._seconds = 0.0
         self._exposed = self._timed = 0.0
         self.doing = ""
-        """What the training does between two steps, where that may take long."""
+        """What the training does between two steps, if that may take long."""
 
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
         """Take in one step's record, and the times of the steps that became known with it."""
@@ -68,14 +66,14 @@ class Facts:
         self._timed = self._timed * fades + sum(each.seconds for each in times)
 
     def where(self) -> str:
-        """`epoch 2/12, step 30/276`."""
+        """Return `epoch 2/12, step 30/276`."""
         if not self.record:
             return "before the first step"
         epoch, step = of(self.record["epoch"], self._epochs), of(self.record["step"], self.steps)
         return f"epoch {epoch}, step {step}"
 
     def all(self) -> list[str]:
-        """The most important first; a fact that is not known is left out."""
+        """Return the facts that are known, the most important first."""
         found = [self.doing] if self.doing else []
         if not self.record:
             return found
@@ -95,7 +93,7 @@ class Facts:
         return found
 
     def _left(self) -> float | None:
-        """Seconds, if the rest takes as long as the steps since this start did."""
+        """Return the seconds to the end at the mean pace since this start; None if unknown."""
         done = int(self.record["step"])
         if self.steps is None or self._first is None:
             return None
@@ -115,16 +113,16 @@ class Progress(Protocol):
 
 
 def progress(facts: Facts) -> Progress:
-    """A bar if stderr is a terminal that can redraw a row, else lines."""
+    """Return a bar if stderr is a terminal that can redraw a row, else lines."""
     redraws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return Live(facts) if redraws else Plain(facts)
 
 
 class Plain:
-    """Lines, at most one every ten seconds beside what is said."""
+    """Lines: at most one every ten seconds, besides those of `say`."""
 
     def __init__(self, facts: Facts, out: TextIO | None = None) -> None:
-        """`out`: where they go; None: stderr."""
+        """`out`: where to print; None: stderr."""
         self._facts, self._out = facts, out
         self._began = self._shown = time.monotonic()
 
@@ -132,7 +130,7 @@ class Plain:
         print(line, file=self._out or sys.stderr, flush=True)
 
     def begin(self, what: str) -> None:
-        """Nothing is shown of that: the line of its end is soon enough."""
+        """Show nothing: the line at its end is enough."""
 
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
         self._facts.step(record, times)
@@ -150,18 +148,18 @@ class Plain:
 
 
 class Live:
-    """One row that is redrawn; what is said stands above it. A log that copies the terminal
-    gets the plain lines in its place.
+    """One row that is redrawn. Lines of `say` appear above it. A log that copies the terminal gets
+    the plain lines instead.
     """
 
     def __init__(self, facts: Facts) -> None:
-        from rich.console import Console  # only on a terminal: it takes a while
+        from rich.console import Console  # imported only on a terminal: it takes a while
         from rich.file_proxy import FileProxy
         from rich.live import Live as Row
 
         class Terminal(Console):
             def show_cursor(self, show: bool = True) -> bool:
-                return False  # hidden, it would stay hidden when this rank is killed
+                return False  # a hidden cursor would stay hidden if this rank were killed
 
         self._facts = facts
         error = sys.stderr
@@ -172,7 +170,7 @@ class Live:
         self._tees = [
             each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()
         ]
-        # then rich has what others print stand above the bar, else it is done here, and copied
+        # without a log rich puts other output above the bar, else it is done below and copied
         theirs = self._log is None
         self._began, self._drawn = time.monotonic(), 0.0
         self._row = Row(
@@ -231,7 +229,9 @@ class Live:
 
 
 def in_pages(facts: Sequence[str], width: int) -> list[str]:
-    """As few rows of that width as hold all facts, each fact whole; never none."""
+    """Split the facts into as few rows of `width` columns as possible, at least one. No fact is
+    split.
+    """
     pages: list[str] = [""]
     for fact in facts:
         longer = f"{pages[-1]}, {fact}" if pages[-1] else fact
@@ -243,12 +243,12 @@ def in_pages(facts: Sequence[str], width: int) -> list[str]:
 
 
 def of(done: int, total: int | None) -> str:
-    """`3/12`, and `3` where nobody knows how many there are."""
+    """Return `3/12`, or `3` if the total is unknown."""
     return f"{done}/{total}" if total is not None else str(done)
 
 
 def clock(seconds: float) -> str:
-    """12 s, 3:05, 2:03:05."""
+    """Return a time as text: 12 s, 3:05, 2:03:05."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,13 +1,13 @@
-"""From what the user typed to a Task: a bundled name, or a file whose `task()` returns one, with
---set key=value as its arguments.
+"""Load the Task that the user asks for: a bundled name, or a file whose `task()` returns a Task,
+with --set key=value as its arguments.
 
 A user's file is loaded as `import` would load it, from its own folder, so that modules beside it
-are found and loader workers can unpickle its classes. What goes wrong inside it is the user's own
+are found and loader workers can unpickle its classes. An error inside it is the user's own
 exception with the user's own traceback; nothing is hidden.
 
-`located` reads a file without running it: a mistake that shows there is told at once, before torch
-is loaded. What cannot be told without running the file (a `task` that is imported, decorated, or
-made in a loop) is left to `resolve`.
+`located` reads a file without running it, so it reports a visible mistake at once, before torch is
+loaded. What only running the file can tell (a `task` that is imported, decorated, or made in a
+loop) is left to `resolve`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BUNDLED = {name: f"lockstep.tasks.{name}" for name in ("digits", "text")}
 
 
 def locate(name: str) -> str:
-    """The bundled name as it is, or the absolute path of the user's file: what any process can find
-    again. Runs nothing.
+    """Return the bundled name as it is, or the absolute path of the user's file, so that any
+    process can find the task again. Runs nothing.
 
     Raises TaskError for an unknown name (with the known ones) and for a file that is not there.
     """
@@ -58,20 +58,20 @@ def locate(name: str) -> str:
 
 
 def file_of(place: str) -> Path:
-    """The source of a task that `locate` has found."""
+    """Return the source file of a task that `locate` has found."""
     return Path(__file__).parents[1] / "tasks" / f"{place}.py" if place in BUNDLED else Path(place)
 
 
 def short_name(name: str) -> str:
-    """How a task is called in the run directory's name and the last line."""
+    """Return the task's name for the run directory and the last line."""
     return name if name in BUNDLED else Path(name).stem
 
 
 def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     """Load the task and call its `task(**overrides)`, each value converted to the parameter's type.
 
-    Raises TaskError where there is no `task()`, where it returns something else, or where an
-    override does not fit.
+    Raises TaskError if there is no `task()`, if it returns something else, or if an override does
+    not fit.
     """
     place = locate(name)
     module = importlib.import_module(BUNDLED[place]) if place in BUNDLED else _load(Path(place))
@@ -83,7 +83,7 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
 
 
 def wrong_type(function: str, found: object, expected: str) -> TaskError:
-    """For what a function of the user's returned."""
+    """Return the error for a wrong value that a user's function has returned."""
     return TaskError(
         "wrong-return-type", function=function, type=type(found).__name__, expected=expected
     )
@@ -106,7 +106,7 @@ def _load(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     assert spec is not None, "a .py file always has a spec"
     module = module_from_spec(spec)
-    # Compiled and run here, not by the import system, whose frames would stand in the user's
+    # Compiled and run here, because the frames of the import system would be in the user's
     # traceback.
     code: Any = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     sys.modules[name] = module
@@ -144,15 +144,15 @@ _NAMES = {
     "Any": Any,
     "typing": typing,
 } | {name: getattr(typing, name) for name in ("Literal", "Optional", "Union")}
-# by which a file may define names that its text does not show
+# with these a file may define names that its text does not show
 _UNSEEN = {"globals", "exec", "eval", "setattr", "__getattr__"}
 
 
 def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
-    """As `locate`, and the file has been looked at.
+    """Check the task's file without running it, and return the same as `locate`.
 
-    Raises TaskError where its syntax is wrong, where it has no `task()`, and where an override does
-    not fit its parameters.
+    Raises TaskError if its syntax is wrong, if it has no `task()`, or if an override does not fit
+    its parameters.
     """
     place = locate(name)
     module = _parsed(file_of(place), name)
@@ -170,12 +170,12 @@ def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
 
 
 def declares_task(file: Path) -> bool:
-    """Whether the file gives the name `task` a value. Raises TaskError where it is not Python."""
+    """Whether the file gives the name `task` a value. Raises TaskError if it is not Python."""
     return bool(_bound(_parsed(file, str(file))))
 
 
 def _bound(module: ast.Module) -> list[ast.AST]:
-    """Where the module gives the name `task` a value."""
+    """Return the nodes that give the name `task` a value."""
     return [node for node in _outside_functions(module) if "task" in _binds(node)] + [
         node for node in ast.walk(module) if isinstance(node, ast.Global) and "task" in node.names
     ]
@@ -212,7 +212,7 @@ def _parsed(file: Path, name: str) -> ast.Module:
 
 
 def _binds(node: ast.AST) -> set[str]:
-    """Names that a statement gives a value to, wherever it stands."""
+    """Return the names that a node gives a value to."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Name):
@@ -238,14 +238,14 @@ def _parameters(function: ast.FunctionDef) -> Iterator[tuple[str, Parameter]]:
         if each not in taken.posonlyargs:
             kind = _kind(each.annotation, default)
             value = _literal(default)
-            if kind is Any and value is None:  # what is set inside it may come from a file
+            if kind is Any and value is None:  # an override inside may belong to a Hydra file
                 value = UNSEEN
             yield each.arg, Parameter(kind, default is None, value)
 
 
 def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:
-    """The type that text is converted to; Any, which takes all, where the file must be run to
-    know it.
+    """Return the type that text is converted to; Any, which accepts everything, if only running the
+    file can tell.
     """
     if annotation is not None:
         try:
@@ -254,7 +254,7 @@ def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:
                 if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
                 else ast.unparse(annotation)
             )
-            return eval(text, dict(_NAMES))  # names of plain types alone: nothing of the file runs
+            return eval(text, dict(_NAMES))  # only names of plain types: nothing of the file runs
         except Exception:
             return Any
     value = _literal(default)

@@ -1,7 +1,7 @@
-"""What a training came to: an object for Python, a file for the run directory, and the one line
-that ends the command.
+"""The result of a training: an object for Python, a file for the run directory, and the last line
+of the command.
 
-No torch at the top: the launcher prints the line after the ranks have gone.
+No torch at the top: the launcher prints the line after the ranks have ended.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PLAIN = (
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a training came to. `lockstep.train` returns it on every rank."""
+    """The result of a training. `lockstep.train` returns it on every rank."""
 
     task: str
     """The task's name."""
     model: nn.Module
     """The model after the last step, on this rank's device."""
     average: nn.Module | None = None
-    """The model with averaged weights, if the task has an average. `metrics` are then its metrics."""
+    """The model with averaged weights, if the task has an average. `metrics` are then its own."""
     metrics: dict[str, float]
     """Values of the last evaluation by name; empty without eval_data."""
     best: dict[str, Any] | None
@@ -60,14 +60,14 @@ class Result:
     sha256: str
     """SHA-256 of the parameters' and buffers' raw bytes in the order of their sorted names."""
     average_sha256: str | None = None
-    """The same of the averaged weights."""
+    """SHA-256 of the averaged weights, computed alike."""
     run: Path | None
     """The run directory."""
     checkpoint: Path | None
     """The folder of the newest checkpoint."""
 
     def as_json(self) -> dict[str, Any]:
-        """What result.json holds. Paths are relative to the run directory."""
+        """Return the contents of result.json. Paths are relative to the run directory."""
         name, value = self.headline
         return {
             "headline": {"name": name, "value": value},
@@ -81,8 +81,8 @@ class Result:
 
 
 def last_line(result: Mapping[str, Any]) -> str:
-    """The command's last line, from what result.json holds."""
-    # it may end inside the first epoch
+    """Return the command's last line, from the contents of result.json."""
+    # training may end within the first epoch
     whole = ("epoch", "step", "worker") if result["epochs"] else ("step", "worker")
     counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
     headline = result["headline"]
@@ -95,7 +95,7 @@ def last_line(result: Mapping[str, Any]) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """result.json as it was written."""
+    """Return the contents of result.json."""
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 

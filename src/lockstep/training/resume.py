@@ -1,5 +1,5 @@
-"""Going on with a training: is it the same one, and what its records still say of steps that
-will be taken again.
+"""Resume a training: check that a checkpoint is of the same training, and say what has changed in
+its task since.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lockstep.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """By what a training is known again."""
+    """What identifies a training."""
 
     recipe: Mapping[str, Any]
     machine: Mapping[str, str]
     digests: Mapping[str, str]
-    """Of the task's code and samples (task_digest.py)."""
+    """Digests of the task's code and samples (task_digest.py)."""
 
     def check(self, found: Checkpoint, settings: Settings, world: World) -> str:
-        """What has changed in the task since the checkpoint was saved, in words; "" for nothing. A
-        collective.
+        """Return in words what has changed in the task since the checkpoint was saved; "" if
+        nothing. A collective.
 
-        Raises UsageError for another training's checkpoint; and in exact mode for changes, if the
-        settings do not allow them.
+        Raises UsageError if the checkpoint is of another training; and in exact mode for a change,
+        unless the settings allow it.
         """
         check_same(self.recipe, found.state.get("recipe", {}), found.folder)
         refuse = settings.exact and not settings.allow_changes
@@ -46,8 +46,8 @@ class Identity:
 
 
 def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:
-    """What decides the weights beside the data and the model, which are compared where they are
-    loaded. `optimizer` has taken no step.
+    """Return what decides the weights besides the data and the model, which are compared when they
+    are loaded. `optimizer` has taken no step.
     """
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -78,11 +78,11 @@ def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path)
 def changed_since(
     saved: Mapping[str, Any], now: Mapping[str, str], folder: Path, world: World, *, refuse: bool
 ) -> str:
-    """What rank 0 finds changed in the task's code and samples since a checkpoint with this state
-    was saved; "" for nothing. A collective.
+    """Return in words what rank 0 finds changed in the task's code and samples since a checkpoint
+    with this state was saved; "" if nothing. A collective.
 
-    Raises UsageError for it, on all ranks, where changes are to be `refuse`d. Older checkpoints say
-    nothing of them.
+    With `refuse`, raises UsageError on all ranks for a change. Older checkpoints have no digests to
+    compare.
     """
     found = "; ".join(
         said_by(
@@ -98,7 +98,7 @@ def changed_since(
 
 
 def machine() -> dict[str, str]:
-    """What the bits of exact mode depend on, beside the task."""
+    """Return what the bits of exact mode depend on besides the task."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return {
         "torch": torch.__version__,
@@ -110,7 +110,7 @@ def machine() -> dict[str, str]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What is not as it was before, in words."""
+    """Return in words each value that differs from before."""
     return "; ".join(
         f"{name} was {before.get(name)} and is {value}"
         for name, value in now.items()

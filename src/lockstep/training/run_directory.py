@@ -1,9 +1,9 @@
 """The folder of one run, and the lock that keeps a second run out of it.
 
-The lock is the kernel's (flock), held for as long as the owner lives: it cannot be left behind by a
-process that was killed. The lock's file is also the folder's identity. A folder that was removed or
-replaced under its owner is noticed, and not written to. All files in it have the permissions that
-the umask says. No torch here: the launcher claims the folder before any rank starts.
+The lock is the kernel's (flock). It ends with its owner, so a killed process leaves no lock. The
+lock's file also identifies the folder: an owner notices if its folder was removed or replaced, and
+then does not write to it. All files get the permissions of the umask. No torch here: the launcher
+claims the folder before any rank starts.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _CHECKPOINTS = "checkpoints"
 _BEFORE = "before-"
 _CLAIMED = (_LOCK, _MARK, FILE)
 _PASSING = re.compile(
-    rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*"
+    rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log"
+    r"|events\.out\.tfevents\..*"
     r"|loggers\.json|wandb|mlflow\.db(-journal|-wal|-shm)?|mlartifacts|metrics\.csv"
 )
-_START = 2**20  # bytes of metrics.jsonl that a run without a step never has
-_TRIES = 10  # to make a folder that others remove
+_START = 2**20  # bytes: without a step, metrics.jsonl is never larger
+_TRIES = 10  # attempts to make a folder that others may remove
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
@@ -66,36 +67,36 @@ class RunDirectory:
         self.metrics, self.result = path / METRICS, path / RESULT
         self.checkpoints = path / _CHECKPOINTS
         self.grow = path / "grow"
-        """There where the ranks have ended at a checkpoint to go on with more workers."""
+        """Exists after the ranks ended at a checkpoint to continue with more workers."""
         self.wanted = path / "wanted"
-        """There where the ranks are asked to end at their next checkpoint, because more hosts have
-        come.
+        """Exists while the ranks are asked to end at their next checkpoint, because more hosts are
+        there.
         """
         self._lock = lock
         self.made_here = made_here
-        self._above = above  # folders that were made for it, the innermost first
+        self._above = above  # parent folders that were made for it, the innermost first
         self._lock_file = (path / _LOCK).absolute()
         self._identity = _identity(self._lock_file if lock is None else lock)
 
     @property
     def shown(self) -> str:
-        """As it can be typed here: relative where it lies below the working directory."""
+        """The path as it can be typed here: relative if it is below the working directory."""
         relative = os.path.relpath(self.path)
         return str(self.path.absolute()) if relative.startswith("..") else relative
 
     @property
     def begun(self) -> bool:
-        """Whether a training has begun here, and not come to its end."""
+        """Whether a training has started here and has not ended."""
         return self.metrics.exists() and not self.result.exists()
 
     def check(self) -> None:
-        """Raise LockstepError where `path` is no longer the folder that was claimed (removed,
-        moved, emptied or replaced), or has become read-only.
+        """Raise LockstepError if `path` is no longer the claimed folder (removed, moved, emptied or
+        replaced), or has become read-only.
         """
         try:
             found = _identity(self._lock_file)
         except OSError:
-            return  # a file system that does not answer now: the next look tells
+            return  # the file system does not answer now: the next check tells
         if self._identity is None or found == self._identity:
             if not disk.writable(self.path):
                 raise LockstepError("run-directory-read-only", path=str(self.path))
@@ -110,10 +111,10 @@ class RunDirectory:
     @classmethod
     def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
         """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is
-        there is resumed; `fresh`: set aside.
+        there is resumed, or set aside if `fresh`.
 
-        Raises UsageError where it cannot be written, is used by another run (naming its pid and
-        host), or holds a finished run or anything else.
+        Raises UsageError if the folder cannot be written, is used by another run (with its pid and
+        host), or holds a finished run or other files.
         """
         chosen = path if isinstance(path, Path) else Path(path) if path else unused(name)
         above = [folder for folder in chosen.parents if not folder.exists()]
@@ -121,7 +122,7 @@ class RunDirectory:
         try:
             with _sentences(chosen):
                 _sign(lock)
-                for folder in (chosen, *above):  # else checkpoints go with it if the power fails
+                for folder in (chosen, *above):  # else a power failure may lose the checkpoints
                     with suppress(PermissionError):
                         disk.force(folder.parent)
                 if fresh:
@@ -135,27 +136,27 @@ class RunDirectory:
 
     @classmethod
     def of_launcher(cls, path: Path) -> RunDirectory:
-        """The same folder, in a rank: the launcher, which outlives it, holds the lock."""
+        """Return the folder in a rank. Its launcher, which outlives the rank, holds the lock."""
         return cls(path)
 
     def leave_mark(self) -> tuple[str, str]:
-        """Write something that nobody else can know into a file of the folder; the file, and
-        what. Who reads it looks at the same folder.
+        """Write a random text into a file of the folder; return the file and the text. A process
+        that can read the text sees the same folder.
         """
         file, mark = self.path.absolute() / _MARK, secrets.token_hex(8)
         file.write_text(mark, encoding="utf-8")
         return str(file), mark
 
     def release(self, *, failed: bool = False) -> None:
-        """Unlock. Where it was made here and nothing happened, it is removed: a mistake can be
-        mended and tried again.
+        """Unlock. If the folder was made here and nothing has happened in it, also remove it, so
+        that the command can be corrected and repeated.
 
-        `failed`: also where a run has failed before its first step, with what that has left.
-        Somebody else's files stay.
+        `failed`: also remove what a run has left that failed before its first step. A folder with
+        files of others stays.
         """
         if self._lock is None:
             return
-        with suppress(OSError):  # another run has come there, or somebody has moved it
+        with suppress(OSError):  # another run may use the folder, or somebody has moved it
             if (
                 self.made_here
                 and _identity(self._lock_file) == self._identity
@@ -169,7 +170,7 @@ class RunDirectory:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether there is nothing in it but what a claim leaves."""
+        """Whether the folder has nothing but what a claim leaves."""
         return all(
             each.name in _CLAIMED or (each.suffix == ".log" and each.stat().st_size == 0)
             for each in self.path.iterdir()
@@ -177,7 +178,7 @@ class RunDirectory:
 
     @property
     def trained(self) -> bool:
-        """Whether there is a step, a checkpoint or a result in it, or anything that is not ours."""
+        """Whether the folder has a step, a checkpoint or a result, or a file that is not ours."""
         if any(not _PASSING.fullmatch(each.name) for each in self.path.iterdir()):
             return True
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
@@ -199,8 +200,8 @@ class RunDirectory:
 
 
 def take_over(directory: RunDirectory, settings: Settings) -> None:
-    """Write the settings of a run that begins or goes on here. Raises UsageError where it was
-    begun as another training.
+    """Write the settings of a run that starts or resumes here. Raises UsageError if an unfinished
+    run here is another training.
     """
     if directory.begun:
         different = settings.differences(Settings.read(directory.path))
@@ -215,8 +216,8 @@ def take_over(directory: RunDirectory, settings: Settings) -> None:
 
 
 def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> bool:
-    """Whether `run` holds the result of this training, so that nothing is to be trained: the
-    same command after its end, or `resume`.
+    """Whether `run` holds the result of this training, so that nothing is left to train: true for
+    the same command after its end, or with `resume`.
     """
     if run is None or fresh or not (run / RESULT).exists():
         return False
@@ -224,11 +225,10 @@ def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh
 
 
 def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
-    """Claim the directory `run` (None: a new one), with its copies elsewhere set aside where it is
-    to be `fresh`.
+    """Claim the directory `run` (None: a new one). If `fresh`, also set its copies elsewhere aside.
 
-    Raises UsageError where it cannot be used or a logger's package is missing, and SystemExit with
-    77, after a sentence on stderr, where `resume` finds nothing to go on from.
+    Raises UsageError if the directory cannot be used or a logger's package is missing. If `resume`
+    finds no checkpoint, prints a sentence on stderr and raises SystemExit with 77.
     """
     if settings.log:
         from lockstep.training.loggers import check_installed  # before anything is made
@@ -254,7 +254,7 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
 
 
 def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
-    """For --resume: a sentence where there is no checkpoint to go on from, else nothing."""
+    """Return why --resume cannot work; "" if there is a checkpoint to resume from."""
     if remote is not None and remote.steps():
         return ""
     why = "it has none"
@@ -283,15 +283,15 @@ def _set_aside(path: Path) -> None:
 
 
 def unused(name: str) -> Path:
-    """runs/NAME-DATE-TIME, which is not there yet."""
+    """Return runs/NAME-DATE-TIME, with a number behind it if that exists."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (base.with_name(f"{base.name}-{number}") for number in count(2))
     return next(path for path in chain([base], numbered) if not path.exists())
 
 
 def _remove(path: Path) -> None:
-    """The lock is the last to go: until then nobody else can claim the folder, and lose what it
-    writes there.
+    """Remove the folder, with its lock last: until then no other run can claim the folder and lose
+    what it writes there.
     """
     for each in path.iterdir():
         if each.is_dir() and not each.is_symlink():
@@ -303,7 +303,7 @@ def _remove(path: Path) -> None:
 
 
 def _locked(path: Path) -> tuple[bool, IO[bytes]]:
-    """Make the folder if need be, and take its lock: whether it was made, and the lock."""
+    """Make the folder if necessary and take its lock; return whether it was made, and the lock."""
     tries = count(1)
     while True:
         with _sentences(path):
@@ -325,7 +325,7 @@ def _locked(path: Path) -> tuple[bool, IO[bytes]]:
             raise UsageError("run-directory-in-use", path=str(path), owner=owner) from None
         if _identity(path / _LOCK) == _identity(lock):
             return made_here, lock
-        lock.close()  # its owner has removed it in between: this is the lock of nothing
+        lock.close()  # its owner has removed the file in between: this lock protects nothing
 
 
 def _sign(lock: IO[bytes]) -> None:
@@ -334,7 +334,9 @@ def _sign(lock: IO[bytes]) -> None:
 
 
 def _identity(lock: Path | IO[bytes]) -> tuple[int, int] | None:
-    """Of the lock's file; None where there is none. Raises OSError where that cannot be told."""
+    """Return device and inode of the lock's file; None if there is none. Raises OSError if the file
+    system does not answer.
+    """
     try:
         found = lock.stat() if isinstance(lock, Path) else disk.status_of(lock)
     except OSError as error:
@@ -349,7 +351,7 @@ def _owner(lock: IO[bytes]) -> str:
         lock.seek(0)
         owner = json.loads(lock.read(4096))
         return f"process {owner['pid']} on {owner['host']}"
-    return "another process"  # it has locked the file and not yet written its name
+    return "another process"  # it has locked the file but not yet written its name
 
 
 @contextmanager

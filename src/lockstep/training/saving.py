@@ -1,5 +1,5 @@
-"""What a training leaves in its run directory beside its records: checkpoints, how long its
-steps took, the result.
+"""What a training saves in its run directory besides its records: checkpoints, step times, the
+result.
 """
 
 from __future__ import annotations
@@ -30,72 +30,72 @@ from lockstep.training.run_directory import RunDirectory
 from lockstep.training.timeline import read
 
 State = Callable[[], dict[str, Any]]
-"""Makes what a checkpoint says beside the Stepper's and the Loader's state."""
+"""Returns what a checkpoint stores besides the Stepper's and the Loader's state."""
 
 
 class MoreWorkers(Exception):
-    """Raised on all ranks in the same step, after a checkpoint from which more of them are to go
-    on.
+    """Raised on all ranks in the same step, after a checkpoint, so that more workers can continue
+    from it.
     """
 
 
 class Untimed:
-    """In place of an AnatomyFile: nobody asks where the time of steps goes."""
+    """Replaces an AnatomyFile if no step times are recorded."""
 
     def step(self, result: StepResult, window: Window, activations: int | None) -> None: ...
 
 
 class Unsaved:
-    """Of a training without a run directory: nothing is kept."""
+    """Saves nothing, for a training without a run directory."""
 
     path: Path | None = None
 
     @property
     def newest(self) -> tuple[int, float] | None:
-        """On rank 0: the step of the newest whole checkpoint, and when it was there (time.time())."""
+        """On rank 0: step and time (time.time()) of the newest complete checkpoint."""
         return None
 
     def resume(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
-        """Have the Stepper and the Loader go on from the newest whole checkpoint; None where
-        there is none. `check` may refuse it.
+        """Restore the Stepper and the Loader from the newest complete checkpoint and return it;
+        None if there is none. `check` may refuse it.
         """
         return None
 
     def forget_after(self, evaluated: int) -> None:
-        """Leave out of the records what is going to happen again: later steps, and evaluations
-        after step `evaluated`.
+        """Remove from the records what will happen again: later steps, and evaluations after step
+        `evaluated`.
         """
 
     def after_step(self, state: State, *, last: bool) -> None:
-        """After every step: save where it is due. Raises MoreWorkers where it was, and the
-        training, if not at its end, is to grow.
+        """Save if a checkpoint is due after this step. After a save, raises MoreWorkers if the
+        training shall grow and is not at its last step.
         """
 
     def best(self, state: State, metric: str, value: float) -> None:
-        """Save, as the best by this metric so far."""
+        """Save a checkpoint and mark it as the best by this metric so far."""
 
     def stop(self, state: State) -> str | None:
-        """Save, and wait until it is on disk; by what command the training goes on."""
+        """Save, wait until the checkpoint is on disk, and return the command that resumes."""
         return None
 
     def end(self, state: Mapping[str, Any]) -> Path | None:
-        """The checkpoint of the training's end, on disk."""
+        """Save the last checkpoint, wait until it is on disk, and return its folder."""
         return None
 
     def regroup(self) -> None:
-        """Go on without the ranks that have died."""
+        """Continue without the ranks that have died."""
 
     @contextmanager
     def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | Untimed]:
-        """Records of where the time of steps goes; `begins`: what they say first."""
+        """Yield the file that records step times. `begins`: fields of its first line."""
         yield Untimed()
 
     def finish(self, result: Result) -> None:
-        """The training has ended. Every rank calls it."""
+        """Write the files that belong to the end of a training. Every rank calls it."""
 
 
 class Saving(Unsaved):
-    """In the run directory `run`."""
+    """Saves in the run directory `run`."""
 
     def __init__(
         self, run: RunDirectory, settings: Settings, stepper: Stepper, loader: Loader
@@ -127,7 +127,7 @@ class Saving(Unsaved):
             raise MoreWorkers
 
     def _shall_grow(self) -> bool:
-        """The same on all ranks."""
+        """Whether to stop for more workers; the same on all ranks."""
         if not self._settings.grow_if_wanted:
             return self._settings.grow
         return self._world.agree(self._world.rank == 0 and self._run.wanted.exists())
@@ -159,16 +159,16 @@ class Saving(Unsaved):
 
     def finish(self, result: Result) -> None:
         self._run.check()
-        self._world.barrier()  # the ranks' files are closed
+        self._world.barrier()  # then all ranks have closed their files
         if self._world.rank > 0:
             return
         self._write_timeline()
         self._run.check()
-        # whether it is there says whether the run has ended
+        # this file marks the run as finished
         write_whole(self._run.result, json.dumps(finite(result.as_json()), indent=1) + "\n")
 
     def _write_timeline(self) -> None:
-        """Of what the ranks have left, for Perfetto. A run is none the worse without."""
+        """Write the timeline of all ranks for Perfetto. An error is only a warning."""
         anatomy = read(self._run.path)
         if anatomy is not None:
             try:
@@ -185,7 +185,9 @@ class Saving(Unsaved):
 def saving_in(
     run: RunDirectory | None, settings: Settings, stepper: Stepper, loader: Loader
 ) -> Unsaved:
-    """Raises UsageError for copies of checkpoints, or loggers, without a run directory."""
+    """Return what saves in `run`, if there is one. Raises UsageError if copies of checkpoints or
+    loggers are set without a run directory.
+    """
     if run is not None:
         return Saving(run, settings, stepper, loader)
     if settings.log:

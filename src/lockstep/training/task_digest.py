@@ -1,18 +1,21 @@
-"""Is it the same task? What it is made of as digests by name: its code and the bytes of some
-samples. Ranks compare them at the start, a resumed run with those of its checkpoint.
+"""Is it the same task? A task is described by named digests: its code and the bytes of some
+samples. Ranks compare them at the start, and a resumed run with those of its checkpoint.
 
     loss                  my_task.py: loss        what the task's field is
-    my_task.py: loss      sha256:6f0c...          the compiled code of a function or class, without docstring, paths or line numbers
-    my_task.py: SCALE     0.5                     a value that this code reads: global, closure, default, class attribute
+    my_task.py: loss      sha256:6f0c...          the compiled code of a function or class, without
+                                                  docstring, paths or line numbers
+    my_task.py: SCALE     0.5                     a value that this code reads: global, closure,
+                                                  default, class attribute
     train_data            1797 samples
-    sample 17             sha256:91ab...          a sample's bytes, drawn under its own random stream
+    sample 17             sha256:91ab...          the bytes of a sample, drawn under its own
+                                                  random stream
 
-A rank with another loss, or with other contents under the same sample numbers, trains without an
-error and wrong.
+A rank with another loss, or with other data under the same sample numbers, would train wrongly and
+without an error.
 
-Code is followed from the task's functions to the functions, classes and values that they name, as
-far as these are the user's: neither the standard library's nor an installed package's. What is not
-seen: code found by a name in a string, and changes in installed packages.
+Code is followed from the task's functions to the functions, classes and values that they name, if
+the user wrote them: not into the standard library or an installed package. Two things are not seen:
+code that is found by a name in a string, and changes in installed packages.
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ from lockstep.errors import LockstepWarning, ReplicaDivergence
 from lockstep.runtime import randomness
 
 PYTHON = "python"
-"""The name of the version of Python: other versions have other code."""
+"""The name under which the version of Python is kept: other versions compile to other code."""
 DATA = "train_data"
 SHA = "sha256:"
 _FIELDS = (
     *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler"),
     *("average", "metrics"),
 )
-# bytes of an array, and a tenth of it in parts of a container, that are compared as a value
+# arrays of at most this many bytes, and containers of a tenth as many parts, are compared by value
 _LARGEST = 2**16
-_INNER = 8  # data sets of a list that are looked at
+_INNER = 8  # a longer list is not searched for data sets
 _UNCOMPARED = {
     "__doc__",
     "__module__",
@@ -77,7 +80,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_digests(task: Task) -> dict[str, str]:
-    """Of the code of the task's functions and data sets, and of the values that it reads."""
+    """Return the digests of the code of the task's functions and data sets, and the values that
+    this code reads.
+    """
     walk = _CodeWalk()
     for name in _FIELDS:
         walk.found[name] = walk.value(getattr(task, name), name)
@@ -89,7 +94,7 @@ def code_digests(task: Task) -> dict[str, str]:
 
 
 class _CodeWalk:
-    """From the task's fields to all that they name. `found`: the digests."""
+    """Walks from the task's fields to everything that they name. `found`: the digests by name."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -97,9 +102,7 @@ class _CodeWalk:
         self._open: set[int] = set()
 
     def visit(self, value: Any, role: str) -> None:
-        """Functions and classes are followed; other values say nothing here. `role` names a
-        lambda.
-        """
+        """Follow a function or a class; ignore other values. `role` names a lambda."""
         while isinstance(value, types.MethodType | staticmethod | classmethod):
             value = value.__func__
         if id(value) in self._seen:
@@ -116,7 +119,7 @@ class _CodeWalk:
                 self.visit(each, role)
 
     def value(self, value: Any, role: str) -> str:
-        """A text that is equal for equal values. Functions and classes among them are followed."""
+        """Return a text that is equal for equal values. Follows functions and classes in them."""
         if isinstance(value, functools.partial):
             parts = [
                 self.value(each, role) for each in (value.func, value.args, dict(value.keywords))
@@ -204,10 +207,10 @@ class _CodeWalk:
     def _note(self, label: str, value: Any, role: str) -> None:
         text = self.value(value, role)
         if isinstance(value, types.FunctionType | types.MethodType | type) and not _is_users(value):
-            return  # of a package: its name stands in the code already
+            return  # a package's: its name is in the code already
         if not isinstance(value, os.PathLike) and not (
             isinstance(value, str) and os.path.isabs(value)
-        ):  # a place may be another on another host
+        ):  # a path may differ between hosts
             self.found[label] = text
 
     def _class(self, kind: type, role: str) -> None:
@@ -226,7 +229,7 @@ class _CodeWalk:
                 self._note(f"{label}, {name}", inner, name)
 
     def _add(self, label: str, digest: str) -> None:
-        """Several under one name are digested together."""
+        """Add a digest. Digests with the same name are combined into one."""
         known = self.found.get(label)
         self.found[label] = digest if known is None else _sha(known, digest)
 
@@ -260,14 +263,14 @@ def _is_users_module(module: str) -> bool:
 @functools.cache
 def _lies_at_users(file: str | None) -> bool:
     if file is None:
-        return True  # a notebook's, `python -c`
+        return True  # a notebook or `python -c`
     paths = sysconfig.get_paths()
     inside = any(Path(file).is_relative_to(paths[name]) for name in ("stdlib", "platstdlib"))
     return not inside and not any(name in Path(file).parts for name in _INSTALLED)
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
-    """Names that are looked up as globals, in the functions inside too."""
+    """Return the names that the code, and functions inside it, look up as globals."""
     return [
         str(each.argval)
         for inner in _codes(code)
@@ -277,7 +280,7 @@ def _globals_of(code: types.CodeType) -> list[str]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions inside."""
+    """Yield the code of a function and of the functions inside it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -301,7 +304,7 @@ def _const(value: Any) -> str:
 
 
 def _plain(value: Any) -> str | None:
-    """Of a value that is no container; None where only its type can be told."""
+    """Return a text for a value that is no container; None if only its type can be compared."""
     if value is None or isinstance(
         value,
         bool | int | float | complex | str | bytes | torch.dtype | np.dtype | Enum | slice | range,
@@ -330,7 +333,7 @@ def _sha(*parts: str) -> str:
 
 
 def _datasets(data: Any) -> Iterator[Any]:
-    """A data set, and those that it wraps."""
+    """Yield a data set and the data sets that it wraps."""
     if data is None:
         return
     yield data
@@ -348,7 +351,7 @@ def digest_of(value: Any) -> str:
 
 
 def _octets(value: Any) -> Iterable[Any]:
-    """The bytes of a sample, and of what it is made of."""
+    """Yield the bytes of a sample and of its parts."""
     if isinstance(value, Tensor):
         yield f"{list(value.shape)} {value.dtype}".encode()
         if value.layout is torch.strided:
@@ -378,25 +381,25 @@ def _octets(value: Any) -> Iterable[Any]:
 
 
 SAMPLES = 8
-SECONDS = 0.05  # of reading, after which no further sample is begun
-SAMPLE = "sample "  # begins the name of a sample's digest
+SECONDS = 0.05  # of reading, after which no further sample is read
+SAMPLE = "sample "  # prefix of the names of samples' digests
 _PLACE = "for the comparison of tasks at the start"
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """All of them."""
+    """Return all digests of a task."""
     return {**code_digests(task), **sample_digests(task.train_data, task.seed)}
 
 
 def sample_digests(
     dataset: Any, seed: int, *, count: int = SAMPLES, seconds: float | None = SECONDS
 ) -> dict[str, str]:
-    """Of `count` samples of a map-style data set, or of as many as are read within `seconds`; none
-    where two readings differ.
+    """Return digests of `count` samples of a map-style data set, or of as many as are read within
+    `seconds`; of no sample if two readings differ.
 
-    They are read from a shallow copy, so that a file that is opened at the first access is not
-    inherited by loader workers. Random states are as before. A sample that raises is left out:
-    training says so when it comes to it.
+    The samples are read from a shallow copy. So loader workers do not inherit a file that the data
+    set opens at its first access. Random states are restored. A sample that raises is left out:
+    training raises the error when it reads it.
     """
     if is_iterable(dataset):
         return {}
@@ -415,7 +418,7 @@ def sample_digests(
                 break
             index = randomness.derive(seed, number) % size
             once, again = (_sample(reader, seed, index) for reader in readers)
-            if once != again:  # it draws from a generator of its own: nothing can be compared
+            if once != again:  # it draws from its own generator: nothing can be compared
                 return {DATA: found[DATA]}
             if once is not None:
                 found[f"{SAMPLE}{index}"] = once
@@ -423,8 +426,8 @@ def sample_digests(
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In what a task differs from what it was, in words. Compared is what both have; code only
-    where both ran on the same Python.
+    """Return in words how a task differs from before. Only names that both have are compared, and
+    code only if both ran on the same version of Python.
     """
     code = before.get(PYTHON) == now.get(PYTHON)
     differing = [name for name in now if name in before and before[name] != now[name]]
@@ -451,8 +454,8 @@ def _said(name: str, before: str, now: str) -> str:
 
 
 def _aside(data: Any) -> Any:
-    """A shallow copy of a data set and of those that it wraps, with copies of their random
-    generators.
+    """Return a shallow copy of a data set and of the data sets that it wraps, with copies of their
+    random generators.
     """
     found = copy.copy(data)
     for name, value in list(getattr(found, "__dict__", {}).items()):
@@ -473,7 +476,7 @@ def _sample(dataset: Any, seed: int, index: int) -> str | None:
     try:
         randomness.sample(seed, 0, index)
         return digest_of(dataset[index])
-    except Exception:  # the user's own: training comes to it, or never does
+    except Exception:  # the user's own error: training raises it if it reads the sample
         return None
 
 
@@ -481,9 +484,9 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
     """Compare the digests of the ranks' tasks. Every rank of `group`, whose tensors are on the CPU,
     calls it.
 
-    Raises ReplicaDivergence, on all ranks, for other code or another sample. A value that the code
-    reads may differ on purpose (a rank's number, a file's name), so that rank 0 warns of it. What a
-    rank has not read (samples are read for a limited time) is not compared.
+    Raises ReplicaDivergence on all ranks if code or a sample differs. A value that the code reads
+    may differ on purpose (a rank's number, a file's name), so rank 0 only warns of it. Samples that
+    a rank has not read (reading time is limited) are not compared.
     """
     if group.size == 1:
         return
@@ -495,8 +498,8 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
     }
     differing = [name for name, ranks in others.items() if ranks]
     samples = [name for name in differing if name.startswith(SAMPLE)]
-    # "my_task.py: loss, SCALE" is a value that the code of the loss reads, all other names are of
-    # the code itself.
+    # "my_task.py: loss, SCALE" is a value that the code of the loss reads. All names without a
+    # comma are of the code itself.
     code = [name for name in differing if name not in samples and ", " not in name]
     for kind, names in (
         ("samples-differ-between-ranks", samples),

@@ -1,9 +1,9 @@
-"""From the files of a run directory to an `Anatomy`: who took part from one start to the next, and
-which steps all of them tell of.
+"""Read the files of a run directory into an `Anatomy`: which ranks took part from one start to the
+next, and which steps all of them have recorded.
 
-A line of RUN/anatomy/rank-R.jsonl is one dataclass a kind; times in seconds, sizes in bytes. The
-file may come from a killed process, another version, or anywhere: a line that is not plainly one of
-these is none. Torn lines, missing ranks and restarts are told, never raised.
+Each kind of line of RUN/anatomy/rank-R.jsonl is one dataclass; times in seconds, sizes in bytes.
+The file may come from a killed process, another version, or anywhere: a line that does not fit is
+not used. Incomplete lines, missing ranks and restarts are reported, never raised.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Annotated
 from lockstep.training.metrics import typed
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "checks", "other")
-"""What a step's wall time is made of: they add up to it."""
+"""The parts of a step's wall time; they add up to it."""
 
 Moment = Annotated[float, "on the rank's monotonic clock"]
-"""Other floats are no less than 0: times are differences of that clock."""
+"""All other floats are at least 0, because times are differences of that clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """A rank starts, or starts again."""
+    """A rank starts or restarts."""
 
     rank: int
     workers: int
@@ -35,19 +35,19 @@ class Begin:
     node: int
     device: str
     step: int
-    """From which it goes on: the steps that were done before."""
+    """Steps that were done before: the rank continues from here."""
     at: Moment
-    """On this process's monotonic clock, which processes of one host share."""
+    """Time on the monotonic clock, which all processes of a host share."""
     reduction: str
     method: str
     buckets: tuple[int, ...]
-    """Bytes of each."""
+    """Bytes of each bucket."""
     micro_batch: int
     global_batch: int
     loader_workers: int
     threads: int
     cores: int
-    """That its host gives to all of its ranks."""
+    """Cores that the host gives to all of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +60,21 @@ class StepsLine:
     """Wall time: the sum of `phases`."""
     phases: Mapping[str, float]
     hidden: float | None
-    """Communication that went on behind the computation; part of no phase. None where it is not
-    known: on GPUs.
-    """
+    """Communication during computation; part of no phase. None if unknown: on GPUs."""
     moving: float
-    """Of `exposed`: this rank's own work, copying, adding, sending."""
+    """Part of `exposed`: this rank's own work (copying, adding, sending)."""
     waits: float
-    """Of `exposed`: until others, or the network, were done."""
+    """Part of `exposed`: waiting for other ranks or the network."""
     micro_batches: int
     samples: int
     lost: Mapping[int, float] = field(default_factory=dict)
-    """Of `waits`: for a rank that came later, by that rank."""
+    """Part of `waits` that a later rank caused, by that rank's number."""
     spans: tuple[tuple[str, Moment, Moment], ...] = ()
-    """phase, from, to; on the rank's monotonic clock. Of the phases, "exposed" is told as
+    """(phase, begin, end) on the rank's monotonic clock. The phase "exposed" is divided into
     "moving" and "waits".
     """
     buckets: tuple[tuple[int, Moment, Moment | None], ...] = ()
-    """index, when it left this rank, when its sum was there (None: not known)."""
+    """(index, when it left this rank, when its sum arrived; None: unknown)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last:
@@ -87,7 +85,7 @@ class StepsLine:
         return self.first, self.last
 
     def total(self, name: str) -> float:
-        """Of a phase, or of another number of the line."""
+        """Return the value of a phase or of another field."""
         return float(self.phases[name] if name in self.phases else getattr(self, name))
 
     @property
@@ -96,7 +94,7 @@ class StepsLine:
 
     @property
     def busy(self) -> float:
-        """What this rank would have taken if nobody had kept it waiting."""
+        """Seconds that this rank would have taken without waiting."""
         return self.seconds - self.waits
 
 
@@ -111,17 +109,17 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:
-    """A rank's TCP connections from one address to another, since the line before."""
+    """A rank's TCP connections from one address to another, since the previous line."""
 
     here: str
     peer: str
     rtt: float
     busy: float
-    """Seconds in which there was something on its way."""
+    """Seconds in which data was on its way."""
     sent: int
     retransmitted: int
     rate: float
-    """Bytes a second, as the kernel last saw them arrive."""
+    """Bytes per second that arrived at the peer, as the kernel last measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +130,7 @@ class LinksLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLine:
-    """Of one rank, in bytes; None where the device does not say."""
+    """Memory of one rank, in bytes; None if the device does not report it."""
 
     parameters: int
     gradients: int
@@ -143,7 +141,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """A rank has left as it should. One that was killed leaves none."""
+    """A rank ended normally. A killed rank leaves no such line."""
 
     step: int
 
@@ -160,7 +158,7 @@ _KINDS: Mapping[str, type[Line]] = {
 
 
 def parse(text: str) -> Line | None:
-    """One line of the file; None where it is of another kind or damaged."""
+    """Parse one line of the file; None if it is damaged or of another kind."""
     try:
         found = json.loads(text)
         kind = _KINDS[found["kind"]]
@@ -186,13 +184,13 @@ class Lane:
     pauses: tuple[Pause, ...] = ()
     links: tuple[LinksLine, ...] = ()
     memory: MemoryLine | None = None
-    """The latest."""
+    """The latest memory line."""
     ended: bool = False
-    """Whether the rank left as it should, and was not killed."""
+    """Whether the rank ended normally and was not killed."""
 
     @classmethod
     def of(cls, begin: Begin, lines: Sequence[Line]) -> Lane:
-        """What followed `begin` in the rank's file."""
+        """Return the lane of `begin` and the lines that follow it in the rank's file."""
         return cls(
             begin=begin,
             steps=tuple(each for each in lines if isinstance(each, StepsLine)),
@@ -204,7 +202,7 @@ class Lane:
 
     @property
     def seconds(self) -> float:
-        """In steps."""
+        """Seconds in steps."""
         return sum(each.seconds for each in self.steps)
 
 
@@ -214,9 +212,9 @@ class Generation:
 
     workers: int
     step: int
-    """From which it went on."""
+    """The step from which they continued."""
     lanes: Mapping[int, Lane]
-    """By rank, in order; never empty."""
+    """Lanes by rank, in order; never empty."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -224,24 +222,24 @@ class Generation:
 
     @property
     def begin(self) -> Begin:
-        """What all ranks have in common, from the first that left a file."""
+        """The first line of the first rank that left a file, for what all ranks have in common."""
         return next(iter(self.lanes.values())).begin
 
     @property
     def last(self) -> int:
-        """The last step that a rank tells of, or the one from which it went on."""
+        """The last step that a rank has recorded, else the step from which they continued."""
         return max(
             (each.last for lane in self.lanes.values() for each in lane.steps), default=self.step
         )
 
     @property
     def seconds(self) -> float:
-        """In steps, of the rank that was longest in them."""
+        """Seconds in steps, of the rank with the most."""
         return max(lane.seconds for lane in self.lanes.values())
 
     def paused(self, what: str) -> float:
-        """Seconds in evaluations, say, of the rank that was longest in them: all ranks take
-        part.
+        """Return the seconds of one kind of pause, such as "evaluate", of the rank with the most.
+        All ranks take part in a pause.
         """
         return max(
             sum(pause.seconds for pause in lane.pauses if pause.what == what)
@@ -249,8 +247,8 @@ class Generation:
         )
 
     def common(self) -> Generation:
-        """With only those lines that every rank has; a killed rank's last ones are missing.
-        Ranks that take different steps keep all of theirs.
+        """Return it with only the lines that every rank has; a killed rank lacks the last ones. If
+        the ranks have no line in common, because they take different steps, it is unchanged.
         """
         kept = set.intersection(
             *({each.place for each in lane.steps} for lane in self.lanes.values())
@@ -267,28 +265,28 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anatomy:
-    """Of a whole run. Never without a generation."""
+    """The anatomy of a whole run; it has at least one generation."""
 
     generations: tuple[Generation, ...]
-    """In order; the next begins where ranks were started again."""
+    """In order; a new generation begins when the ranks are restarted."""
     unread: Mapping[int, int]
     """Lines in the middle of a rank's file that could not be read, by rank."""
 
     @property
     def longest(self) -> Generation:
-        """In which most time was spent in steps; the latest of equals."""
+        """The generation with the most time in steps; of equal ones the latest."""
         return max(reversed(self.generations), key=lambda each: each.seconds)
 
 
 def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
-    """`lanes` by rank, each rank's in order. Lanes belong together that began alike: as many
-    workers, the same step, for the same time.
+    """Join `lanes` (by rank, each rank's in order) into generations. Lanes belong together if they
+    start alike: as many workers, the same step, and the same number of earlier starts like that.
 
-    (A run that dies twice before its next checkpoint begins at one step twice.)
+    (A run that dies twice before its next checkpoint starts at one step twice.)
     """
     order: list[tuple[int, int, int]] = []
     found: dict[tuple[int, int, int], dict[int, Lane]] = {}
-    # Who was there most often gives the order.
+    # The rank with the most starts gives the order.
     for rank in sorted(lanes, key=lambda each: (-len(lanes[each]), each)):
         seen: Counter[tuple[int, int]] = Counter()
         after = 0
@@ -309,7 +307,7 @@ def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
 
 
 def _hosts_apart(lanes: dict[int, Lane]) -> dict[int, Lane]:
-    """Containers may all have one name: hosts of one name get their numbers too."""
+    """Add the node number to hosts of one name: containers may all have the same name."""
     nodes: dict[str, set[int]] = {}
     for lane in lanes.values():
         nodes.setdefault(lane.begin.host, set()).add(lane.begin.node)
@@ -326,7 +324,7 @@ def _hosts_apart(lanes: dict[int, Lane]) -> dict[int, Lane]:
 
 
 def read(run: Path) -> Anatomy | None:
-    """Of the run directory `run`; None where no rank has left one."""
+    """Read the run directory `run`; None if no rank has left a file."""
     lanes: dict[int, list[Lane]] = {}
     unread: dict[int, int] = {}
     for file in sorted((run / FOLDER).glob("rank-*.jsonl")):
@@ -336,7 +334,7 @@ def read(run: Path) -> Anatomy | None:
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            continue  # told as a missing rank
+            continue  # reported as a missing rank
         rank = int(match[1])
         found, damaged = _lanes(text, rank)
         if found:
@@ -348,8 +346,8 @@ def read(run: Path) -> Anatomy | None:
 
 
 def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
-    """A file's lanes, and how many of its lines could not be read. Half a line at the very end
-    is what a killed process leaves.
+    """Return a file's lanes, and how many of its lines could not be read. An incomplete line at the
+    very end is not counted: a killed process leaves one.
     """
     whole, _, _ = text.rpartition("\n")
     lines = [line for each in whole.splitlines() if each.strip() for line in _parsed(each)]
@@ -366,8 +364,8 @@ def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
 
 
 def _parsed(text: str) -> list[Line | None]:
-    """The line; or what a rank wrote that was started again behind half a line of the one that
-    was killed: the half is damage, the rest counts.
+    """Parse a line. A restarted rank may have written behind an incomplete line of the killed one:
+    then return None for the damaged part, and the rest.
     """
     line = parse(text)
     again = text.rfind(_OPENING)

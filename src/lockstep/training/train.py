@@ -1,6 +1,4 @@
-"""`lockstep.train`: a task trained, in a world and a run directory that are opened where need
-be.
-"""
+"""`lockstep.train`: train a task. It opens a world and a run directory if necessary."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ def train(
     world: World | None = None,
     **overrides: Any,
 ) -> Result:
-    """Train a task. All ranks of the open world call this; without one it opens a world and closes
-    it.
+    """Train a task. All ranks of the open world call this. If none is open, it opens a world and
+    closes it.
 
-    A run directory that holds an unfinished run is resumed from its newest whole checkpoint. The
+    A run directory that holds an unfinished run is resumed from its newest complete checkpoint. The
     model is evaluated on eval_data after every epoch and at the end. Rank 0 shows progress on
     stderr.
 
@@ -41,16 +39,16 @@ def train(
         print(result.metrics, result.sha256)
 
     Args:
-        task: what is trained.
-        config: how it is trained. Default: Config(). docs/reference/options.md has every field.
+        task: the task to train.
+        config: how to train it. Default: Config(). docs/reference/options.md has every field.
         run: a folder for settings, metrics, checkpoints and result. None: nothing is written.
         world: default: the open one, else one that is opened here.
         overrides: fields of Config by their names, in place of those of `config`:
         <fields>
 
     Returns:
-        The result with the trained model, on every rank; on a mesh that splits it, with this rank's
-        part.
+        The result with the trained model, on every rank. If a mesh splits the model, it has this
+        rank's part.
 
     Raises:
         UsageError: values that cannot work, or a run directory that is in use, cannot be written,
@@ -69,10 +67,10 @@ def train(
 
 
 def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result | None:
-    """`train` on a rank whose launcher has made the settings and claimed the run directory. It
-    opens the world.
+    """Train on a rank whose launcher has made the settings and claimed the run directory. Opens the
+    world.
 
-    None where it ended at a checkpoint, from which more workers go on.
+    Returns None if training ended at a checkpoint so that more workers can continue.
     """
     with world_for(None, settings.device) as world, computing(settings, world):
         try:

@@ -1,8 +1,8 @@
-"""The file between `lockstep tune --out FILE` and `lockstep train --settings FILE`: settings that
-were found to be fast, and where.
+"""The file that `lockstep tune --out FILE` writes and `lockstep train --settings FILE` reads: fast
+settings, and what they were measured on.
 
-It holds what differs from the defaults, never anything that belongs to the training, and is applied
-by name only. It may come from anywhere: whatever is not plainly such a file is refused, by name.
+It holds only settings that differ from the defaults, and none that change what is trained. They are
+applied by name. The file may come from anywhere, so whatever does not fit is refused, by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KNOBS = tuple(name for name, field in knobs(Config).items() if field.knob.tuned)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedOn:
-    """What the settings were found on. A training elsewhere may use them, and is warned."""
+    """What the settings were measured on. A training elsewhere may use them, with a warning."""
 
     task: str
     workers: int
@@ -34,17 +34,17 @@ class TunedOn:
     cpu: str
     cores: int
     threads: int
-    """Intra-op threads of a rank, where the settings do not say."""
+    """Intra-op threads of a rank, if the settings do not have them."""
     seconds: float
-    """That the search was given."""
+    """Seconds that the search was given."""
     lockstep: str
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """--set"""
+    """Values of --set, by key."""
     ratio: float = 1.0
-    """A step's time over the default's, in turns."""
+    """Step time divided by that of the defaults; both were measured in turns."""
 
     def differences(self, **here: Any) -> list[str]:
-        """`workers=4 there and 2 here`, of what is given."""
+        """Return `workers=4 there and 2 here` for each given value that differs."""
         return [
             f"{name}={getattr(self, name)} there and {value} here"
             for name, value in here.items()
@@ -54,13 +54,13 @@ class TunedOn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """`settings` by the names of KNOBS: only those that differ from the defaults."""
+    """Tuned settings. `settings`: by the names of KNOBS, only those that are not the defaults."""
 
     settings: Mapping[str, Any]
     measured: TunedOn
 
     def write(self, file: Path) -> None:
-        """Raises UsageError where it cannot be written."""
+        """Write the file. Raises UsageError if that fails."""
         whole = {
             "kind": KIND,
             "version": _VERSION,
@@ -76,7 +76,7 @@ class Tuned:
 
     @classmethod
     def read(cls, file: Path) -> Tuned:
-        """Raises UsageError, naming what is wrong, for anything but such a file."""
+        """Read the file. Raises UsageError, which says what is wrong, if it is not such a file."""
         found = _json(file)
         if not isinstance(found, dict) or found.get("kind") != KIND:
             raise _not_tuned(file, f'it lacks "kind": "{KIND}"')

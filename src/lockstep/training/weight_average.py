@@ -1,5 +1,5 @@
-"""The average of a task's weights (EMA, SWA), by torch's own AveragedModel: when it is updated, and
-that it is evaluated in place of the model. The Stepper has it compared and kept.
+"""The average of a task's weights (EMA, SWA), by torch's AveragedModel: when it is updated, and how
+it is evaluated in place of the model. The Stepper compares it between ranks and saves it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lockstep.training.resolve import wrong_type
 
 
 class NoAverage:
-    """The model that is trained is the one that is evaluated."""
+    """No average: the trained model is evaluated."""
 
     model: AveragedModel | None = None
-    """For the Stepper."""
+    """The average, for the Stepper."""
 
     @property
     def found(self) -> nn.Module | None:
@@ -28,14 +28,14 @@ class NoAverage:
         return None
 
     def after_step(self, result: StepResult, steps: int) -> None:
-        """`steps` were taken; `result` is the last one's."""
+        """Called after `steps` steps; `result` is that of the last one."""
 
     def after_epoch(self, epochs: int) -> None:
-        """`epochs` are complete."""
+        """Called after `epochs` complete epochs."""
 
     @contextmanager
     def evaluated(self, forward: Forward) -> Iterator[None]:
-        """`forward` runs the average, if there is one, within the block."""
+        """Let `forward` run the average within the block, if there is one."""
         trained, found = forward.model, self.found
         forward.model = trained if found is None else found
         try:
@@ -45,7 +45,9 @@ class NoAverage:
 
 
 class WeightAverage(NoAverage):
-    """Of the model `trained`, as `task.average` makes it. Raises TaskError for anything else."""
+    """The average of the model `trained`, made by `task.average`. Raises TaskError if that does not
+    return an AveragedModel.
+    """
 
     def __init__(self, task: Task, trained: nn.Module) -> None:
         assert task.average is not None
@@ -71,5 +73,5 @@ class WeightAverage(NoAverage):
 
 
 def average_of(task: Task, trained: nn.Module) -> NoAverage:
-    """As the task has it. Raises TaskError."""
+    """Return the average that the task asks for. Raises TaskError as `WeightAverage` does."""
     return NoAverage() if task.average is None else WeightAverage(task, trained)

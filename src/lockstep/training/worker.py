@@ -1,5 +1,5 @@
-"""`python -m lockstep.training.worker RUN [TASK]`: one rank of `lockstep train`. What to do
-stands in the run directory's settings.json.
+"""`python -m lockstep.training.worker RUN [TASK]`: one rank of `lockstep train`. The run
+directory's settings.json says what to train.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lockstep.training.run_directory import RunDirectory
 def main(path: Path, place: str | None = None) -> None:
     """Train as `path`/settings.json says.
 
-    `place` is the task's on this node, where that is another than in the settings. It is loaded
-    before the ranks meet, and before the training's own modules: a mistake shows at once.
+    `place`: the task's place on this node, if it differs from the one in the settings. The task is
+    loaded before the rendezvous and before the training's own modules, so a mistake shows at once.
     """
     settings = Settings.read(path)
     place = place or settings.task

@@ -1,3 +1,3 @@
-"""A trained model on data: metrics that count every sample once, and rows in the order of the
-data set.
+"""Apply a trained model to data: metrics that count every sample once, and predictions in the order
+of the data set.
 """

@@ -1,4 +1,4 @@
-"""A finished run's model on its task's eval_data: what `lockstep evaluate` and `lockstep
+"""Apply a finished run's model to its task's eval_data: what `lockstep evaluate` and `lockstep
 predict` do on every rank.
 """
 
@@ -18,21 +18,21 @@ from lockstep.runtime.extras import missing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceJob:
-    """From the command to its ranks, as JSON."""
+    """What the command sends to its ranks, as JSON."""
 
     what: Literal["evaluate", "predict"]
     task: str
     """A bundled name or the path of a file."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     checkpoint: str
-    """Folder of the weights."""
+    """The folder of the checkpoint."""
     answer: str
-    """File in which rank 0 leaves what the command prints."""
+    """File into which rank 0 writes what the command prints."""
     out: str | None = None
     """File of the predictions."""
     device: Device = "auto"
     precision: str | None = None
-    """None: the task's own."""
+    """None: the precision of the task."""
     loader_workers: int = 0
 
     def as_text(self) -> str:
@@ -44,8 +44,8 @@ class InferenceJob:
 
 
 def apply(job: InferenceJob) -> None:
-    """Do it, on this rank of a world that is opened for it: with the average of the weights, where
-    the checkpoint has one. Rank 0 writes {"samples", "workers", "metrics" or "out"} as the answer.
+    """Do the job on this rank, in a world that is opened for it, with the averaged weights if the
+    checkpoint has them. Rank 0 writes {"samples", "workers", "metrics" or "out"} as the answer.
     """
     from lockstep.training.opening import world_for
     from lockstep.training.resolve import resolve
@@ -97,8 +97,8 @@ SUFFIXES = (".npy", ".parquet")
 
 
 def check_out(path: Path) -> Path:
-    """The path, if predictions can be written there. Raises UsageError for another extension, a
-    folder, or Parquet without pyarrow.
+    """Return the path if predictions can be written there. Raises UsageError for another extension,
+    a folder, or Parquet without pyarrow.
     """
     if path.suffix not in SUFFIXES:
         raise UsageError("wrong-ending", option="out", file=str(path), endings=SUFFIXES)
@@ -110,8 +110,8 @@ def check_out(path: Path) -> Path:
 
 
 def fill(model: Any, theirs: Mapping[str, Any], of: str, into: str) -> None:
-    """Load a checkpoint's weights, all of them or none. Raises TaskError, naming weights,
-    where they are another model's.
+    """Load all of a checkpoint's weights, or none. Raises TaskError, with names of weights, if they
+    are another model's.
     """
     from lockstep.checkpoints.identity import weights
 
@@ -138,5 +138,5 @@ if __name__ == "__main__":
     import sys
 
     given = InferenceJob.from_text(sys.argv[1])
-    # where the task lies elsewhere on this node
+    # the second argument is the task's place on this node, if it differs
     apply(replace(given, task=sys.argv[2]) if sys.argv[2:] else given)

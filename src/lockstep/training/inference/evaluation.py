@@ -1,21 +1,21 @@
 """Evaluation counts every sample once, and gives the same bits for every number of ranks.
 
-The batches are cut at fixed positions of the data set, whoever runs them (rows.py). A batch's sums
-travel with its number; every rank then adds them up in the order of the data set, in float64
+Batches are cut at fixed positions of the data set, whichever rank runs them (rows.py). A batch's
+sums travel with its number. Every rank then adds them up in the order of the data set, in float64
 (Tally). An average of the ranks' averages would be wrong for every ragged split. There is no
-collective inside the loop: a rank meets the others once, at the end.
+collective inside the loop: the ranks synchronize once, at the end.
 
-torchmetrics objects as metrics: every batch is what torchmetrics calls a rank, so the real
-number of ranks cannot be seen.
+For torchmetrics objects, each batch takes the part of a rank of torchmetrics, so the real number of
+ranks has no effect.
 
-A metric is reset and updated for each batch alone. The batches' states travel to all ranks and are
-reduced in the order of the data set by the reductions that the metric declares (`add_state`'s
-`dist_reduce_fx`), floating-point sums in float64. Whole numbers that are summed, and maxima and
-minima, do not depend on an order: a rank reduces its own first, so that it keeps one of them and
-not one a batch. The user's metric objects are left as they are. torchmetrics has no public way to
-read those reductions: its own, `dist_sync_fn`, keeps every batch's states until the end, and sums
-floating-point numbers as float32. So this reads the private `_reductions`. torchmetrics itself is
-never imported here: nobody needs it who does not bring one.
+A metric is reset and updated for each batch alone. All ranks get the batches' states and reduce
+them in the order of the data set, with the reductions that the metric declares (`add_state`'s
+`dist_reduce_fx`); floating-point sums in float64. Sums of whole numbers, maxima and minima do not
+depend on an order. A rank reduces its own first, so it keeps one state and not one per batch. The
+user's metric objects do not change. torchmetrics has no public way to read those reductions, so
+this module reads the private `_reductions`. Its own way, `dist_sync_fn`, keeps every batch's states
+until the end and sums floating-point numbers as float32. torchmetrics is never imported here: only
+users who bring such a metric need it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class States:
-    """One metric's states, batch by batch. `update` after each of this rank's batches, `compute`
-    once, on all ranks.
+    """One metric's states, batch by batch. Call `update` after each of this rank's batches, and
+    `compute` once, on all ranks.
     """
 
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
@@ -68,13 +68,13 @@ class States:
             )
         self._name = name
         self._metric = metric.clone().to(device)
-        # what `sync_on_compute=False` sets: the states are reduced here
+        # as `sync_on_compute=False` does: the states are reduced here
         self._metric._to_sync = False
         self._batches: dict[tuple[str, int], State] = {}  # (state, batch)
         self._folded: dict[str, Tensor] = {}
 
     def update(self, number: int, arguments: Any) -> None:
-        """Take the batch's `arguments` into account: those of the metric's own `update`."""
+        """Add a batch. `arguments` are those of the metric's own `update`."""
         if not isinstance(arguments, (tuple, list)):
             raise UsageError(
                 "metric-arguments-not-a-tuple", name=self._name, type=type(arguments).__name__
@@ -92,8 +92,8 @@ class States:
                 self._folded[name] = kept.clone()
 
     def compute(self, world: World) -> dict[str, float]:
-        """The metric over all batches, as {name: value}; a metric of several values gives
-        "name_value" each. A collective.
+        """Return the metric over all batches as {name: value}; a metric of several values gives
+        "name_key" for each. A collective.
         """
         self._metric.reset()
         device = self._metric.device
@@ -105,7 +105,7 @@ class States:
         return _numbers(self._name, self._metric.compute())
 
     def _gathered(self, world: World) -> dict[str, list[State]]:
-        """Every state's parts in the order of the batches; of folded ones one part a rank."""
+        """Return each state's parts in batch order; a folded state has one part per rank."""
         found: dict[str, dict[int, State]] = {name: {} for name in self._metric._reductions}
         mine = self._batches | {(name, world.rank): state for name, state in self._folded.items()}
         packed = _pack(mine)
@@ -125,8 +125,8 @@ def _fold(reduction: Any, state: State) -> Callable[[Tensor, Tensor], Tensor] | 
 
 
 def _reduced(parts: list[State], reduction: Any) -> Any:
-    """As torchmetrics reduces the states of its ranks: stacked tensors, or the concatenated
-    lists.
+    """Reduce the parts as torchmetrics does with the states of its ranks: tensors are stacked,
+    lists are concatenated.
     """
     if any(isinstance(part, list) for part in parts):
         flat = [each for part in parts for each in part]
@@ -158,8 +158,8 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _pack(states: Mapping[tuple[str, int], State]) -> bytes:
-    """A line of JSON, (state, batch, length of a list or null for a tensor) each, and behind it
-    all tensors in that order, as safetensors.
+    """Return a line of JSON with (state, batch, length of a list or null for a tensor) for each
+    state, and behind it all tensors in that order, as safetensors.
     """
     index = [
         (*key, None if isinstance(state, Tensor) else len(state)) for key, state in states.items()
@@ -187,21 +187,21 @@ class OwnRows:
     """Every rank runs the whole model on rows of its own."""
 
     walks_alone = True
-    """Whether this rank may end its walk before the others."""
+    """Whether this rank may stop before the others."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of the rows this rank walks."""
+        """(number, count) of the share of the rows that this rank runs."""
         return self._world.rank, self._world.size
 
     def outputs(
         self, forward: Forward, rows: DatasetRows, seed: int
     ) -> Iterator[tuple[Piece, Any]]:
-        """The model's output for each batch that this rank reports. Every rank walks it to its
-        end.
+        """Yield the model's output for each batch that this rank reports. Every rank iterates to
+        the end.
         """
         return outputs(forward, rows, seed)
 
@@ -222,11 +222,11 @@ def evaluate(
     seed: int = 0,
     world: World | None = None,
 ) -> dict[str, float]:
-    """The weighted means of what `fn` measures, over a map-style data set, each sample once.
+    """Return the weighted means of what `fn` measures over a map-style data set, each sample once.
 
-    All ranks call it, and get the same. The model runs in eval mode without gradients; modes and
-    random states are put back. A DistributedDataParallel's `sync_buffers()` is called first, and
-    its `.module` runs. With equal intra-op threads on the ranks (`torch.set_num_threads`) the
+    All ranks call it, and get the same values. The model runs in eval mode without gradients; modes
+    and random states are restored. For a DistributedDataParallel, `sync_buffers()` is called first,
+    and its `.module` runs. With equal intra-op threads on the ranks (`torch.set_num_threads`) the
     result has the same bits for every world size.
 
     Example::
@@ -238,20 +238,20 @@ def evaluate(
 
     Args:
         model: a module, or a wrapper around one; equal on all ranks.
-        dataset: map-style.
+        dataset: a map-style data set.
         fn: (output, batch) -> {name: (sum, weight)}, as Task.metrics. The result is the sum of sums
             over the sum of weights, in float64; nan where the weights are 0.
         metrics: torchmetrics.Metric objects by name. `fn` may return the arguments of an object's
             `update` under its name; others are updated with `(output, batch[1])`. The objects
             themselves are neither updated nor reset.
-        batch: samples of a forward, at fixed positions. The result may depend on it; it does not
+        batch: samples per forward, at fixed positions. The result may depend on it; it does not
             depend on the number of ranks.
         collate: list of samples -> batch. Default: torch's.
         loader_workers: processes of each rank that load data.
         inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the batch's
             first part.
-        seed: of the random numbers that the data set and the model draw.
-        world: default: the open one.
+        seed: seed of the random numbers that the data set and the model draw.
+        world: the world to use. Default: the open one.
 
     Returns:
         The values by name.
@@ -259,8 +259,8 @@ def evaluate(
     Raises:
         UsageError: no world is open, a data set that is empty or iterable, batch < 1, or neither fn
             nor metrics.
-        TaskError: fn returned something else than (sum, weight) pairs of single numbers, or other
-            names for another batch.
+        TaskError: fn returned anything but (sum, weight) pairs of single numbers, or different
+            names for different batches.
     """
     if fn is None and not metrics:
         raise UsageError("nothing-to-measure")
@@ -304,11 +304,11 @@ def evaluate(
 
 
 class Evaluation:
-    """`evaluation()` gives every metric of the task and "loss" over its eval_data: equal on all
+    """`evaluation()` returns every metric of the task and "loss" over its eval_data, equal on all
     ranks. A collective.
 
-    The model's modules are in eval mode meanwhile, without gradients; their modes and the random
-    states are put back.
+    Meanwhile the model's modules are in eval mode, without gradients. Their modes and the random
+    states are restored.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class Evaluation:
         loader_workers: int = 0,
         placed: OwnRows | SplitModel | None = None,
     ) -> None:
-        """`placed`: what runs the model; default: every rank runs it whole."""
+        """`placed`: runs the model. Default: every rank runs the whole model."""
         assert task.eval_data is not None
         self._forward = forward
         self._seed = task.seed
@@ -344,15 +344,15 @@ class Evaluation:
         }
         if "loss" in self._objects:
             raise TaskError("metric-named-loss")
-        self._states()  # what is no metric is found before the training, not after an epoch
+        self._states()  # fails now, and not after an epoch, if an object is no metric
 
     def _states(self) -> dict[str, States]:
         device = self._world.device
         return {name: States(name, metric, device) for name, (metric, _) in self._objects.items()}
 
     def __call__(self) -> dict[str, float] | None:
-        """None where a rank was asked to stop meanwhile (World.heed_signals): then nobody waits
-        for its end.
+        """Return the values, or None if a rank was asked to stop meanwhile (World.heed_signals):
+        then no rank waits for the rest.
         """
         mine, states = {}, self._states()
         with evaluating(self._forward.model):
@@ -372,8 +372,8 @@ class Evaluation:
 
 
 def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the user's function returned, if it is a dict of pairs, but for the names in `free`.
-    Raises TaskError.
+    """Return `found`, which the user's function has returned. Raises TaskError if it is not a dict
+    of pairs; names in `free` may have other values.
     """
     if not isinstance(found, Mapping):
         raise wrong_type(what, found, "a dict of name -> (sum, weight)")
@@ -391,7 +391,7 @@ def _default_arguments(name: str, output: Any, batch: Any) -> tuple[Any, Any]:
 
 
 class Tally:
-    """`tally.totals(mine)` are the weighted means over all `count` batches, equal on all ranks;
+    """`tally.totals(mine)` returns the weighted means over all `count` batches, equal on all ranks;
     0/0 is nan.
     """
 
@@ -400,13 +400,13 @@ class Tally:
         self._names: list[str] | None = None
 
     def pairs(self, found: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
-        """One batch's (sum, weight) by name, each as a tensor of two float64 numbers. Raises
-        TaskError for more than one number.
+        """Return one batch's (sum, weight) by name, each as a tensor of two float64 numbers. Raises
+        TaskError if a sum or a weight is more than one number.
         """
         return {name: self._pair(name, *pair) for name, pair in found.items()}
 
     def totals(self, mine: Mapping[int, dict[str, Tensor]]) -> dict[str, float]:
-        """From this rank's batches, by number, to the totals of all. A collective."""
+        """Return the means over all batches. `mine`: this rank's, by number. A collective."""
         if self._names is None:
             said = everybodys(
                 sorted(mine[0]) if 0 in mine else None,

@@ -1,6 +1,6 @@
-"""Prediction: one row a sample, in the order of the data set, on several ranks as on one.
+"""Prediction: one row per sample, in the order of the data set, on any number of ranks.
 
-data/rows.py          which batches are this rank's
+data/rows.py          the batches of this rank
 RowsInMemory          all rows, on every rank
 prediction_files.py   a batch's output as named columns, and rows streamed to a file
 """
@@ -29,7 +29,7 @@ from lockstep.training.inference.prediction_files import (
 )
 from lockstep.world.world import World
 
-_AT_ONCE = 2**21  # numbers of 8 bytes that are summed together
+_AT_ONCE = 2**21  # numbers of 8 bytes per all-reduce
 _FILES = {".npy": Npy, ".parquet": Parquet}
 
 
@@ -45,10 +45,10 @@ def predict(
     seed: int = 0,
     world: World | None = None,
 ) -> Any:
-    """The model's output for every row of `data`, in order, computed on all ranks.
+    """Return the model's output for every row of `data`, in order, computed on all ranks.
 
     All ranks call it, with the same data. The model runs in eval mode without gradients; modes and
-    random states are put back. A DistributedDataParallel's `sync_buffers()` is called first, and
+    random states are restored. For a DistributedDataParallel, `sync_buffers()` is called first, and
     its `.module` runs. Nothing is sent before all batches are done. With equal intra-op threads on
     the ranks (`torch.set_num_threads`) the result has the same bits for every world size.
 
@@ -62,20 +62,20 @@ def predict(
             tuple, list or dict of tensors, with one row for each sample.
         data: a map-style data set; or one batch: a tensor, or a tuple or dict of tensors with equal
             first dimensions.
-        batch: rows of a forward, at fixed positions; the last one has what is left.
+        batch: rows per forward, at fixed positions. The last forward has the rest.
         out: a file that ends in .npy (one tensor) or .parquet (columns by name; needs pyarrow).
-            Rows are streamed to it, and no rank holds more than its own. It is there whole or not
-            at all.
+            Rows are streamed to it, and no rank holds more than its own. The file is complete or
+            absent.
         collate: list of samples -> batch. Default: torch's.
         loader_workers: processes of each rank that load data.
-        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: the first
-            part of a data set's batch; one batch is all arguments, a dict the keywords.
-        seed: of the random numbers that the data set and the model draw.
-        world: default: the open one.
+        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default for a data
+            set: the first part of its batch. Default for one batch: all of it, a dict as keywords.
+        seed: seed of the random numbers that the data set and the model draw.
+        world: the world to use. Default: the open one.
 
     Returns:
-        Without `out`: all rows in the model's own container, on every rank; those of a data set on
-        the CPU, those of one batch on the model's device. With `out`: its path.
+        Without `out`: all rows in the model's own container, on every rank. They are on the CPU for
+        a data set, on the model's device for one batch. With `out`: its path.
 
     Raises:
         UsageError: no world is open, no rows, batch < 1, an unknown extension, an output whose rows
@@ -104,7 +104,7 @@ def predict(
 
 
 def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> Any:
-    """`call` (which has a `.model`) on all rows; see predict. A collective."""
+    """Run `call` (which has a `.model`) on all rows, as `predict` does. A collective."""
     sink = RowsInMemory(rows.total, world) if out is None else _FILES[out.suffix](out, rows, world)
     layout: RowLayout | None = None
     try:
@@ -131,8 +131,8 @@ def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> 
 
 
 class RowsInMemory:
-    """All rows on every rank, on the CPU. A rank writes its own in their places and the rest is
-    added: bytes to zeros, so exactly.
+    """All rows on every rank, on the CPU. A rank writes its own rows, and an all-reduce adds the
+    others': bytes plus zeros, so the result is exact.
     """
 
     def __init__(self, total: int, world: World) -> None:

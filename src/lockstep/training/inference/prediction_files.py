@@ -1,12 +1,11 @@
-"""Predictions as one file, .npy or .parquet: what a model returns for a batch as named columns, one
-row a sample, whatever the container. Rank 0 makes the file and gives it its name; rows go into it
-as soon as they may.
+"""Predictions as one file, .npy or .parquet. A model's output for a batch becomes named columns
+with one row per sample, whatever its container. Rank 0 creates the file and gives it its final
+name. Rows are written as early as possible.
 
-    .npy        where a row lies follows from its number alone: every rank that sees the file writes
-                its own, and holds none of them
-    .parquet    rank 0 writes row groups in the order of the data set; a group ends where its rows
-                reach a size, so that the file has the
-                same bytes at every world size
+    .npy        the position of a row follows from its number alone: every rank that sees the file
+                writes its own rows, and holds none of them
+    .parquet    rank 0 writes row groups in the order of the data set; a group ends when its rows
+                reach a size, so the file has the same bytes at every world size
 
 A rank that cannot write its rows holds them until the end, and then sends them to rank 0 batch by
 batch.
@@ -42,9 +41,9 @@ from lockstep.world.world import World
 class Column:
     name: str
     dtype: str
-    """torch's name of it, such as "float32"."""
+    """torch's name of the dtype, such as "float32"."""
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,7 +69,7 @@ class RowLayout:
     columns: tuple[Column, ...]
 
     def joined(self, tensors: Sequence[Tensor]) -> Any:
-        """Columns back in the model's container."""
+        """Return the columns in the model's container."""
         if self.container == "tensor":
             return tensors[0]
         if self.container == "dict":
@@ -84,8 +83,8 @@ class RowLayout:
 
 
 def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
-    """The columns of one batch's output, on the CPU, with no memory but their own. Raises
-    UsageError where a row is not a sample.
+    """Return the columns of one batch's output, on the CPU, in memory of their own. Raises
+    UsageError if there is not one row per sample.
     """
     container, parts = _parts(output)
     for name, part in parts.items():
@@ -129,7 +128,7 @@ def _own(part: Tensor) -> Tensor:
 
 
 def same(first: RowLayout, other: RowLayout, where: str, of_first: str) -> None:
-    """Raise UsageError where two batches gave other columns."""
+    """Raise UsageError if two batches gave different columns."""
     if first != other:
         raise UsageError(
             "columns-differ", columns=str(other), where=where, first=str(first), of_first=of_first
@@ -137,8 +136,8 @@ def same(first: RowLayout, other: RowLayout, where: str, of_first: str) -> None:
 
 
 def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
-    """The layout of all ranks' batches, also on a rank that had none. A collective; raises
-    UsageError on all ranks where they differ.
+    """Return the layout of all ranks' batches, also on a rank that had none. A collective; raises
+    UsageError on all ranks if layouts differ.
     """
     found = everybodys(
         [total, None if mine is None else asdict(mine)],
@@ -161,7 +160,7 @@ _PLACE = "for the file of predictions"
 
 
 class Unfinished:
-    """FILE.part, which becomes FILE when it is whole."""
+    """FILE.part, which becomes FILE when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.final = path
@@ -175,7 +174,7 @@ class Unfinished:
             raise self.failed(error) from None
 
     def keep(self) -> None:
-        """To disk, and under its final name."""
+        """Force the file to disk, and give it its final name."""
         force(self.path)
         self.path.replace(self.final)
 
@@ -189,8 +188,8 @@ class Unfinished:
 
 
 class PredictionFile(ABC):
-    """bfloat16 becomes float32, which is said. Every rank makes it, puts its batches, and
-    finishes or discards it.
+    """A file of predictions. Every rank makes it, puts its batches, and finishes or discards it.
+    bfloat16 is written as float32, with a warning.
     """
 
     def __init__(self, path: Path, rows: Rows, world: World) -> None:
@@ -223,7 +222,7 @@ class PredictionFile(ABC):
             self._unfinished.remove()
 
     def _collect(self, layout: RowLayout, apart: Collection[int]) -> None:
-        """What these ranks hold comes to rank 0, in order, and into the file."""
+        """Send what the ranks in `apart` hold to rank 0, which writes it to the file in order."""
         rank, control, size = self._world.rank, self._world.control, self._rows.size
         for number in range(self._rows.count):
             owner = number % self._world.size
@@ -246,7 +245,7 @@ class PredictionFile(ABC):
                 self._write(number, layout, tensors)
 
     def _complete(self, layout: RowLayout) -> str:
-        """On rank 0: the rest, disk, name; the reason if it failed."""
+        """On rank 0: write the rest, force it to disk, rename it. Return the reason if it fails."""
         try:
             self._end(layout)
             self._close()
@@ -266,29 +265,29 @@ class PredictionFile(ABC):
 
     @abstractmethod
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
-        """A batch of this rank."""
+        """Take a batch of this rank."""
 
     @abstractmethod
     def _create(self) -> None:
-        """On rank 0."""
+        """Create the file, on rank 0."""
 
     @abstractmethod
     def _apart(self) -> Collection[int]:
-        """The ranks that may hold rows. A collective."""
+        """Return the ranks that may hold rows. A collective."""
 
     @abstractmethod
     def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None: ...
 
     @abstractmethod
     def _end(self, layout: RowLayout) -> None:
-        """All rows are written."""
+        """Complete the file after all rows."""
 
     @abstractmethod
     def _close(self) -> None: ...
 
 
 class Npy(PredictionFile):
-    """One tensor's rows. A rank that does not find the token in the file that rank 0 has made
+    """One tensor's rows. Rank 0 writes a token into the file; a rank that does not find it there
     has another file system.
     """
 
@@ -316,7 +315,7 @@ class Npy(PredictionFile):
 
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
         if self._is_apart:
-            as_numpy(_only(layout), tensors[0])  # or nothing: the file cannot hold it
+            as_numpy(_only(layout), tensors[0])  # raises now if the file cannot hold it
             self._held[piece.number] = tensors
         else:
             self._write(piece.number, layout, tensors)
@@ -334,7 +333,7 @@ class Npy(PredictionFile):
 
     def _apart(self) -> Collection[int]:
         if self._world.rank > 0:
-            # before rank 0 is told: a network file system shows others what a closed file holds
+            # before rank 0 is told: on a network file system others see what a closed file holds
             self._close()
         return [
             rank
@@ -357,12 +356,12 @@ class Parquet(PredictionFile):
 
     def __init__(self, path: Path, rows: Rows, world: World) -> None:
         self._next = 0  # batch that rank 0 writes next
-        self._waiting: list[Any] = []  # tables of the row group
+        self._waiting: list[Any] = []  # tables of the next row group
         self._writer: Any = None
         super().__init__(path, rows, world)
 
     def _create(self) -> None:
-        _arrow()  # now, so that the memory that it takes is not missed when the rows are there
+        _arrow()  # imported before there are rows, because it takes memory
         self._unfinished.create()
 
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
@@ -405,7 +404,7 @@ class Parquet(PredictionFile):
 
 
 def header(layout: RowLayout, total: int) -> bytes:
-    """The beginning of a .npy file, which every rank can compute alone."""
+    """Return the beginning of a .npy file, which every rank can compute alone."""
     column = _only(layout)
     plain = as_numpy(column, torch.empty(0, *column.shape, dtype=column.torch_dtype))
     text = io.BytesIO()
@@ -419,7 +418,7 @@ def header(layout: RowLayout, total: int) -> bytes:
 
 
 def as_numpy(column: Column, tensor: Tensor) -> NDArray[Any]:
-    """A column's rows. Raises UsageError for a dtype that numpy does not have."""
+    """Return a column's rows as an array. Raises UsageError for a dtype that numpy lacks."""
     try:
         return (tensor.float() if column.dtype in _HALF else tensor).numpy()
     except TypeError:
