@@ -169,7 +169,7 @@ class Reducer:
         self._call_hooks()
 
     def dense(self) -> None:
-        """From now on keep the gradients of all parameters in buckets. Every rank calls it alike."""
+        """From now on keep all gradients in buckets. Every rank calls it alike."""
         self.hooks.fold = InPlace()
         self._build(self.layout.order)
 
