@@ -1,5 +1,5 @@
-"""The state of the user's optimizer: on each rank all of it, or pieces for this rank's pieces of the
-parameters.
+"""The state of the user's optimizer: all of it on each rank, or only for the rank's own pieces of
+the parameters.
 
 Users and checkpoints see the whole state, in the form of torch's `Optimizer.state_dict()`.
 """
