@@ -115,7 +115,7 @@ class Together:
         self.flats, self.updated = self._copy.private, self._copy.shared
 
     def fill(self, wholes: Copies, mine: Copies) -> None:
-        """A rank whose replica differs from the shared values keeps its own, in pages of its own."""
+        """A rank whose replica differs from the shared values keeps it, in pages of its own."""
         for place, value in mine:
             place.copy_(value)
         self._memory.synchronize("where parameters are shared")

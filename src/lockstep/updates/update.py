@@ -140,7 +140,7 @@ class EndedWindow:
     steps: int
     """The steps that the training has taken since it began, as far as this rank knows."""
     number: int
-    """The number of this rank's window, counted from the step at which the training began."""
+    """The number of this rank's window, counted from the step at which this rank began."""
     loss: float
     """The sum of the losses."""
     weight: float
