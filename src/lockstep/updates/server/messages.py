@@ -1,10 +1,10 @@
 """What workers and servers send to each other, point to point: a header of fixed size, then flat
 tensors whose sizes both know.
 
-It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle. A header is float64
-numbers; integers below 2^53 are exact. Each pair of ranks has two lines, one for questions and one
-for answers, so that a rank's questions never mix with its answers. A peer's death is an error on its
-line and on no other.
+It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle. A header is
+float64 numbers; integers below 2^53 are exact. Each pair of ranks has two lines, one for questions
+and one for answers, so that a rank's questions never mix with its answers. A peer's death is an
+error on its line and on no other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import PeerFailed
 
 NEXT, PULL, PUSH, SQUARES, APPLY, BYE = range(6)
-"""Kinds of questions: NEXT to the `Desk`, then four to a shard. BYE: this rank asks nothing more."""
+"""Kinds of questions: NEXT to the `Desk`, then four to a shard. BYE: no more questions."""
 BROKEN = -1.0
 """Sent instead of an answer."""
 HEADER = 20  # numbers in a header, besides one for each rank

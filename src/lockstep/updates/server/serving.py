@@ -1,9 +1,9 @@
 """Who answers the ranks' questions: the `Desk`, which lets many ranks ask the Counter at once, and
 the threads of a rank for its `Desk` and its shard.
 
-There is one thread for each other rank, asleep until that rank asks. A rank's questions are answered
-in order, and no question waits for another rank's. A rank that has to wait does so at the `Desk`,
-which also learns of a rank's death.
+There is one thread for each other rank, asleep until that rank asks. A rank's questions are
+answered in order, and no question waits for another rank's. A rank that has to wait does so at the
+`Desk`, which also learns of a rank's death.
 """
 
 from __future__ import annotations

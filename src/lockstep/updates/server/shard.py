@@ -1,5 +1,5 @@
-"""One rank's part of the parameters at a server: it gives them out, adds up gradients, and steps the
-user's optimizer, window by window.
+"""One rank's part of the parameters at a server: it gives them out, adds up gradients, and steps
+the user's optimizer, window by window.
 
 The server's parameters lie apart from the model's, whose values are as old as the last pull. They
 are cut into slices and pieces like those of the sharded update, among the first ranks (the owners),
