@@ -1,5 +1,5 @@
-"""Finds where a nan came from: checks gradients as they land, before the sum makes them equal on all
-ranks.
+"""Finds where a nan came from: checks gradients as they land, before the sum makes them equal on
+all ranks.
 
 The check costs a pass over every gradient. So a Stepper checks only if asked to
 (`trace_nonfinite=True`), and in the window after one that was skipped for a gradient or loss that
