@@ -49,8 +49,8 @@ _ALL = -1  # instead of an owner: a value that no rank adds up alone
 NOT_DETERMINISTIC = "micro-batch-not-deterministic"
 
 Item = tuple[int, int, str, int]
-"""What was compared (a level), its place, its name, its digest. The place is a slot; a block's first
-slot; for a read, first slot * ranks + the reading rank; or the rank that owns a slice.
+"""A compared value: its level, place, name and digest. The place is a slot; the first slot of a block;
+for a read, first slot * ranks + reading rank; or the rank that owns a slice.
 """
 
 
@@ -60,7 +60,7 @@ def of_update(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
 
 
 class Computed:
-    """What one rank has computed in one pass over a step. `turned` is how many ranks further on
+    """The results of one rank in one pass over a step. `turned` is how many ranks further on
     the rank is whose share it computed; 0 is its own share.
     """
 
@@ -145,7 +145,7 @@ class Computed:
         size = self._reducer.group.size
         hashers = [xxhash.xxh3_64() for _ in range(2 * (slots + size) + 1)]
         begins, computed = (0, slots, 2 * slots, 2 * slots + size), set()
-        for level, place, _, found in sorted(self.items):  # a rank reads blocks in slot order
+        for level, place, _, found in sorted(self.items):  # reads come rank by rank
             place = place % size if level == _READ else place
             number = begins[level] + place if place != _ALL else len(hashers) - 1
             hashers[number].update(found.to_bytes(8, "little", signed=True))
@@ -358,7 +358,7 @@ def _of_sums(differing: Differing) -> tuple[str, dict[str, Any]]:
     has added it up wrong.
     """
     wrong = _wrong(differing)
-    if not wrong:  # no majority
+    if not wrong:  # no digest is the most frequent
         wrong = [(key, number, rank) for key, each in differing.items() for number, rank, _ in each]
     key, number, _ = wrong[0]
     owner, name = key

@@ -69,7 +69,7 @@ class Reducer:
         """
         self.filled_here: list[bool] = []
         """For each parameter, whether its `.grad` was None, or only an unused place, when this
-        rank finished the window. It became zeros.
+        rank finished the window. Such a gradient became zeros.
         """
         self.on_leave: Callable[[Bucket], None] | None = None
         """Called with each bucket of this rank's gradients before the bucket is summed."""

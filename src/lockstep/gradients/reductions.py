@@ -48,7 +48,7 @@ class Reduction(ABC):
         ]
 
     def scatter(self) -> None:
-        """Require only each rank's own slice of a bucket from now on. It may sum more."""
+        """From now on sum at least each rank's own slice of every bucket; more is allowed."""
         return
 
     @abstractmethod

@@ -157,7 +157,7 @@ class EndedWindow:
 
 
 class Update(ABC):
-    """One per reducer and optimizer.
+    """Applies the gradients of one reducer with one optimizer.
 
     The defaults here are for updates in which all ranks take every step in common. An update whose
     ranks step alone between meetings overrides them.

@@ -76,7 +76,7 @@ class Compressed(Reduction):
     others leave in `wait`, that is, in the order of buckets on every rank.
 
     If a bucket's sum is not finite, what is owed stays as it was, so that no nan gets into it. Such
-    a step is skipped. What other buckets paid of their debts in it is then lost, like its gradient.
+    a step is skipped. Debts that other buckets paid in it are then lost, like its gradient.
     """
 
     carries_all = False

@@ -5,7 +5,7 @@ counter     pure decisions: which rank computes which slots next, which window t
 messages    what ranks send to each other, point to point: fixed headers and flat tensors
 shard       one rank's part of the parameters, and the user's optimizer over it
 serving     who answers: the dispatcher on rank 0 (`Desk`), which serves many askers at once, and
-            each rank's threads for its `Desk` and its shard
+            the threads of a rank, which answer for its `Desk` and its shard
 all_shards  the shards of all ranks, as one rank reaches them
 server_update  this rank as a worker: draw, pull, push, apply, meet
 """
