@@ -49,8 +49,8 @@ _ALL = -1  # instead of an owner: a value that no rank adds up alone
 NOT_DETERMINISTIC = "micro-batch-not-deterministic"
 
 Item = tuple[int, int, str, int]
-"""A compared value: its level, place, name and digest. The place is a slot; a block's first slot; for
-a read, first slot * ranks + reading rank; or the rank that owns a slice.
+"""A compared value: its level, place, name and digest. The place is a slot; a block's first slot;
+for a read, first slot * ranks + reading rank; or the rank that owns a slice.
 """
 
 

@@ -146,7 +146,7 @@ class ExactOverNetwork(ExactReduction):
     (Which of two nans they get may differ.) In all other cases every rank sends its blocks of a
     slice to the slice's owner, which adds them and hands the slice out. Halving sends what a ring
     would, 2 (W - 1) / W of the gradients. The owners get more where a rank brings several blocks:
-    up to log2 of its micro-batches.
+    up to 2 log2(n) for n > 1 micro-batches.
     """
 
     name = "native, exact"
@@ -253,8 +253,8 @@ class TreeFold(Fold):
 
     A gradient lands on a stack of blocks. If its left neighbour in the tree is this rank's, it is
     added to that at once, as autograd would do. Otherwise it waits in a place of its own. So a rank
-    with n micro-batches keeps about log2(n) gradients at a time. `.grad` is None until the sum over
-    all ranks has arrived.
+    with n > 1 micro-batches keeps at most 2 log2(n) gradients of a parameter at a time. `.grad` is
+    None until the sum over all ranks has arrived.
     """
 
     def __init__(self, reduction: ExactReduction) -> None:
