@@ -1,15 +1,16 @@
-"""Replicas that must be equal: compared bit by bit, each rank's tensors as one number.
+"""Compares replicas that must be equal, bit by bit: a rank's tensors become one number (a digest).
 
-    replicas        after a process's first two steps, at least every 100 steps, and where a result
-                    depends on it: one small all-gather. Only where the numbers differ does every
-                    tensor get a number of its own, so that the error names the tensor and the ranks
-    overwritten     in a step, what the step overwrites (a change on one rank would not last until
-                    the next check): sharded weights, which the next all-gather overwrites with
-                    their owner's, and moving buffers, whose mean rounds a change of a low bit away
+    replicas        compared after a process's first two steps, at least every 100 steps, and before
+                    results that depend on it, by one small all-gather. Only if the numbers differ,
+                    every tensor gets its own number, so that the error names tensor and ranks
+    overwritten     compared within a step: what the step overwrites, because a change on one rank
+                    would not last until the next check. Sharded weights are overwritten by the
+                    all-gather of their owners' values. The mean of moving buffers rounds away a
+                    change of a low bit
 
 What is overwritten is digested before the last backward of a step, and the number travels with the
-facts of that step: in every step where it takes less than 0.1 ms or 0.5 % of the step, and else as
-often as it costs 0.5 % of the time. All ranks raise the same error.
+facts of that step. This happens in every step if it takes less than 0.1 ms or 0.5 % of the step,
+and otherwise as often as it costs 0.5 % of the time. All ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ _PLACE = "for the replica check"
 _SHOWN = 4  # names of tensors in a message
 
 Named = Sequence[tuple[str, Tensor]]
-_FREE = 1e-4  # seconds
-_SHARE = 0.005  # of the time of a step
+_FREE = 1e-4  # seconds that a digest may take in every step
+_SHARE = 0.005  # of the time of all steps
 _RAREST = 100  # steps
-_MEASURED = 10  # digests before their cost is believed: the first ones may be interrupted
-_EXACT = 2**52 - 1  # float64 has integers up to here exactly
+_MEASURED = 10  # digests before their cost is trusted: the first ones may be interrupted
+_EXACT = 2**52 - 1  # float64 holds integers up to here exactly
 _WORD = 8  # bytes
-_CHUNK = 2**25  # bytes that are mixed at once
+_CHUNK = 2**25  # bytes that are mixed in one call
 # SplitMix64's odd constants, as signed numbers
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 class ReplicaCheck:
-    """When replicas were compared last, and when to compare them again. Every rank makes it and
-    calls it alike.
+    """Knows when replicas were last compared, and when to compare them again. Every rank makes it
+    and calls it alike.
     """
 
     def __init__(self, every: int = 100) -> None:
         self._every = every
         self._times = 0
         self.compared: int | None = None
-        """The step after which the replicas were equal last; None: not compared in this process."""
+        """The step after which the replicas were last equal; None: not compared in this process."""
         self.on_divergence: list[Callable[[int | None], str]] = []
-        """Called with `compared` on all ranks before the error is raised; what they return is
-        added to its message.
+        """Called with `compared` on all ranks before the error is raised. The strings that they
+        return are added to its message.
         """
 
     def due(self, step: int) -> bool:
@@ -66,8 +67,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, alike: Iterable[tuple[Group, Named]], step: int, when: str) -> None:
-        """Compare tensors among the ranks of a group, for each group with its tensors, after
-        `step` steps. Raises ReplicaDivergence on all ranks of the group, which says `when`.
+        """Compare each group's tensors among its ranks, after `step` steps. Raises
+        ReplicaDivergence on all ranks of a group; its message contains `when`.
         """
         self._times += 1
         for group, named in alike:
@@ -79,7 +80,7 @@ class ReplicaCheck:
         self.compared = step
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
-        """What differs, and where. A collective."""
+        """Return the error that says what differs, and where. A collective."""
         mine = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
         table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
@@ -124,11 +125,11 @@ class ReplicaCheck:
 
 
 def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
-    """How many elements differ from those of rank `root`, and by how much at most, on the rank
-    that is farthest. A collective.
+    """Return how many elements differ from those of rank `root`, and by how much at most, on the
+    rank with the largest difference. A collective.
     """
     ours = octets_of(tensor)
-    theirs = ours.clone()  # bytes: every dtype can be sent
+    theirs = ours.clone()  # as bytes, tensors of every dtype can be sent
     group.broadcast(theirs, root, place=_PLACE).wait()
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
@@ -148,11 +149,11 @@ class OverwrittenCheck:
     def __init__(self) -> None:
         self._next = 0
         self._digests = 0
-        self._fastest = math.inf  # seconds of a digest: what one takes that is not interrupted
+        self._fastest = math.inf  # seconds of the fastest digest, that is, an uninterrupted one
 
     def tell(self, facts: FactsMessage, step: int, tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """Add a digest of `tensors()`, as the step found them, to the facts of `step`, where it is
-        due.
+        """If a check is due, add a digest of `tensors()`, as the step found them, to the facts of
+        `step`.
         """
         begin = perf_counter()
         if step >= self._next and (overwritten := tensors()):
@@ -162,13 +163,13 @@ class OverwrittenCheck:
             facts.add_digest(found, self._fastest)
 
     def differ(self, facts: Facts, step: int) -> bool:
-        """Whether some rank began `step` with others. From the facts: the same answer on all
-        ranks.
+        """Whether the ranks began `step` with different values. It uses only the facts, so all
+        ranks get the same answer.
         """
         if step < self._next or not any(facts.digests_by_rank):
             return False
         digesting = max(facts.digesting_by_rank)
-        # 0 in the first step
+        # 0 in the first step, which knows no step before
         seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
         if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
             self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
@@ -177,11 +178,11 @@ class OverwrittenCheck:
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor]) -> int:
-    """A number of 64 bits, signed, for the bits of `tensors` (any dtypes, shapes, strides and
-    devices), in their order.
+    """Return a signed 64-bit number for the bits of `tensors`, in their order. Any dtypes, shapes,
+    strides and devices.
 
-    On the CPU it is XXH3 over the memory of each tensor, at the speed of memory. Tensors of a
-    device are mixed there, so that only the number travels.
+    On the CPU it is XXH3 over the memory of each tensor, at the speed of memory. Other devices mix
+    their tensors themselves, so that only a number travels.
     """
     hasher, elsewhere = xxhash.xxh3_64(), []
     for tensor in tensors:
@@ -197,11 +198,11 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def mixed(words: Tensor) -> Tensor:
-    """The sum of what a bijection makes of each of these int64 numbers and its position; int64,
-    0-d, on their device.
+    """Map each int64 number and its position through a bijection, and return the sum: int64, 0-d,
+    on the numbers' device.
 
     The bijection is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014). One changed word
-    always changes the sum; two exchanged words do, but for chance.
+    always changes the sum. Two exchanged words change it too, except by chance.
     """
     mixing = torch.arange(1, words.numel() + 1, device=words.device).mul_(_STEP).add_(words)
     mixing = (mixing ^ _shifted(mixing, 30)).mul_(_FIRST)
@@ -210,12 +211,12 @@ def mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def octets_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, flat, in the order of its elements; a view of its memory where that is
+    """A tensor's bytes, flat, in the order of its elements. It is a view if the tensor is
     contiguous.
     """
     tensor = tensor.detach()
@@ -227,8 +228,8 @@ def octets_of(tensor: Tensor) -> Tensor:
 
 
 def chunks(octets: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
-    """Bytes on devices as int64 words, `most` bytes at once: small tensors together, large ones
-    in pieces, filled up with zeros.
+    """Yield bytes on devices as int64 words, at most `most` bytes at a time. Small tensors are
+    joined, large ones are split, and zeros fill the last word.
     """
     together: list[Tensor] = []
     room = most

@@ -1,9 +1,9 @@
-"""Where a nan came from: gradients looked at as they land, before the sum over all ranks makes
-everybody's the same.
+"""Finds where a nan came from: checks gradients as they land, before the sum makes them equal on
+all ranks.
 
-Looking costs a pass over every gradient, so a Stepper looks only when asked to
-(`trace_nonfinite=True`) and in the window after one that was skipped for a gradient or loss that
-was not finite. Nothing is read on the host before there is something to tell.
+The check costs a pass over every gradient. So a Stepper checks only if asked to
+(`trace_nonfinite=True`), and in the window after one that was skipped for a gradient or loss that
+was not finite. The host reads nothing until there is something to report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NonFiniteTrace:
         self._always = always
         self._due = always
         self._micro_batch = 0
-        # micro-batch, parameter, whether all of its gradient is finite
+        # (micro-batch, parameter, whether its whole gradient is finite)
         self._landed: list[tuple[int, int, Tensor]] = []
 
     @property
@@ -43,13 +43,13 @@ class NonFiniteTrace:
         self._due = True
 
     def begin(self) -> None:
-        """A window begins."""
+        """Begin a window."""
         self._landed.clear()
         self._reducer.hooks.on_landed = self._look if self._due else None
         self._due = self._always
 
     def open(self, micro_batch: int) -> None:
-        """A micro-batch begins, this rank's number `micro_batch` of the window."""
+        """Begin a micro-batch, this rank's number `micro_batch` in the window."""
         self._micro_batch = micro_batch
 
     def _look(self, number: int, gradient: Tensor) -> None:
@@ -57,8 +57,8 @@ class NonFiniteTrace:
         self._landed.append((self._micro_batch, number, values.isfinite().all()))
 
     def tell(self, losses_by_rank: Sequence[float]) -> str:
-        """In sentences: whose loss is not finite and, where gradients were watched, each rank's
-        first such gradient. A collective.
+        """Return sentences that name the ranks whose loss is not finite and, if gradients were
+        watched, each rank's first such gradient. A collective.
         """
         lost = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
         whose = f"The loss of {listed(lost)} is not finite. " if lost else ""

@@ -1,8 +1,8 @@
-"""Were all ranks set up alike? Compared once, before anything is broadcast: one hash, and only
-where it differs the whole story.
+"""Checks that all ranks were set up alike, once, before anything is broadcast. Ranks compare one
+hash, and exchange the details only if it differs.
 
-A model built differently on one rank, another learning rate, another data set: each of them trains
-without an error and wrong.
+A model built differently on one rank, another learning rate, another data set: training with any of
+these raises no error, and is wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Fields = Mapping[str, Any]
 
 
 def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """What must be equal of a model: versions, and every parameter's and buffer's name, in
-    order, with shape, dtype, requires_grad.
+    """The properties of a model that must be equal: torch's version, and every parameter's and
+    buffer's name, in order, with shape, dtype, requires_grad.
     """
     fields: dict[str, Any] = {"torch version": torch.__version__}
     fields["list of parameters"] = [
@@ -51,7 +51,7 @@ def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, 
 
 
 def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
-    """What must be equal of an optimizer: its class and every group's settings."""
+    """The properties of an optimizer that must be equal: its class and every group's settings."""
     fields: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
@@ -146,5 +146,5 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    # no repr: it may hold an address
+    # not repr, which may contain an address
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,5 +1,5 @@
-"""What replicas can train, refused before the first step and by name: models, optimizers and
-losses; tensors that nothing can add up, that share memory, that lack a kernel.
+"""Refuses, by name and before the first step, what replicas cannot train: models, optimizers and
+losses; tensors that cannot be added up, that share memory, or that lack a kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from lockstep.errors import UsageError
 
 
 def check_kinds(model: object, optimizer: object) -> None:
-    """Raise a UsageError unless it is one module, not wrapped by torch, and one optimizer."""
+    """Raise UsageError unless `model` is a module that torch has not wrapped, and `optimizer` can
+    train it.
+    """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise UsageError(
             "not-a-model-and-optimizer",
@@ -37,20 +39,20 @@ def check_kinds(model: object, optimizer: object) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its
-    own in the place of the instance's.
+    """Whether the optimizer's `step` cannot be called without arguments. The class is asked,
+    because a scheduler replaces the instance's `step`.
     """
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
-    except ValueError:  # a builtin that does not tell its parameters
+    except ValueError:  # a builtin without a signature
         pass
     return False
 
 
 def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
-    """The sum of losses, checked."""
+    """Check the loss, and return it as a sum of losses."""
     if not isinstance(loss, Tensor):
         raise UsageError("loss-not-a-tensor", kind=type(loss).__name__)
     if loss.numel() != 1:
@@ -64,7 +66,7 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
         )
     if reduction == "mean":
         if isinstance(weight, (int, float)) and weight == 0:
-            # the mean of nothing is nan, and so is its gradient
+            # a mean over no samples is nan, and so is its gradient
             return torch.zeros((), device=loss.device)
         if isinstance(weight, Tensor):
             loss = torch.where(weight > 0, loss.reshape(()), 0)
@@ -77,10 +79,10 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
 
 
 def check_trained(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> None:
-    """Raise a UsageError for the first parameter, buffer or layer that replicas cannot train.
+    """Raise UsageError for the first parameter, buffer or layer that replicas cannot train.
     `device` is the world's, `ignored` are full names.
 
-    Frozen parameters and buffers are never added up as they are, but every rank gets those of rank
+    Frozen parameters and buffers are not summed over the ranks, but every rank gets those of rank
     0.
     """
     for name, parameter in module.named_parameters():
@@ -111,8 +113,8 @@ def check_trained(module: nn.Module, device: torch.device, ignored: Collection[s
 
 @cache
 def adds_up(dtype: torch.dtype) -> bool:
-    """Whether torch can add tensors of this dtype in place, as every reduction does. Of
-    complex32 it says itself that it is experimental.
+    """Whether torch can add tensors of this dtype in place, as every reduction does. complex32 is
+    refused: torch itself warns that it is experimental.
     """
     if dtype == torch.complex32:
         return False

@@ -1,9 +1,9 @@
 """Parameters without a gradient, by name, before the optimizer steps.
 
-Every rank counts its own missing gradients, and the count travels in the last bucket; so where
-nothing is missing nothing is sent. Where something is, the ranks compare: a parameter that some of
-them used was averaged with zeros, which is right and said once; one that none of them used is
-usually a mistake.
+Every rank counts its own missing gradients, and the count travels in the last bucket. So if none is
+missing, no further message is sent. Otherwise the ranks compare. A parameter that some of them used
+was averaged with zeros: this is right, and a warning says so once. A parameter that none of them
+used is usually a mistake.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NAMED = 5  # names before "and N more"
 
 
 class UnusedCheck:
-    """Looks at what a finished window was missing. `policy`: raise for parameters that no rank
-    used, count them as zeros, or leave their `.grad` None.
+    """Checks which gradients a finished window was missing. `policy`: raise for parameters that no
+    rank used, count them as zeros, or leave their `.grad` None.
     """
 
     def __init__(self, reducer: Reducer, policy: Unused) -> None:
@@ -31,7 +31,7 @@ class UnusedCheck:
         self._said: set[str] = set()
 
     def __call__(self) -> None:
-        """Called by all ranks after `finish`. Raises UnusedParameters on all of them."""
+        """Check. All ranks call it after `finish`. Raises UnusedParameters on all of them."""
         reducer = self._reducer
         if not reducer.someone_misses:
             return
@@ -44,7 +44,7 @@ class UnusedCheck:
             .bool()
             .cpu()
         )
-        if used.any():  # a rank without micro-batches is no evidence
+        if used.any():  # a rank without micro-batches says nothing about which are used
             used = torch.where(used.any(1, keepdim=True), used, True)
         nowhere = [
             name
@@ -65,7 +65,7 @@ class UnusedCheck:
             for name, parameter, filled in zip(
                 reducer.names, reducer.parameters, reducer.filled_here, strict=True
             ):
-                if filled and name in skipped:  # what an earlier backward had left in .grad stays
+                if filled and name in skipped:  # a `.grad` left from an earlier backward stays
                     parameter.grad = None
 
     def _say_partly(self, partly: list[tuple[str, torch.Tensor]]) -> None:

@@ -1,18 +1,18 @@
-"""Is what a rank computes right? In a share of steps other ranks compute it again.
+"""Checks whether the ranks compute right: in a share of steps other ranks repeat the computation.
 
-In exact mode a micro-batch has the same gradient whoever computes it. So a witnessed step is
-computed twice from the same weights, buffers, random streams and samples: once with each rank
-on the share of another, and once as usual. Compared are digests, in the order in which an error
-spreads:
+In exact mode a micro-batch has the same gradient on every rank. So a witnessed step is computed
+twice from the same weights, buffers, random streams and samples: in one *pass* each rank computes
+another rank's share, in the next its own, as usual. Digests are compared, in the order in which an
+error spreads:
 
     micro-batches   samples, weight, every gradient as it lands, buffers: names the rank and slot
-    blocks          what a rank has added up of its share, as it leaves for the sum
-    reads           these, as they have come to the ranks that add them
-    sums            of all ranks, as each of them received it
+    blocks          a rank's partial sums of its share, as they leave for the sum
+    reads           these blocks, as they arrive at the ranks that add them
+    sums            the sums over all ranks, as each rank received them
     updates         of slices that only one rank updates (updates/repeated.py)
 
-Where two computations differ, both are made again, and with three ranks or more on a third rank
-too. That tells which of them was wrong, and whether the error comes back.
+If two computations differ, both are repeated, and with three ranks or more a third rank repeats
+them too. This tells which of them was wrong, and whether the error comes back.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from lockstep.runtime import randomness
 
 _PLACE = "for the witness"
 _MICRO_BATCH, _BLOCK, _READ, _SUM, _UPDATE = range(5)
-_FROM, _TURN = range(2)  # what is drawn: a step of a stretch, a turn of a step
+_FROM, _TURN = range(2)  # what is drawn: a step of a stretch, or how far a step's shares turn
 _ROUNDING = 1e-9
-_ALL = -1  # in the place of an owner: no rank adds this up alone
+_ALL = -1  # instead of an owner: a value that no rank adds up alone
 NOT_DETERMINISTIC = "micro-batch-not-deterministic"
 
 Item = tuple[int, int, str, int]
-"""What was compared (a level), which, its name, its digest. Which: a slot, a block's first slot, that
-and the rank that reads it (first slot * ranks + rank), or the rank that owns a slice.
+"""A compared value: its level, place, name and digest. The place is a slot; a block's first slot;
+for a read, first slot * ranks + reading rank; or the rank that owns a slice.
 """
 
 
 def of_update(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
-    """What an owner's slices were updated to, here or by it."""
+    """Return the items for the values to which an owner's slices were updated."""
     return [(_UPDATE, owner, name, found) for name, found in digests]
 
 
 class Computed:
-    """What one rank has computed in one pass over a step. `turned`: whose share, counted from its
-    own.
+    """The results of one rank in one pass over a step. `turned` is how many ranks further on
+    the rank is whose share it computed; 0 is its own share.
     """
 
     def __init__(self, turned: int, reducer: Reducer) -> None:
@@ -76,7 +76,7 @@ class Computed:
     def kept(self) -> Iterator[None]:
         """Note the gradients that land and leave in this block."""
         reducer, hooks, reduction = self._reducer, self._reducer.hooks, self._reduction
-        before = hooks.on_landed  # what only the usual pass shows its gradients to
+        before = hooks.on_landed  # sees only the gradients of the usual pass
 
         def landed(number: int, gradient: Tensor) -> None:
             self._note(_MICRO_BATCH, self._slot, reducer.names[number], digest([gradient]))
@@ -90,12 +90,12 @@ class Computed:
             hooks.on_landed, reducer.on_leave, reduction.on_read = before, None, None
 
     def open(self, slot: int, batch: Any) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self._slot = slot
         self._note(_MICRO_BATCH, slot, "its samples", digest(tensors_in(batch)))
 
     def shut(self, weight: float | Tensor, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """It is over, and has moved the buffers to this."""
+        """End a micro-batch, which leaves the buffers with these values."""
         self._note(_MICRO_BATCH, self._slot, "its weight", _number(float(weight)))
         for name, buffer in buffers:
             self._note(_MICRO_BATCH, self._slot, name, digest([buffer]))
@@ -113,7 +113,7 @@ class Computed:
                 self._note(_READ, place, name, _digest(piece[start:stop]))
 
     def summed(self, facts: Facts, moved: Tensor) -> None:
-        """The sums have arrived, with the step's facts and the movements of buffers."""
+        """Note the sums when they have arrived, the step's facts, and the movements of buffers."""
         group = self._reducer.group
         for name, value in (("the weight", facts.weight), ("the loss", facts.loss)):
             self._note(_SUM, _ALL, name, _number(value))
@@ -126,8 +126,8 @@ class Computed:
                     self._note(_SUM, owner, name, _digest(flat[start:stop]))
 
     def _spans(self, bucket: Bucket, owner: int) -> Iterator[tuple[str, int, int]]:
-        """Of each parameter what lies in a rank's slice of a bucket, counted from the slice's
-        begin.
+        """Yield the part of each parameter in a rank's slice of a bucket: its name, start and stop,
+        counted from the begin of the slice.
         """
         part = slice_of(bucket.sum.numel(), owner, self._reducer.group.size)
         for span in bucket.spans:
@@ -139,13 +139,13 @@ class Computed:
         self.items.append((level, place, name, found))
 
     def row(self, slots: int) -> list[int]:
-        """A number for each slot, for the block that begins with it, for what each rank reads and
-        adds up, and for what nobody adds up alone; 0: not computed here.
+        """Return a number for each slot, for the block that begins with it, for what each rank
+        reads, for what each rank adds up, and for what no rank adds up alone. 0: not computed here.
         """
         size = self._reducer.group.size
         hashers = [xxhash.xxh3_64() for _ in range(2 * (slots + size) + 1)]
         begins, computed = (0, slots, 2 * slots, 2 * slots + size), set()
-        for level, place, _, found in sorted(self.items):  # blocks are read in the order of ranks
+        for level, place, _, found in sorted(self.items):  # reads come rank by rank
             place = place % size if level == _READ else place
             number = begins[level] + place if place != _ALL else len(hashers) - 1
             hashers[number].update(found.to_bytes(8, "little", signed=True))
@@ -157,37 +157,37 @@ class Computed:
 
 
 class Witness:
-    """Which steps are witnessed, and what was found. Every rank makes it and calls it alike."""
+    """Decides which steps are witnessed, and compares. Every rank makes it and calls it alike."""
 
     def __init__(self, share: float, seed: int, group: Group) -> None:
         if group.size == 1:
             raise UsageError("witness-alone", witness=share)
         self._share, self._seed, self._group = share, seed, group
         self.witnessed: int | None = None
-        """So many steps had been taken when all ranks last computed alike."""
+        """How many steps had been taken when all ranks last agreed; None before."""
         self.on_divergence: list[Callable[[int | None], str]] = []
-        """Called with `witnessed` on all ranks before the error is raised; what they return is
-        added to its message.
+        """Called with `witnessed` on all ranks before the error is raised. The strings that they
+        return are added to its message.
         """
         self._step, self._slots = 0, 0
         self._records: list[Computed] = []
-        # since the end of the step before, if that was witnessed: digests, and how often written to
+        # tensors at the end of a witnessed step, each with its version counter and digest
         self._kept: dict[str, tuple[Tensor, int, int]] = {}
         self._kept_after = -1
 
     @classmethod
     def of(cls, share: float, seed: int, group: Group) -> Witness | None:
-        """None for a share of 0. Raises UsageError where there is one rank."""
+        """Return a Witness, or None for a share of 0. Raises UsageError if there is one rank."""
         return cls(share, seed, group) if share else None
 
     def keep(self, named: Named, steps: int) -> None:
-        """A witnessed step has ended, `steps` after the training's begin, with this on this rank."""
+        """Keep digests of these tensors at the end of a witnessed step, after `steps` steps."""
         self._kept_after = steps
         self._kept = {name: (each, each._version, digest([each])) for name, each in named}
 
     def at_rest(self, steps: int) -> None:
-        """Before a witnessed step that follows upon another: has anything changed since that no
-        code has written to? Raises CorruptResult, on all ranks, where some say so and not all.
+        """Before a witnessed step right after another one: check for changes since then that no
+        code has made. Raises CorruptResult on all ranks if some ranks, but not all, find changes.
         """
         kept, self._kept = self._kept, {}
         if steps != self._kept_after:
@@ -200,7 +200,7 @@ class Witness:
         host = self._group.host
         counts = host.all_gather(torch.tensor([len(changed)]), place=_PLACE).tolist()
         ranks = [rank for rank, count in enumerate(counts) if count]
-        if 0 < len(ranks) < self._group.size:  # else code has, past the counters of writes
+        if 0 < len(ranks) < self._group.size:  # on all ranks: code wrote past the version counters
             names = everybodys(changed, host, _PLACE)[ranks[0]]
             values = {"step": steps + 1, "last": steps, "where": listed(ranks), "told": ""}
             raise self.told(
@@ -208,12 +208,12 @@ class Witness:
             )
 
     def due(self, window: Window) -> bool:
-        """Whether the window's step is witnessed. Raises UsageError for one that no other rank
-        can read.
+        """Whether the window's step is witnessed. Raises UsageError if no other rank can read the
+        window.
         """
         if window.read is None:
             raise UsageError("witness-cannot-read", kind=type(window).__name__)
-        # one of every 1 / share steps that follow upon each other
+        # one step of each stretch of 1 / share consecutive steps
         stretch = math.floor(window.step * self._share + _ROUNDING)
         begin, end = (
             math.ceil((each - _ROUNDING) / self._share) for each in (stretch, stretch + 1)
@@ -224,24 +224,24 @@ class Witness:
         return randomness.derive(self._seed, randomness.WITNESS, what, number)
 
     def begin(self, window: Window) -> int:
-        """A witnessed step begins. How far shares are turned in the pass before the usual one."""
+        """Begin a witnessed step. Return how far shares are turned in the pass before the usual."""
         self._step, self._slots, self._records = window.step, window.cut.slots, []
         return 1 + self._drawn(_TURN, self._step) % (self._group.size - 1)
 
     def again(self) -> list[int]:
-        """Both passes again, and one on third ranks where there are any."""
+        """Return the passes to repeat: both, and one on third ranks if there are any."""
         turned = self._records[0].turned
         others = [each for each in range(1, self._group.size) if each != turned]
         return [turned, 0, *others[:1]]
 
     def record(self, turned: int, reducer: Reducer) -> Computed:
-        """For a pass that begins."""
+        """Return the record for a pass that begins."""
         self._records.append(Computed(turned, reducer))
         return self._records[-1]
 
     def agree(self, steps: int) -> bool:
-        """Whether both passes have come to the same on all ranks, `steps` after the training's
-        begin. A collective.
+        """Whether both passes have the same results on all ranks, after `steps` steps. A
+        collective.
         """
         rows = [each.row(self._slots) for each in self._records]
         table = self._group.host.all_gather(torch.tensor(rows), place=_PLACE)
@@ -253,14 +253,14 @@ class Witness:
         return True
 
     def error(self) -> LockstepError:
-        """What all passes tell of it. A collective."""
+        """Return the error that follows from all passes. A collective."""
         return self.told(self._judged([each.items for each in self._records]) or _nothing())
 
     def compare(
         self, passes: Sequence[list[Item]], once_more: Callable[[], Iterable[list[Item]]]
     ) -> None:
-        """Raise CorruptResult, on all ranks, where these passes of all ranks differ; `once_more`
-        makes further ones, which tell who was wrong. A collective.
+        """Raise CorruptResult, on all ranks, if these passes of all ranks differ. `once_more` makes
+        further passes, which tell who was wrong. A collective.
         """
         if self._judged(passes) is not None:
             raise self.told(self._judged([*passes, *once_more()]) or _nothing())
@@ -271,7 +271,7 @@ class Witness:
         return judge(by_pass, self._step + 1)
 
     def told(self, error: LockstepError) -> LockstepError:
-        """With what those did that hear of corruption."""
+        """Add to an error of corruption what the functions in `on_divergence` return."""
         if isinstance(error, CorruptResult):
             told = [text for each in self.on_divergence if (text := each(self.witnessed))]
             error.values["told"] = "".join(f" {text}" for text in told)
@@ -283,8 +283,8 @@ def _nothing() -> LockstepError:
 
 
 def judge(passes: Sequence[Sequence[Sequence[Item]]], step: int) -> LockstepError | None:
-    """Who was wrong in this step; None for nobody. `passes[i][rank]` is what a rank computed in
-    pass i.
+    """Return the error that says who was wrong in this step, or None. `passes[i][rank]` is what a
+    rank computed in pass i.
     """
     for level in range(_UPDATE + 1):
         found: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
@@ -309,11 +309,11 @@ def judge(passes: Sequence[Sequence[Sequence[Item]]], step: int) -> LockstepErro
 
 
 Differing = dict[tuple[int, str], list[tuple[int, int, int]]]
-"""By place and name, what was computed: pass, rank, digest."""
+"""By place and name, the computations of one value: pass, rank, digest."""
 
 
 def _of_shares(level: int, differing: Differing) -> tuple[str, dict[str, Any]]:
-    """Whoever computes a share must come to the same."""
+    """Judge a level at which all ranks that compute a share must have the same results."""
     varying = {
         rank
         for each in differing.values()
@@ -339,7 +339,7 @@ def _of_shares(level: int, differing: Differing) -> tuple[str, dict[str, Any]]:
 def _of_reads(
     differing: Differing, passes: Sequence[Sequence[Sequence[Item]]]
 ) -> tuple[str, dict[str, Any]]:
-    """What left its rank right did not come to the one that reads it."""
+    """Judge blocks that left their rank right, but arrived wrong at the rank that reads them."""
     wrong = _wrong(differing) or [
         (key, number, rank) for key, each in differing.items() for number, rank, _ in each
     ]
@@ -354,9 +354,11 @@ def _of_reads(
 
 
 def _of_sums(differing: Differing) -> tuple[str, dict[str, Any]]:
-    """All ranks must receive the same; where none of them did, its owner has added it up wrong."""
+    """Judge sums, which all ranks must receive alike. If no rank received a sum right, its owner
+    has added it up wrong.
+    """
     wrong = _wrong(differing)
-    if not wrong:  # as often the one as the other
+    if not wrong:  # no digest is the most frequent
         wrong = [(key, number, rank) for key, each in differing.items() for number, rank, _ in each]
     key, number, _ = wrong[0]
     owner, name = key
@@ -368,7 +370,7 @@ def _of_sums(differing: Differing) -> tuple[str, dict[str, Any]]:
 
 
 def _told(place: int, name: str, ranks: list[int], passes: set[int]) -> dict[str, Any]:
-    """What the error says. `passes`: those that went wrong."""
+    """Return the values of the error. `passes` are those that went wrong."""
     back = "comes back" if len(passes) > 1 else "does not come back"
     return {
         "slot": place,
@@ -381,7 +383,9 @@ def _told(place: int, name: str, ranks: list[int], passes: set[int]) -> dict[str
 
 
 def _wrong(differing: Differing) -> list[tuple[tuple[int, str], int, int]]:
-    """What most have not come to, where most have come to the same: place and name, pass, rank."""
+    """Return place and name, pass, and rank of each result that differs from the most frequent one.
+    A value without a single most frequent result is left out.
+    """
     found = []
     for key, each in differing.items():
         right, votes = Counter(value for *_, value in each).most_common(1)[0]
@@ -392,7 +396,7 @@ def _wrong(differing: Differing) -> list[tuple[tuple[int, str], int, int]]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the model has the buffers that it had before, with their values."""
+    """Restore the model's buffers, and their values, after the block."""
     before = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -405,7 +409,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for where, name, buffer, value in before:
                 where[name] = buffer
-                if buffer.shape == value.shape:  # else a cache
+                if buffer.shape == value.shape:  # a cache has another shape
                     buffer.copy_(value)
 
 
@@ -414,6 +418,8 @@ def _number(value: float) -> int:
 
 
 def _digest(tensor: Tensor) -> int:
-    """As `digest`, of a sum: which of two nans it is depends on who was added to whom."""
+    """Return the `digest` of a sum, with all nans alike: which nan a sum is depends on the order of
+    addition.
+    """
     odd = tensor.isnan()
     return digest([tensor.masked_fill(odd, torch.nan) if bool(odd.any()) else tensor])

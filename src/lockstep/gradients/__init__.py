@@ -1,1 +1,1 @@
-"""From every micro-batch's `.grad` to one sum that all ranks share."""
+"""Turns every micro-batch's `.grad` into one sum that all ranks share."""

@@ -1,14 +1,14 @@
-"""The hooks: what does a gradient that lands now mean?
+"""What a gradient means at the moment when autograd delivers it (it *lands*).
 
-stray      no backward whose gradients count is running: noted, and left where it is
-cleared    somebody has replaced what had landed before: an error, it belonged to the sum
-late       its sum is on its way already: an error
-one more   further ones of this parameter may come: it is added to those
-the last   its bucket has one gradient less to wait for, and leaves when it waits for none
+stray      no backward whose gradients count is running: noted, and left in `.grad`
+cleared    an earlier gradient of this window, which belonged to the sum, was replaced: an error
+late       its bucket has left, or its parameter has had its last gradient: an error
+one more   further ones of its parameter may follow: added to those before
+the last   its bucket waits for one gradient less, and leaves when it waits for none
 
-A call of Python for each gradient takes longer than a small one's backward. So a Stepper's small
-gradients, which autograd adds up in their places by itself, only leave a note, and notes are looked
-through when a large gradient lands, or a bucket's last, and when the backward ends.
+A Python call per gradient takes longer than the backward of a small gradient. So autograd adds a
+Stepper's small gradients in place, and only a note is made of each. The notes are processed when a
+large gradient or the last one of a bucket lands, and when the backward ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.bucket_timeline import BucketTimeline
 from lockstep.gradients.fold import Fold
 
-_SMALL = 2**17  # bytes: to clear the place of a larger one costs more than to call Python
+_SMALL = 2**17  # bytes; zeroing the place of a larger gradient costs more than a Python call
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 _NO_GRAPH = (
@@ -44,8 +44,8 @@ _DENSE = (
 
 
 class AutogradHooks:
-    """Where the gradients of one model come in. `leave` sends the next bucket; `works` are the
-    sums of those that have left, at `timeline`.
+    """Receives the gradients of one model. `leave` sends the next bucket; `works` are the sums of
+    the buckets that have left; `timeline` notes their times.
     """
 
     def __init__(
@@ -54,29 +54,31 @@ class AutogradHooks:
         self.fold, self._leave, self._works, self._timeline = fold, leave, works, timeline
         self.closing = False
         """Whether full buckets may leave during this backward."""
-        # by a Stepper: only gradients of its own backward count, and nobody clears them before
-        # `finish`
+        # Set by a Stepper: only the gradients of its own backwards count, and clearing them before
+        # `finish` is an error.
         self.guarded = False
         self.adds_in_place = False
-        """Whether nobody but autograd touches `.grad`: a small gradient may have its place before it
+        """Whether only autograd touches `.grad`: then a small gradient may have its place before it
         lands.
         """
-        self.expecting = True  # a backward whose gradients count is running
-        self.strayed = False  # a gradient that was not expected has been seen
+        self.expecting = True  # whether a backward whose gradients count is running
+        self.strayed = False  # whether an unexpected gradient has landed
         self.scale = 1.0
-        """What each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size."""
+        """The factor of each gradient when it leaves: 1, or the wrapper's 1 / world size."""
         self.end_of_backward: Callable[[], None] | None = None
         """Called once after a closing backward, by the wrapper."""
         self.on_landed: Callable[[int, Tensor], None] | None = None
-        """Shown each gradient, with its parameter's number, before it is summed."""
+        """Called with each parameter's number and gradient, before the gradient is summed."""
         self.static_graph = StaticGraph()
         self.arrivals: list[int] | None = None
-        """The order of one backward of the first window; None once the buckets follow it."""
+        """The parameters' numbers in the order in which gradients land in a backward of the first
+        window. None once the buckets follow this order.
+        """
         self.here: list[bool] = []
-        """Of each parameter, whether a gradient has landed in this window."""
+        """For each parameter, whether a gradient has landed in this window."""
         self._names: Sequence[str] = ()
         self._small: Collection[int] = ()  # gradients that have their places before they land
-        # small ones that have landed since somebody looked, by number
+        # by number, the parameters whose small gradients have landed since the last look
         self._noted: dict[int, Tensor] = {}
         self._home: list[Bucket] = []
         self._said: set[str] = set()
@@ -84,14 +86,14 @@ class AutogradHooks:
     def lay(
         self, names: Sequence[str], parameters: Sequence[Tensor], buckets: Sequence[Bucket]
     ) -> list[Callable[[Tensor], None]]:
-        """The gradients of these parameters have places in these buckets from now on. Returns what
-        autograd shall call for each.
+        """Give the gradients of these parameters their places in these buckets. Return the hook
+        that autograd calls for each parameter.
         """
         self._names = names
         homes = {span.parameter: bucket for bucket in buckets for span in bucket.spans}
         self._home = [homes[number] for number in range(len(names))]
         small: set[int] = set()
-        # in the first window each is looked at: whether it is sparse, when it arrives
+        # the first window checks each gradient: whether it is sparse, and when it arrives
         if self.adds_in_place and self.fold.adds_in_place and self.arrivals is None:
             small = {number for number, each in enumerate(parameters) if each.nbytes <= _SMALL}
         self._small = small
@@ -104,17 +106,18 @@ class AutogradHooks:
         ]
 
     def arm(self, buckets: Sequence[Bucket]) -> None:
-        """Be ready for a closing backward."""
+        """Prepare for a closing backward: one during which full buckets may leave."""
         self._under_way = self._began = False
         self._noted.clear()
         self.static_graph.begin(len(self._names))
-        self.closed = [False] * len(self._names)  # landed in its closing backward, and scaled
-        # still to land in the closing backward
+        # per parameter: whether its last gradient of the closing backward has landed and is scaled
+        self.closed = [False] * len(self._names)
+        # per bucket: how many gradients the closing backward has still to deliver
         self._expected = [len(bucket.spans) for bucket in buckets]
 
     @property
     def stray(self) -> bool:
-        """Whether a gradient arrived that was not expected. Asked outside of `backward`."""
+        """Whether an unexpected gradient has landed. Ask only outside of `backward`."""
         return self.strayed or (self.guarded and bool(self._noted))
 
     @property
@@ -124,7 +127,7 @@ class AutogradHooks:
 
     @contextmanager
     def window(self, *, last: bool) -> Iterator[None]:
-        """Say whether full buckets may leave during the backwards in this block."""
+        """Set whether full buckets may leave during the backwards in this block."""
         before, self.closing = self.closing, last
         self.fold.open()
         try:
@@ -136,7 +139,7 @@ class AutogradHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The gradients of this block count."""
+        """Count the gradients that land in this block."""
         self.strayed = self.stray
         self._noted.clear()
         before, self.expecting = self.expecting, True
@@ -147,7 +150,7 @@ class AutogradHooks:
             self.expecting = before
 
     def landed(self, number: int, parameter: Tensor) -> None:
-        """A parameter's hook, called by autograd."""
+        """Handle a gradient that has landed: the parameter's hook, which autograd calls."""
         if not self.expecting:
             self.strayed = True
             return
@@ -158,14 +161,14 @@ class AutogradHooks:
         self._land(number, parameter)
 
     def _look_through(self) -> None:
-        """Count the gradients that have only left a note, in the order in which they landed."""
+        """Count the gradients that were only noted, in the order in which they landed."""
         if not self._noted:
             return
         noted = self._noted.copy()
         self._noted.clear()
         if self.on_landed is not None or not self.fold.all_in_place(noted):
             for number, parameter in noted.items():
-                if parameter.grad is None:  # cleared after it had landed, by another hook
+                if parameter.grad is None:  # another hook has cleared it after it landed
                     raise UsageError("gradient-cleared", parameter=self._names[number])
                 self._land(number, parameter)
             return
@@ -203,7 +206,7 @@ class AutogradHooks:
             self._under_way = True
             if self.end_of_backward is not None and not self._began:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-        if parameter.grad is None and not self.guarded:  # autograd came by without a gradient
+        if parameter.grad is None and not self.guarded:  # autograd has called without a gradient
             return
         if self.on_landed is not None and parameter.grad is not None:
             self.on_landed(number, parameter.grad)
@@ -214,7 +217,7 @@ class AutogradHooks:
             self.arrivals.append(number)
         if last:
             self.closed[number] = True
-            if not bucket.sum.is_cuda:  # there nobody asks what was hidden
+            if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
                 self._timeline.look()
             self._expected[bucket.index] -= 1
             self._leave_full()
@@ -224,7 +227,7 @@ class AutogradHooks:
             self._leave()
 
     def take_in(self, number: int, gradient: Tensor) -> None:
-        """Count a gradient that was put into `.grad` by other hands than autograd's."""
+        """Count a gradient that something other than autograd has put into `.grad`."""
         if self.on_landed is not None:
             self.on_landed(number, gradient)
         self.fold.land(number, 1.0)
@@ -240,29 +243,28 @@ class AutogradHooks:
             )
 
     def backward_begins(self, *_: object) -> None:
-        """The outermost backward has begun: its end is the end, also where reentrant
-        checkpointing runs others inside it.
+        """Have `end_of_backward` called at the end of the outermost backward, which has begun.
+        Reentrant checkpointing may run other backwards inside it.
         """
         if self.closing and not self.open and self.end_of_backward is not None:
             self._began = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def _backward_over(self) -> None:
-        """Called by autograd when a backward has ended: the user's, or one that reentrant
-        checkpointing runs inside it.
+        """Handle the end of a backward: the user's, or one that reentrant checkpointing runs
+        inside it. Autograd calls this.
         """
         if len(self._works) < len(self._expected) and _inside_checkpoint():
-            self._under_way = False  # the next gradient asks to be called again
+            self._under_way = False  # the next gradient queues this callback again
         elif self.end_of_backward is not None:
             self.end_of_backward()
 
 
 class StaticGraph:
-    """How many gradients each parameter gets in a backward, where every backward is like the first
-    one (`on`).
+    """How many gradients each parameter gets in a backward, if all backwards are alike (`on`).
 
-    It learns from the first backward which gradient of a parameter is its last. A graph that is not
-    static has one of each.
+    The first backward shows which gradient of a parameter is its last. In a graph that is not
+    static, each parameter gets one.
     """
 
     def __init__(self) -> None:
@@ -271,12 +273,12 @@ class StaticGraph:
         self._count: list[int] = []
 
     def begin(self, parameters: int) -> None:
-        """A backward is about to begin."""
+        """Prepare for a backward."""
         self._count = [0] * parameters
 
     def is_last(self, number: int) -> bool:
-        """Count a gradient of a parameter; whether it gets no further one. In the first backward
-        nobody knows.
+        """Count a gradient of a parameter. Return whether it is the last one: False during the
+        first backward of a static graph, when this is not known yet.
         """
         self._count[number] += 1
         return not self.on or (
@@ -284,22 +286,20 @@ class StaticGraph:
         )
 
     def has_all(self, number: int) -> bool:
-        """Whether a further gradient of a parameter would be one more than in the first
-        backward.
-        """
+        """Whether a parameter has had as many gradients as in the first backward."""
         return self.on and self._times is not None and self._count[number] == self._times[number]
 
     def learn(self) -> None:
-        """A backward has ended."""
+        """Keep the counts of the first backward, which has ended."""
         if self.on and self._times is None:
             self._times = self._count
 
     def forget(self) -> None:
-        """The model has other parameters."""
+        """Drop the counts: the model has other parameters."""
         self._times = None
 
     def late(self, number: int, name: str) -> LateGradient:
-        """The error for one gradient more than can be summed."""
+        """Return the error for a gradient that comes after a parameter's last one."""
         if not self.on or self._times is None:
             return LateGradient("late-gradient", parameter=name)
         count, times = self._count[number] + 1, self._times[number]

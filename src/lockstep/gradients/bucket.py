@@ -1,5 +1,5 @@
-"""A bucket's memory: one flat tensor that the parameters' `.grad` are views of; and where the
-compiler cuts a model by buckets.
+"""A bucket's memory: one flat tensor, of which the parameters' `.grad` are views. Also, how
+torch.compile cuts a model by buckets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ATTRIBUTE = "_active_ddp_module"
 
 
 class Bucket:
-    """The gradients of some parameters in one flat tensor `sum`; `views[i]` is the place of
-    `spans[i]`, shaped and strided as its parameter.
+    """The gradients of some parameters in one flat tensor `sum`. `views[i]` is the place of
+    `spans[i]`, with the shape and strides of its parameter.
 
-    So gradient memory is one times the parameters, and what arrives from the other ranks is in
+    So gradients take as much memory as the parameters, and the sum over the ranks arrives in
     `.grad` without a copy.
     """
 
@@ -30,7 +30,7 @@ class Bucket:
         self.index = plan.index
         self.spans: tuple[Span, ...] = plan.spans
         more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
-        self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # in errors
+        self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # for errors
         self.sum = memory  # zeros, flat
         self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
@@ -49,10 +49,10 @@ class Bucket:
 def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
     """A parameter's place in a flat tensor, in the parameter's shape."""
     piece = flat[span.start : span.stop]
-    if not piece.numel() and parameter.numel():  # a gradient that travels by other ways
+    if not piece.numel() and parameter.numel():  # a sparse gradient has no room in the bucket
         return piece
-    # Autograd keeps a gradient in its parameter's memory format; a view of the same strides spares
-    # a strided copy (channels_last).
+    # Autograd keeps a gradient in its parameter's memory format. A view with the same strides
+    # avoids a strided copy (channels_last).
     if _dense(parameter):
         return piece.as_strided(
             parameter.shape, parameter.stride(), storage_offset=flat.storage_offset() + span.start
@@ -81,21 +81,21 @@ class _Buckets:
 
 @contextmanager
 def cut_by_buckets(bucket_bytes: int, *, wanted: bool = True) -> Iterator[None]:
-    """What is compiled in this block is cut into graphs of about `bucket_bytes` of parameters.
-    Without `wanted` nothing is changed.
+    """Cut what is compiled in this block into graphs of about `bucket_bytes` of parameters. If not
+    `wanted`, change nothing.
 
-    torch.compile makes one backward of a whole graph, and all gradients would land at its end.
+    torch.compile makes one backward of a whole graph, so that all gradients would land at its end.
     Inside the forward of torch's DistributedDataParallel the compiler cuts the graph where that
-    wrapper's buckets end, so that gradients leave while the backward runs. It knows such a forward
-    by a class attribute, which holds an object with `bucket_bytes_cap`. There is no public way to
-    ask for the cut.
+    wrapper's buckets end, so that gradients leave while the backward runs. It recognizes such a
+    forward by a class attribute, which holds an object with `bucket_bytes_cap`. There is no public
+    way to ask for the cut.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     if not wanted or not hasattr(ddp, _ATTRIBUTE):
         yield
         return
     before = getattr(ddp, _ATTRIBUTE)
-    # less is refused: the first cut is always there
+    # torch refuses a cap below that of its own first bucket, after which it always cuts
     setattr(ddp, _ATTRIBUTE, _Buckets(max(bucket_bytes, FIRST_BUCKET)))
     try:
         yield

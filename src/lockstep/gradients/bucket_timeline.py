@@ -1,5 +1,5 @@
-"""When each bucket left this rank, and when its sum was there: how much of the communication
-went on behind the backward.
+"""When each bucket left this rank and when its sum arrived: how much of the communication the
+backward hid.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _SECOND = 1e9  # ns
 
 
 class BucketTimes(NamedTuple):
-    """One bucket's, in seconds of this process's monotonic clock."""
+    """The times of one bucket, in seconds of this process's monotonic clock."""
 
     left: float
     arrived: float | None
-    """None: not known yet."""
+    """None if not known yet."""
 
 
 class BucketTimeline:
-    """Of one window. Nobody waits for a look: a sum that came unseen counts as there when
-    somebody looks, or waits for it.
+    """The times of one window's buckets. Looking never waits: a sum counts as arrived when somebody
+    looks, or waits for it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class BucketTimeline:
         self._asks: list[Callable[[], bool] | None] = []
         self._left: list[int] = []
         self._arrived: list[int | None] = []
-        self._looked = 0  # those before this one are there
+        self._looked = 0  # the sums before this number have arrived
         self._over: int | None = None
 
     def leave(self, work: Work) -> None:
@@ -42,7 +42,7 @@ class BucketTimeline:
         self._arrived.append(None)
 
     def look(self) -> None:
-        """Sums come in the order in which they left: note those that have."""
+        """Note which sums have arrived. They arrive in the order in which they left."""
         while (
             self._looked < len(self._asks)
             and (done := self._asks[self._looked]) is not None
@@ -52,7 +52,7 @@ class BucketTimeline:
             self._looked += 1
 
     def backward_is_over(self) -> None:
-        """From now on nothing is computed behind."""
+        """Note that the backward has ended: from now on no communication is hidden."""
         self.look()
         self._over = time.monotonic_ns()
 
@@ -61,14 +61,14 @@ class BucketTimeline:
             self._arrived[number] = time.monotonic_ns()
 
     def times(self) -> Sequence[BucketTimes]:
-        """By bucket, in the order in which they left."""
+        """The times of all buckets, in the order in which they left."""
         return [
             BucketTimes(left / _SECOND, None if at is None else at / _SECOND)
             for left, at in zip(self._left, self._arrived, strict=True)
         ]
 
     def hidden(self) -> float:
-        """Seconds in which something was on its way while the backward went on. A sum that
+        """Seconds in which at least one bucket was on its way while the backward ran. A sum that
         starts only when a rank waits for it is not hidden.
         """
         total = reached = 0

@@ -1,15 +1,15 @@
-"""Buffers that a forward moves (BatchNorm statistics): one update a step, whatever the number of
+"""Buffers that a forward changes (BatchNorm statistics): one update per step, for any number of
 ranks and micro-batches.
 
-Every micro-batch of a step starts from the same value, the step's; when all are done a buffer moves
-by the weighted mean of what the micro-batches made of it. Without this, statistics would depend on
-how many micro-batches a rank happened to own, and differ between ranks. Integer buffers
-(`num_batches_tracked`) move by the same mean, rounded: they count steps.
+Every micro-batch of a step starts from the same values. After all of them, a buffer moves by the
+weighted mean of the micro-batches' changes. Otherwise statistics would depend on how many
+micro-batches a rank has, and would differ between ranks. Integer buffers (`num_batches_tracked`)
+move by the same mean, rounded: they count steps.
 
-Which buffers move is found out, not declared: after the first step the ranks agree on those that
-any forward has changed; those of BatchNorm's family always belong to them. One that begins to move
-later is seen by the rank concerned (its version counter changes) and announced with the facts of
-that step; it is taken from rank 0 that once. A buffer that changes its shape is a cache, and left
+Nobody declares which buffers move. After the first step the ranks agree on those that any forward
+has changed; those of BatchNorm's family are always among them. If a buffer begins to move later,
+the rank concerned sees it by its version counter, and announces it with the facts of that step. All
+ranks then take its value from rank 0, once. A buffer that changes its shape is a cache, and is left
 alone.
 """
 
@@ -29,26 +29,28 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Done, Work
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
-_ROWS = 16  # micro-batches whose movements are worked out at once
+_ROWS = 16  # micro-batches whose movements are computed at once
 
 
 class _Kind:
-    """The moving buffers of one dtype: where they started in a step, and the sum of their
-    movements, flat.
+    """The moving buffers of one dtype, flat: their values at the start of a step, and the sum of
+    their movements.
 
-    Sums have a row for each slot in exact mode, else one row.
+    In exact mode the sums have one row per slot, otherwise one row.
     """
 
     def __init__(self, numbers: list[int], places: list[tuple[dict[str, Tensor | None], str]]):
         self.numbers = numbers
         found = [tensor for where, name in places if (tensor := where[name]) is not None]
         self.flats = [_flat(tensor) for tensor in found]
-        """Their elements: of contiguous ones views, which can be written to."""
+        """The elements of each buffer: a view that can be written to, if the buffer is
+        contiguous.
+        """
         self.start = torch.cat(self.flats)
         self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
         self.moved = self.start
-        # that are not in `moved` yet: elements after each micro-batch, its weight and slot; rows
-        # stay for the next step
+        # Micro-batches that are not in `moved` yet: the elements after each (these rows are reused
+        # in the next step), and its weight and slot.
         self._rows: list[Tensor] = []
         self._ended: list[tuple[float | Tensor, int]] = []
 
@@ -65,12 +67,12 @@ class _Kind:
         )
 
     def begin(self) -> None:
-        """A step begins with what the buffers hold now."""
+        """Begin a step with the values that the buffers hold now."""
         torch.cat(self.flats, out=self.start)
         self._ended.clear()
 
     def shut(self, weight: float | Tensor, slot: int) -> None:
-        """A micro-batch of that weight is over; the next one finds what this one found."""
+        """End a micro-batch of that weight; the buffers return to the values they began with."""
         if len(self._rows) == len(self._ended):
             self._rows.append(torch.empty_like(self.start))
         torch.cat(self.flats, out=self._rows[len(self._ended)])
@@ -87,7 +89,7 @@ class _Kind:
             if far.is_cpu:
                 factors = _column(tuple(map(float, weights)), far.dtype)
                 self.moved.index_add_(0, _column(slots)[:, 0], far * factors)
-            else:  # numbers of the host go there without a wait
+            else:  # the GPU gets numbers of the host without waiting
                 for row, weight, slot in zip(far, weights, slots, strict=True):
                     self.moved[slot].add_(row * weight)
             self._ended.clear()
@@ -103,9 +105,9 @@ class MovingBuffers:
     ) -> None:
         self._group = group
         self.generation = generation
-        """Of the model's parameters (Reducer), when these buffers were found."""
+        """The Reducer's `generation` when these buffers were found."""
         self._device = device
-        # By owner and name: a forward may also assign a new tensor to a buffer.
+        # By owner and name, because a forward may also assign a new tensor to a buffer.
         named: list[tuple[str, nn.Module, str]] = [
             (f"{prefix}.{name}".lstrip("."), module, name)
             for prefix, module in model.named_modules()
@@ -114,8 +116,8 @@ class MovingBuffers:
         ]
         self._names = [name for name, _, _ in named]
         self._owners = [(module, name) for _, module, name in named]
-        # Batch norm kernels write their statistics without touching the version counter, so these
-        # are never waited for to show up.
+        # Batch norm kernels write their statistics without changing the version counter, so these
+        # buffers always count as moving.
         self._always = {
             number
             for number, (module, _) in enumerate(self._owners)
@@ -124,7 +126,7 @@ class MovingBuffers:
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
-        self._watched = list(range(len(self._owners)))  # those that need not move
+        self._watched = list(range(len(self._owners)))  # buffers that are not known to move
         self._kinds: list[_Kind] = []
         self._moved = torch.zeros(0)
         self._sum: Work = Done()
@@ -138,14 +140,14 @@ class MovingBuffers:
         return buffer
 
     def _by_dtype(self, numbers: Iterable[int]) -> list[int]:
-        """In the order in which they travel: those of one dtype together."""
+        """Sort buffers by dtype: those of one dtype travel together."""
         return sorted(numbers, key=lambda number: (str(self._buffer(number).dtype), number))
 
     def _resized(self, number: int) -> bool:
         return self._buffer(number).shape != self._shapes[number]
 
     def named(self) -> Sequence[tuple[str, Tensor]]:
-        """All buffers, which are equal on all ranks between steps; but for caches, which change
+        """All buffers that are equal on all ranks between steps: not the caches, which change
         their shape.
         """
         return [
@@ -156,8 +158,8 @@ class MovingBuffers:
 
     @torch.no_grad()
     def begin(self, slots: int = 0) -> None:
-        """A new step: keep the values that every micro-batch starts from. With `slots`,
-        movements are added up along the tree of exact mode.
+        """Begin a step: keep the values that every micro-batch starts from. With `slots`,
+        movements are added along the tree of exact mode.
         """
         if self._kinds and all(kind.same() for kind in self._kinds):
             for kind in self._kinds:
@@ -176,7 +178,7 @@ class MovingBuffers:
         self._seen = self._marks()
 
     def _find(self) -> None:
-        """Look up the moving buffers anew."""
+        """Look up the moving buffers again."""
         groups = groupby(self._moving, lambda number: self._buffer(number).dtype)
         self._kinds = []
         for _, group in groups:
@@ -187,15 +189,15 @@ class MovingBuffers:
 
     @property
     def starts(self) -> list[Tensor]:
-        """What every micro-batch of the step starts from, flat: equal on all ranks."""
+        """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         return [kind.start for kind in self._kinds]
 
     def open(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self._seen = self._marks()
 
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
-        """Give these values to a kind's buffers, but for caches."""
+        """Write these values to a kind's buffers, except to caches."""
         if kind.same():
             torch._foreach_copy_(kind.flats, list(values))
             return
@@ -205,8 +207,8 @@ class MovingBuffers:
                 buffer.copy_(value.view(buffer.shape))
 
     def shut(self, weight: float | Tensor, slot: int = 0) -> None:
-        """A micro-batch of that weight is over; `slot` is its row. The next one finds what this
-        one found.
+        """End a micro-batch of that weight; `slot` is its row. The buffers return to the values
+        that the step began with.
         """
         self._look()
         for kind in self._kinds:
@@ -217,8 +219,10 @@ class MovingBuffers:
 
     @torch.no_grad()
     def _shut_one_by_one(self, kind: _Kind, weight: float | Tensor, slot: int) -> None:
-        """Buffers that are not known yet to move, or are other tensors now."""
-        kind.add_up()  # in the order of the micro-batches
+        """Do what `shut` does if the ranks have not agreed yet which buffers move, or if a buffer
+        is another tensor now.
+        """
+        kind.add_up()  # keeps the order of the micro-batches
         pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
         for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
             if not self._resized(number):
@@ -235,13 +239,13 @@ class MovingBuffers:
                 self._touched.add(number)
 
     def _marks(self) -> list[tuple[int, int]]:
-        """What changes when a buffer is written to: the tensor itself, or its version."""
+        """The identity and version of each watched buffer: a write changes one of them."""
         return [(id(buffer), buffer._version) for buffer in map(self._buffer, self._watched)]
 
     @property
     def newly_moving(self) -> bool:
-        """Whether a forward of this rank, also of the micro-batch that is open, has written to a
-        buffer that was agreed not to move.
+        """Whether a forward of this rank has written to a buffer that was agreed not to move. The
+        open micro-batch counts.
         """
         if not self._agreed:
             return False
@@ -249,22 +253,22 @@ class MovingBuffers:
         return bool(self._touched)
 
     def send(self) -> None:
-        """All micro-batches are over: the sum of their movements over all ranks begins."""
+        """Start to sum the movements over all ranks, after all micro-batches."""
         for kind in self._kinds:
             kind.add_up()
         if self._moving:
             self._sum = self._group.all_reduce(self._moved, place="for buffers")
 
     def moved(self) -> Tensor:
-        """After `send`: the movements of all ranks' micro-batches, a row for each."""
+        """After `send`: wait for the movements of all ranks; in exact mode row i is slot i's."""
         if self._moving:
             self._sum.wait()
         return self._moved
 
     @torch.no_grad()
     def finish(self, weight: float, newly_moving: bool) -> None:
-        """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing
-        where that is 0.
+        """End the step on all ranks: move the buffers by the sum over ranks divided by `weight`,
+        or not at all if `weight` is 0.
         """
         if self._moving:
             self._sum.wait()
@@ -278,7 +282,7 @@ class MovingBuffers:
             self._agree(take_from_first=newly_moving)
 
     def _agree(self, take_from_first: bool) -> None:
-        """Settle which buffers move: those that any rank's forward has written to so far."""
+        """Agree on which buffers move: those that any rank's forward has written to so far."""
         known = set(self._moving) if self._agreed else set()
         if self._owners:
             touched = torch.zeros(len(self._owners), dtype=torch.int64, device=self._device)
@@ -300,26 +304,26 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def _flat(buffer: Tensor) -> Tensor:
-    """All elements, one after the other."""
+    """All elements in one dimension, complex ones as pairs."""
     return real(buffer).detach().reshape(-1)
 
 
 @lru_cache(maxsize=32)
 def _column(values: tuple[float, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """These, one below the other: most steps have the weights and slots of the step before."""
+    """Return the values as a column. Most steps repeat the weights and slots of the last one."""
     return torch.tensor(values, dtype=dtype)[:, None]
 
 
 def movement(now: Tensor, before: Tensor) -> Tensor:
-    """How far elements have moved. Subtracted in their own dtype: a large counter that moves by
-    1 moves by 1; inf minus inf is no movement.
+    """How far elements have moved. They are subtracted in their own dtype, so that a large counter
+    that moves by 1 moves by exactly 1. inf minus inf is no movement.
     """
     now, before = _countable(now), _countable(before)
     return torch.where(now == before, 0, now - before)
 
 
 def moved_by(before: Tensor, moved: Tensor) -> Tensor:
-    """The values that elements have after moving by the mean movement."""
+    """Return elements after the mean movement `moved`."""
     if before.dtype == torch.bool:
         return (before.to(moved) + moved) >= 0.5
     if not before.is_floating_point():
@@ -329,7 +333,7 @@ def moved_by(before: Tensor, moved: Tensor) -> Tensor:
 
 
 def _countable(tensor: Tensor) -> Tensor:
-    """In a dtype that can be added and subtracted: not every one that can be stored can."""
+    """Convert to a dtype that can be added and subtracted; some dtypes can only be stored."""
     if tensor.dtype == torch.bool:
         return tensor.to(torch.int8)
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
@@ -339,8 +343,8 @@ def _countable(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: Group) -> None:
-    """Make the buffers equal on all ranks: floating-point statistics of BatchNorm's family by
-    their mean, all others by rank 0's value.
+    """Make the buffers equal on all ranks: by the mean for floating-point statistics of BatchNorm's
+    family, by rank 0's value for all others.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -353,10 +357,10 @@ def average_buffers(model: nn.Module, group: Group) -> None:
 
 
 class SharedBuffers:
-    """Buffers as torch's wrapper treats them: every forward begins with one rank's on all ranks, or
-    with what a hook makes of them.
+    """Buffers as torch's wrapper treats them: every forward begins with one rank's buffers on all
+    ranks, or with what a hook makes of them.
 
-    They are looked up anew each time: a forward may assign another tensor.
+    They are looked up each time, because a forward may assign another tensor.
     """
 
     def __init__(self, module: nn.Module, group: Group, ignored: Collection[str]) -> None:
@@ -375,15 +379,15 @@ class SharedBuffers:
         }
 
     def register(self, state: object, hook: BufferHook, *, after_forward: bool) -> None:
-        """Have `hook(state, {name: buffer})` in place of the broadcast. It may return futures;
-        the backward ends by waiting for them.
+        """Run `hook(state, {name: buffer})` instead of the broadcast. It may return futures; the
+        end of the backward waits for them.
         """
         self._hook, self._state, self.after_forward = hook, state, after_forward
 
     @torch.no_grad()
     def share(self, root: Callable[[], int]) -> None:
-        """Run the hook, or take the buffers of rank `root()`. A collective; nothing where the
-        module has no buffers.
+        """Run the hook, or take the buffers of rank `root()`. A collective, unless the module has
+        no buffers.
         """
         named = self.named()
         if not named:
@@ -395,8 +399,8 @@ class SharedBuffers:
 
     @torch.no_grad()
     def broadcast(self, buffers: Iterable[Tensor], root: int = 0) -> None:
-        """Overwrite the buffers by those of rank `root`, in one message. For autograd they have
-        not changed: no backward reads them.
+        """Overwrite the buffers with those of rank `root`, in one message. Autograd sees no change:
+        no backward reads them.
         """
         if self._group.size == 1:
             return
@@ -404,7 +408,7 @@ class SharedBuffers:
             (buffer for buffer in buffers if buffer.layout == torch.strided),
             key=lambda each: -each.element_size(),
         )
-        # so all are aligned
+        # the largest dtype first, so that all are aligned
         flat = torch.cat(
             [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in largest_first]
         )
@@ -419,7 +423,7 @@ class SharedBuffers:
                     buffer.detach().copy_(octets.view(buffer.dtype).view(buffer.shape))
 
     def wait(self) -> None:
-        """Wait for what a hook has begun."""
+        """Wait for the futures that a hook has returned."""
         while self._futures:
             self._futures.pop().wait()
 
@@ -433,7 +437,7 @@ def replicate(
     *,
     buffers: bool = True,
 ) -> None:
-    """Overwrite every parameter and buffer by those of rank `root`. Buffers too: BatchNorm
+    """Overwrite every parameter and buffer with those of rank `root`. Buffers too: BatchNorm
     statistics are part of the model.
     """
     named = chain(module.named_parameters(), module.named_buffers() if buffers else ())

@@ -1,9 +1,10 @@
-"""Exact mode: sums along one tree over the slots of a step (collectives/addition_order.py), so that no number
-of ranks changes a bit.
+"""Exact mode: sums along one tree over the slots of a step, so that no number of ranks changes a
+bit. A rank's *blocks* are the sums of its slots as far as it can add them alone
+(collectives/addition_order.py).
 
 TreeFold            a rank's own micro-batches, while they land
 ExactInMemory       the blocks of all ranks of one host, in shared memory
-ExactOverNetwork    the blocks of all ranks, added by halving, or sent to the owners of slices
+ExactOverNetwork    the blocks of all ranks, added by halving, or by the owners of slices
 """
 
 from __future__ import annotations
@@ -44,32 +45,36 @@ _CARRIERS = ("auto", "native", "shared_memory")
 
 
 class ExactReduction(Reduction):
-    """Sums along the tree, divided: places for blocks, and what each rank brings in this step."""
+    """Sums along the tree and divides. Knows the memory for blocks, and the blocks that each rank
+    brings in this step.
+    """
 
-    carries_all = False  # what lies behind the gradients is no part of the tree
+    carries_all = False  # the element behind the gradients is not summed along the tree
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
         self.divisor = 1.0
         self.scattered = False
         self.levels: Sequence[Sequence[Tensor]] = ()
-        """By place on the stack of blocks, then by bucket: this rank's flat tensors. The lowest
-        become the sums.
+        """This rank's flat tensors, by place on its stack of blocks, then by bucket. Those of the
+        lowest place become the sums.
         """
         self.height = 1
-        """Places on the stack that the fullest rank needs."""
+        """How many places on the stack the fullest rank needs."""
         self.mine = range(0)
-        """The slots of this step that are this rank's and hold samples."""
+        """The slots of this rank that hold samples in this step."""
         self.brought: tuple[tuple[Block, ...], ...] = ()
         """The blocks that each rank brings in this step."""
         self.term: Term = 0
-        """How they add up."""
+        """How these blocks add up."""
         self.on_read: Callable[[Bucket, Sequence[Tensor]], None] | None = None
-        """Shown this rank's slice of all blocks, in the order of `brought`, before it adds them."""
+        """Called with a bucket and this rank's slice of all blocks, in the order of `brought`,
+        before the blocks are added.
+        """
 
     def begin(self, cut: Cut) -> bool:
-        """A step begins. True where `memory` must be asked for again: its stacks are higher than
-        those that there are.
+        """Begin a step. Return whether `memory` must be called again, because the stacks are
+        higher than before.
         """
         shares = [cut.filled(rank, self.size) for rank in range(self.size)]
         self.mine = shares[self.rank]
@@ -84,10 +89,10 @@ class ExactReduction(Reduction):
 
 
 class ExactInMemory(ExactReduction):
-    """Where the ranks of one host share memory: the owner of a slice finds all blocks of all ranks
-    there, and adds them along the tree.
+    """The reduction of ranks that share one host's memory: the owner of a slice finds all blocks
+    of all ranks there, and adds them along the tree.
 
-    The sums are made, divided and handed out at the end of a step.
+    Sums are computed, divided and handed out at the end of a step.
     """
 
     name = "shared memory, exact"
@@ -100,7 +105,7 @@ class ExactInMemory(ExactReduction):
     def memory(self, layout: Layout) -> list[Tensor]:
         self._parts, self.levels = [], ()
         sizes, dtypes = layout.kinds()
-        # untouched pages take no room
+        # pages that nobody touches take no memory
         found = self._memory.allocate(
             sizes * self.height, dtypes * self.height, "for gradient buckets"
         )
@@ -117,9 +122,8 @@ class ExactInMemory(ExactReduction):
             for level in range(len(each))
         ]
 
-        def divisor() -> (
-            float
-        ):  # asked for when all are ready, before this rank's slice is added up
+        # called when all ranks are ready, before this rank's slice is added up
+        def divisor() -> float:
             if self.on_read is not None:
                 mine = slice_of(bucket.sum.numel(), self.rank, self.size)
                 self.on_read(bucket, [term.data[mine.start : mine.stop] for term in terms])
@@ -135,13 +139,14 @@ class ExactInMemory(ExactReduction):
 
 
 class ExactOverNetwork(ExactReduction):
-    """Over the backend, while backward goes on; on one rank, add.
+    """The reduction over the backend, while the backward runs. One rank only adds.
 
-    A power of two of ranks with one block each adds along the tree by recursive halving, nearest
-    first; two of them by any all-reduce, as a + b is b + a. (Which of two nans they get may
-    differ.) Otherwise every rank sends the owner of a slice its blocks of it, and the owner adds
-    them and hands the slice out. The former sends what a ring would, 2 (W - 1) / W of the
-    gradients; the latter more, where a rank brings several blocks: up to log2 of its micro-batches.
+    If the number of ranks is a power of two and each brings one block, they add along the tree by
+    recursive halving, nearest first. Two such ranks may use any all-reduce, as a + b is b + a.
+    (Which of two nans they get may differ.) In all other cases every rank sends its blocks of a
+    slice to the slice's owner, which adds them and hands the slice out. Halving sends what a ring
+    would, 2 (W - 1) / W of the gradients. The owners get more where a rank brings several blocks:
+    up to 2 log2(n) for n > 1 micro-batches.
     """
 
     name = "native, exact"
@@ -160,7 +165,7 @@ class ExactOverNetwork(ExactReduction):
         flat, on_cpu = bucket.sum.data, bucket.sum.device.type == "cpu"
         slices = [slice_of(flat.numel(), rank, self.size) for rank in range(self.size)]
         own = flat[slices[self.rank].start : slices[self.rank].stop]
-        # other threads need not flush denormals as this one does, and do not know a GPU's streams
+        # Other threads may not flush denormals as this one does, and do not know its GPU stream.
         beside = on_cpu and not _flushes_denormals()
         halves = not self.scattered and nearest_first(self.brought)
         work: Work
@@ -180,8 +185,8 @@ class ExactOverNetwork(ExactReduction):
         return Handle([work], divide)
 
     def _exchanged(self, bucket: Bucket, slices: Sequence[range], own: Tensor) -> Handle[None]:
-        """Start to send all blocks to the owners of slices. Who waits adds this rank's `own`, and
-        hands it out.
+        """Start to send all blocks to the owners of slices. Waiting for the result adds this
+        rank's slice into `own`, and hands it out.
         """
         flats = [level[bucket.index].data for level in self.levels]
         brought: list[list[Tensor]] = [[] for _ in self.brought]
@@ -214,8 +219,8 @@ class ExactOverNetwork(ExactReduction):
         brought: Sequence[list[Tensor]],
         place: str,
     ) -> Work:
-        """Start to send every rank its slice of this level's block, and to add to what each has
-        `brought` of this rank's slice.
+        """Start to send every rank its slice of this level's block. Append the pieces that arrive
+        for this rank's slice to the lists in `brought`, by sender.
         """
         brings = [len(each) > level for each in self.brought]
         arriving = [len(slices[self.rank]) if each else 0 for each in brings]
@@ -228,7 +233,7 @@ class ExactOverNetwork(ExactReduction):
         return self._group.exchange(here, arriving, sent, leaving, place)
 
     def _hand_out(self, flat: Tensor, slices: Sequence[range], place: str) -> Callable[[], None]:
-        """What fills all slices of a tensor with their owners' content."""
+        """Return a function that fills all slices of a tensor with their owners' content."""
         if flat.device.type == "cpu":
             return by_schedule.all_gather_slices(self._group, flat, slices, place)
         mine, longest = slices[self.rank], max(map(len, slices))
@@ -243,20 +248,20 @@ class ExactOverNetwork(ExactReduction):
 
 
 class TreeFold(Fold):
-    """A rank's micro-batches added up along the tree, each bucket as soon as it is complete
+    """Adds a rank's micro-batches along the tree, each bucket as soon as it is complete
     (gradients/fold.py).
 
-    A gradient lands on a stack of blocks: one whose left neighbour is this rank's is added to it on
-    the spot, as autograd would; any other waits on a place of its own. So a rank keeps log2 of its
-    micro-batches, and no more, gradients at a time. `.grad` is None until the sum over all ranks is
-    there.
+    A gradient lands on a stack of blocks. If its left neighbour in the tree is this rank's, it is
+    added to that at once, as autograd would do. Otherwise it waits in a place of its own. So a rank
+    with n > 1 micro-batches keeps at most 2 log2(n) gradients of a parameter at a time. `.grad` is
+    None until the sum over all ranks has arrived.
     """
 
     def __init__(self, reduction: ExactReduction) -> None:
         self.reduction = reduction
         self._turns: Sequence[Turn] = ()
-        self._place = -1  # of the micro-batch that is open, among this rank's
-        self._landed: set[int] = set()  # in it
+        self._place = -1  # the number of the open micro-batch among this rank's
+        self._landed: set[int] = set()  # the parameters whose gradients have landed in it
 
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         self._buckets, self._parameters = buckets, parameters
@@ -301,8 +306,9 @@ class TreeFold(Fold):
             view.add_(gradient)
 
     def sets_order(self, *, closing: bool) -> bool:
-        """In slot 0, whose rank the Reducer asks: the norm is summed bucket by bucket, so their
-        order must not depend on the number of ranks.
+        """Whether the micro-batch is this rank's first; the Reducer asks the rank of slot 0. The
+        norm is summed bucket by bucket, so the buckets' order must not depend on the number of
+        ranks.
         """
         return self._place == 0
 
@@ -311,8 +317,8 @@ class TreeFold(Fold):
             self._fold(bucket, self._place + 1)
 
     def blocks(self, bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-        """What this rank brings to the sum of a bucket that is complete: of each block the first
-        slot, and of each parameter its number and its part.
+        """Yield what this rank brings to the sum of a complete bucket: the first slot of a block,
+        a parameter's number, and its part of the block.
         """
         brought = self.reduction.brought[self.reduction.rank]
         for block, views in zip(brought, self._views, strict=False):
@@ -320,14 +326,14 @@ class TreeFold(Fold):
                 yield block.first, span.parameter, views[span.parameter]
 
     def fill(self, number: int, scale: float) -> None:
-        """What never came is absent, which `complete` sees to."""
+        """Do nothing: `complete` marks a gradient that never came as absent."""
 
     def complete(self, bucket: Bucket) -> None:
         self._fold(bucket, len(self._turns))
 
     def _fold(self, bucket: Bucket, until: int) -> None:
-        """Finish this bucket's part of the micro-batches before number `until`, those included
-        that were never walked.
+        """Finish this bucket's part of the micro-batches before number `until`, including those
+        that this rank never ran.
         """
         for place in range(self._folded[bucket.index], until):
             turn = self._turns[place]
@@ -341,7 +347,7 @@ class TreeFold(Fold):
         self._folded[bucket.index] = max(until, self._folded[bucket.index])
 
     def _flat(self, level: int, bucket: Bucket) -> Tensor:
-        # not seen by the version counters that a Reducer looks at
+        # `.data` hides the write from the version counters that the Reducer checks
         return self.reduction.levels[level][bucket.index].data
 
     def deliver(self) -> None:
@@ -353,8 +359,8 @@ class TreeFold(Fold):
 
 
 def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int) -> Reducer:
-    """A Reducer that adds along the tree. "auto" goes through shared memory where the ranks have
-    it. Raises UsageError.
+    """Return a Reducer that adds along the tree. "auto" uses shared memory if the ranks have it.
+    Raises UsageError if `reduce` cannot be exact.
     """
     if reduce not in _CARRIERS:
         if reduce in REDUCTIONS:
@@ -370,13 +376,13 @@ def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int
 
 
 def _flushes_denormals() -> bool:
-    """Whether `torch.set_flush_denormal` is on in this thread. Others have settings of their own."""
+    """Whether `torch.set_flush_denormal` is on in this thread. Each thread has its own setting."""
     return sys.float_info.min / 2 == 0
 
 
 def check_window(window: object) -> Window:
-    """Raise a UsageError for what is no window of numbered micro-batches, or one that is cut by
-    the number of ranks.
+    """Return a window of numbered micro-batches. Raises UsageError for any other object, and for a
+    window that is cut by the number of ranks.
     """
     if not isinstance(window, Window):
         raise UsageError("exact-without-slots", kind=type(window).__name__)

@@ -1,9 +1,9 @@
 """What all ranks must know of a step besides its gradients: a few float64 numbers in one message.
 
-They leave before the last micro-batch's backward, so they cost no time: by the end of it they have
-arrived. They are exact in whatever dtype the gradients travel, and because everybody gets the same
-sums, everybody draws the same conclusions (the divisor, whether to skip, whether to stop) without
-another message.
+The message leaves before the last micro-batch's backward and arrives by the end of it, so it costs
+no time. The numbers are exact in whatever dtype the gradients travel. All ranks get the same sums,
+so all draw the same conclusions (the divisor, whether to skip, whether to stop) without another
+message.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
-# one number of each rank
+# each of these rows has one number per rank
 _ROWS = ("samples", "losses", "busy", "waited", "each", "digests", "digesting")
 
 
 def numbers(ranks: int) -> int:
-    """How many float64 numbers the facts of a step of so many ranks are, without slots."""
+    """The number of float64 numbers in the facts of a step on so many ranks, without slots."""
     return _BY_RANK + len(_ROWS) * ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer
-    begin to move; by rank, samples and losses.
+    """The facts of one step, the same on all ranks.
 
-    And how the step before went, by rank, in seconds: what it computed, what it waited for others,
-    and what one of its micro-batches took it, loading included (0: it had none). `digests_by_rank`
-    are of what a step overwrites (0: not taken), each taken in `digesting_by_rank` seconds.
+    `weight`, `loss`, `stop` and `newly_moving` are sums over all ranks: the weights, the losses,
+    how many ranks asked to stop, how many saw a buffer begin to move. Samples and losses are also
+    given by rank.
+
+    The other fields tell, by rank, how the step before went, in seconds: `busy` computing, `waited`
+    for other ranks, and `each` for one micro-batch, loading included (0: it had none).
+    `digests_by_rank` are digests of what a step overwrites (0: not taken), and
+    `digesting_by_rank` the seconds that each took.
     """
 
     weight: float
@@ -53,16 +57,15 @@ class Facts:
 
 
 class FactsMessage:
-    """This rank's share of the facts: filled while the window is walked, sent once, waited for
-    once.
+    """This rank's part of the facts: filled during the window, sent once, waited for once.
 
-    With `slots` weights and losses travel slot by slot, and are added up along the tree of exact
+    With `slots`, weights and losses travel slot by slot, and are added along the tree of exact
     mode.
     """
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group, self._device, self._slots = group, device, slots
-        # a list where the host knows them: a tensor takes microseconds a number
+        # a list if the host knows the numbers: a write to a tensor takes microseconds
         self._values: Any = [0.0] * numbers(group.size) + [ABSENT] * (2 * slots)
         if device.type != "cpu":
             self._values = torch.zeros(len(self._values), dtype=torch.float64, device=device)
@@ -74,8 +77,8 @@ class FactsMessage:
         return self._sum is not None
 
     def add(self, weight: float | Tensor, loss: Tensor | float, slot: int = 0) -> None:
-        """Count a micro-batch: its weight and its sum of losses. Now: the user may go on to change
-        the loss in place.
+        """Count a micro-batch: its weight and its sum of losses. The loss is read at once, because
+        the user may change it in place later.
         """
         assert not self.sent
         if self._device.type == "cpu":
@@ -94,14 +97,14 @@ class FactsMessage:
         self._values[self._mine("samples")] += count
 
     def add_times(self, busy: float, waited: float, each: float) -> None:
-        """Of this rank's step before, in seconds."""
+        """Add the times of this rank's step before, in seconds."""
         self._put(self._mine("busy"), busy)
         self._put(self._mine("waited"), waited)
         self._put(self._mine("each"), each)
 
     def add_digest(self, digest: int, seconds: float) -> None:
-        """A digest of what this rank began the step with (52 bits, so that float64 has it
-        exactly), and what it took.
+        """Add a digest of what this rank began the step with, and the seconds that it took. The
+        digest has 52 bits, so that float64 holds it exactly.
         """
         self._put(self._mine("digests"), digest)
         self._put(self._mine("digesting"), seconds)
@@ -109,7 +112,7 @@ class FactsMessage:
     def _put(self, place: int, value: float | Tensor) -> None:
         if self._device.type == "cpu":
             self._values[place] = value
-        else:  # a number that is assigned is copied from the host, which waits for the GPU
+        else:  # assigning a number copies it from the host, which waits for the GPU
             self._values[place].fill_(value)
 
     def _mine(self, row: str) -> int:
@@ -148,13 +151,14 @@ def _halves(values: list[float]) -> tuple[list[float], list[float]]:
 
 
 class Reading:
-    """Numbers on their way from a device to the host, waited for where somebody looks at them.
+    """Numbers that travel from a device to the host. Only reading them waits.
 
-    What `values` holds when the work queued so far is done. `values` must not change afterwards.
+    They are what `values` holds when the work queued so far is done. `values` must not change
+    afterwards.
 
-    On a GPU the numbers are copied to pinned memory behind that work, and only `list()` waits, for
-    the copy alone: what was queued later goes on meanwhile. `work` is a collective under way
-    on `values`: the copy waits for it, the current stream does not.
+    On a GPU the numbers are copied to pinned memory behind that work. Only `list()` waits, and only
+    for the copy: work queued later runs meanwhile. `work` is a collective under way on `values`:
+    the copy waits for it, the current stream does not.
     """
 
     def __init__(self, values: Tensor, work: Work | None = None) -> None:

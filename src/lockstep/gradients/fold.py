@@ -1,4 +1,4 @@
-"""How the gradients of a rank's own micro-batches become one."""
+"""How the gradients of a rank's own micro-batches become one gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.gradients.bucket import Bucket
 
 
 class Fold(ABC):
-    """What a Reducer asks of it. Parameters go by their numbers."""
+    """What a Reducer calls to combine a rank's own gradients. Parameters go by their numbers."""
 
     adds_in_place = False
-    """Whether a gradient can have its place, in which autograd adds up, before it lands."""
+    """Whether a gradient can have its place before it lands, so that autograd adds to it there."""
 
     def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements of a bucket each parameter's gradient takes."""
@@ -26,10 +26,10 @@ class Fold(ABC):
 
     @abstractmethod
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients have new places."""
+        """Give the gradients new places, in these buckets."""
 
     def keep(self, small: Collection[int]) -> None:
-        """These gradients have their places from the beginning of a window."""
+        """Give these gradients their places from the beginning of each window."""
         return
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -42,13 +42,13 @@ class Fold(ABC):
         return False
 
     def begin(self, cut: Cut | None) -> bool:
-        """A window begins, in which nothing has landed. True where its gradients need other
-        memory: the buckets must be laid again.
+        """Begin a window, in which nothing has landed yet. Return whether its gradients need other
+        memory, so that the buckets must be laid again.
         """
         return False
 
     def open(self) -> None:
-        """A micro-batch of this rank begins."""
+        """Begin a micro-batch of this rank."""
         return
 
     @abstractmethod
@@ -61,34 +61,34 @@ class Fold(ABC):
 
     @abstractmethod
     def sets_order(self, *, closing: bool) -> bool:
-        """Whether buckets shall follow the order in which gradients arrive in this micro-batch."""
+        """Whether buckets must follow the order in which gradients arrive in this micro-batch."""
 
     def shut(self) -> None:
-        """A micro-batch is over that was not the last."""
+        """End a micro-batch that is not the last."""
         return
 
     @abstractmethod
     def fill(self, number: int, scale: float) -> None:
-        """A parameter gets no further gradient in this window: what there is of it is complete."""
+        """Complete a parameter's gradient, which gets no further contribution in this window."""
 
     def complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are complete: it is about to leave."""
+        """Prepare a bucket to leave: all its gradients are complete."""
         return
 
     def deliver(self) -> None:
-        """The sums over all ranks are there: make them the parameters' `.grad`."""
+        """Make the sums over all ranks, which have arrived, the parameters' `.grad`."""
         return
 
     @abstractmethod
     def cleared(self, number: int, *, landing: bool) -> bool:
-        """Whether somebody has replaced a gradient that landed; `landing`: while the next
-        micro-batch's is about to land.
+        """Whether somebody has replaced a gradient that landed. `landing`: the next micro-batch's
+        gradient is about to land.
         """
 
 
 class InPlace(Fold):
-    """A micro-batch after the other is added to the same memory, by autograd itself: `.grad` is
-    a view of the bucket all the time.
+    """Every micro-batch is added to the same memory, by autograd itself. Once a gradient has
+    landed, `.grad` is a view of the bucket.
     """
 
     adds_in_place = True
@@ -114,7 +114,7 @@ class InPlace(Fold):
 
     def keep(self, small: Collection[int]) -> None:
         self._first = [view if number in small else None for number, view in enumerate(self._views)]
-        # neighbours are cleared at once
+        # adjacent places are cleared in one call
         self._to_clear = [
             bucket.sum[spans[0].start : spans[-1].stop]
             for bucket in self._buckets
@@ -133,8 +133,8 @@ class InPlace(Fold):
         return all(self._parameters[number].grad is self._views[number] for number in numbers)
 
     def land(self, number: int, scale: float) -> None:
-        """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same
-        pass; later micro-batches it adds in place.
+        """Make `.grad` the view, scaled. A gradient that autograd put elsewhere is copied once, in
+        the same pass. Autograd adds later micro-batches in place.
         """
         view, parameter = self._views[number], self._parameters[number]
         grad = parameter.grad
@@ -173,9 +173,10 @@ def sparse_parameters(module: nn.Module) -> list[Tensor]:
 
 
 class KeepsSparse(InPlace):
-    """As InPlace, but the gradients of sparse embeddings stay sparse, and take no room in buckets.
+    """Like InPlace, but the gradients of sparse embeddings stay sparse, and take no room in
+    buckets.
 
-    The rows that any rank's batch has touched travel after the buckets, and are added up over all
+    The rows that any rank's batch has touched travel after the buckets, and are summed over all
     ranks.
     """
 
@@ -203,7 +204,7 @@ class KeepsSparse(InPlace):
         parameter = self._parameters[number]
         if parameter.grad is None:
             return
-        # tied to a layer with dense ones
+        # a dense layer tied to the embedding makes its gradient dense
         gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
         parameter.grad = gradient * scale if scale != 1 else gradient
 
@@ -218,7 +219,7 @@ class KeepsSparse(InPlace):
         return number not in self._sparse and super().cleared(number, landing=landing)
 
     def _sum(self, parameter: nn.Parameter, name: str) -> Tensor | None:
-        """All ranks' rows of one gradient; None where no rank has any."""
+        """Return one gradient's rows summed over all ranks. If no rank has rows, return `.grad`."""
         place = f"for the rows of {name}"
         if parameter.grad is None:
             rows, values = parameter.new_zeros(0, dtype=torch.int64), parameter.detach()[:0]

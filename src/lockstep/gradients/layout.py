@@ -1,9 +1,9 @@
-"""Which parameter's gradient lies where: a pure plan of flat buckets.
+"""A plan of flat buckets: in which bucket, and where in it, each parameter's gradient lies.
 
-Gradients travel in buckets, because one message a tensor pays the latency once a tensor. A bucket
-holds gradients of one dtype on one device; inside it every gradient starts at a multiple of 64
-elements, so that a slice of a bucket never cuts through the vector width of an optimizer kernel.
-The plan depends on the parameters and the order alone, never on the world size.
+Gradients travel in buckets, because one message per tensor pays the latency once per tensor. A
+bucket holds gradients of one dtype on one device. Inside it every gradient starts at a multiple of
+64 elements, so that a slice of a bucket never cuts through the vector width of an optimizer kernel.
+The plan depends on the parameters and their order alone, never on the world size.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class BucketPlan:
     numel: int
     spans: tuple[Span, ...]
     flag: int | None = None
-    """In the last bucket, an element behind its gradients: every rank adds how many gradients it
-    is missing. It travels at no cost.
+    """The index of an element behind the last bucket's gradients; None in other buckets. Every
+    rank adds its number of missing gradients there, which needs no message of its own.
     """
 
 
@@ -67,7 +67,7 @@ class Layout:
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
 
     def kinds(self) -> tuple[list[int], list[torch.dtype]]:
-        """Elements and dtype of each bucket, as shared memory is asked for them."""
+        """The number of elements and the dtype of each bucket, to allocate shared memory."""
         return [each.numel for each in self.buckets], [each.dtype for each in self.buckets]
 
 
@@ -85,10 +85,10 @@ def plan(
     caps: Sequence[int] = (),
 ) -> Layout:
     """Put the entries into buckets, in `order`. A bucket is closed as soon as it holds `bucket`
-    bytes (the first: `first_bucket`). With `caps`, bucket n is closed at caps[n] bytes, and those
-    after the last at its bytes.
+    bytes (the first: `first_bucket`). With `caps`, bucket n is closed at caps[n] bytes, and all
+    later ones at the last cap.
 
-    So none but the last of a kind is small: a large gradient takes the small ones before it along,
+    So only the last bucket of a kind can be small: a large gradient joins the small ones before it,
     as in torch's wrapper. Buckets are closed per (dtype, device) and numbered in the order in which
     their last gradient is expected.
     """

@@ -1,12 +1,12 @@
-"""The Reducer: gradients land in buckets, full buckets leave while backward goes on, `finish` makes
-the sum complete.
+"""The Reducer: gradients land in buckets, full buckets leave while the backward runs, and `finish`
+completes the sum.
 
-The drop-in wrapper finishes at the end of each backward and divides by the world size; the Stepper
-finishes once a window and divides by its weight. The Reducer knows neither optimizer nor loss nor
-window: it only sums.
+The drop-in wrapper calls `finish` at the end of each backward and divides by the world size. The
+Stepper calls it once a window and divides by the window's weight. The Reducer knows neither
+optimizer nor loss nor window: it only sums.
 
-Correctness is in `finish`: what has not left goes then, a gradient that never came counts as zero.
-What leaves during a backward (autograd_hooks.py) is only an optimisation of it.
+`finish` alone is correct: it sends what has not left, and a gradient that never came counts as
+zero. Sending during the backward (autograd_hooks.py) only saves time.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ class Reducer:
         self.bucket_bytes = bucket_bytes
         self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
         self.layouts = 0
-        """How often buckets were laid."""
+        """How often the buckets were laid out."""
         self.timeline = BucketTimeline()
-        """Of the window that is open, or was finished last."""
+        """The times of the window that is open, or was finished last."""
         self._works: list[Work] = []
-        # of the sums that have left, to see whether somebody writes to them
+        # versions of the buckets that have left, to see whether somebody writes to them
         self._versions: list[int] = []
         self.someone_misses = 0.0
-        """After `finish`: above 0 where a rank had parameters without a gradient."""
+        """After `finish`: above 0 if any rank had parameters without a gradient."""
         self.landed_here: Sequence[bool] = ()
-        """Of each parameter whether this rank had a gradient for it in the window that was
+        """For each parameter, whether this rank had a gradient for it in the window that was
         finished last.
         """
         self.filled_here: list[bool] = []
-        """Of each parameter whether its `.grad` was None on this rank when the window was
-        finished, or only had its place, and became zeros.
+        """For each parameter, whether its `.grad` was None, or only an unused place, when this
+        rank finished the window. Such a gradient became zeros.
         """
         self.on_leave: Callable[[Bucket], None] | None = None
-        """Shown each bucket of this rank's gradients before they are summed."""
+        """Called with each bucket of this rank's gradients before the bucket is summed."""
         self._first = 0  # the rank that has slot 0 of the window
         self._trained = TrainedParameters(module, ignored)
         self.hooks = AutogradHooks(fold or InPlace(), self._leave_next, self._works, self.timeline)
@@ -90,7 +90,7 @@ class Reducer:
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Full names of what is left alone."""
+        """The full names of the parameters that are left alone."""
         return self._trained.ignored
 
     @property
@@ -118,8 +118,8 @@ class Reducer:
         self._build(list(reversed(range(len(trained.parameters)))))
 
     def _follow_model(self) -> None:
-        """Take charge of what is trained now. All frozen for a while (a discriminator in the
-        generator's step): nothing is to be done.
+        """Take charge of the parameters that are trained now. Without a Stepper, do nothing while
+        all are frozen (a discriminator in the generator's step).
         """
         named = self._trained.now()
         if not named and not self.hooks.guarded:
@@ -140,11 +140,11 @@ class Reducer:
         ]
 
     def _build(self, order: Sequence[int]) -> None:
-        """Lay the buckets; gradients that are there move into them."""
+        """Lay out the buckets. Gradients that exist already move into them."""
         self.layouts += 1
         entries = self._laid = self._entries()
         self.layout: Layout = plan(entries, order, caps=self._caps)
-        # what nobody holds any more goes before the new memory comes
+        # release the old buckets before the new memory is allocated
         self.buckets: list[Bucket] = []
         self.hooks.lay((), (), ())
         memory = self.reduction.memory(self.layout)
@@ -160,8 +160,8 @@ class Reducer:
         self._forget()
 
     def guard(self, *, adds_in_place: bool) -> None:
-        """Count the gradients of the backwards in `hooks.backward` only, and have nobody clear
-        them before they are summed. `adds_in_place`: nobody but autograd touches them.
+        """Count only the gradients of backwards in `hooks.backward`, and forbid that they are
+        cleared before they are summed. `adds_in_place`: only autograd touches them.
         """
         hooks = self.hooks
         hooks.guarded, hooks.expecting = True, False
@@ -169,12 +169,12 @@ class Reducer:
         self._call_hooks()
 
     def dense(self) -> None:
-        """From now on gradients of all parameters lie in buckets. Every rank calls it alike."""
+        """From now on keep all gradients in buckets. Every rank calls it alike."""
         self.hooks.fold = InPlace()
         self._build(self.layout.order)
 
     def _arm(self) -> None:
-        """Be ready for a closing backward."""
+        """Prepare for a closing backward."""
         self.hooks.arm(self.buckets)
         self._forget()
 
@@ -183,8 +183,8 @@ class Reducer:
         self._versions.clear()
 
     def reset(self, cut: Cut | None = None) -> None:
-        """Forget all gradients: a new window begins, which is cut like this where its
-        micro-batches have numbers.
+        """Forget all gradients and begin a new window. `cut` says which rank has which slots; None
+        if its micro-batches have no numbers.
         """
         self.hooks.here = [False] * len(self.parameters)
         self.renew()
@@ -197,7 +197,7 @@ class Reducer:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """The windows of this block do not decide how buckets are laid."""
+        """Keep the windows in this block from deciding how buckets are laid out."""
         before = self.hooks.arrivals, self.has_finished
         self.hooks.arrivals = None
         try:
@@ -206,12 +206,11 @@ class Reducer:
             self.hooks.arrivals, self.has_finished = before
 
     def renew(self) -> None:
-        """Before a forward: follow the model where its parameters have changed, else, once, the
-        order in which gradients arrive.
+        """Before a forward: follow changed parameters, or else, once, the order in which gradients
+        arrive.
 
         Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's.
-        What an exception in a backward left behind is cleared away: the sums that had left are
-        waited for and forgotten.
+        If an exception ended a backward, the sums that had left are awaited and dropped.
         """
         self._trained.check_ours()
         if self.hooks.open:
@@ -226,14 +225,14 @@ class Reducer:
             self._follow_arrivals(self.hooks.arrivals)
 
     def _release(self) -> None:
-        """Gradients that are about to be forgotten do not keep their buckets' memory."""
+        """Drop gradients that are about to be forgotten, to free the memory of their buckets."""
         if self.hooks.guarded:
             for parameter in self.parameters:
                 parameter.grad = None
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
-        """Lay the buckets in the order in which gradients arrived in the first window, on the
-        rank of slot 0, so that they fill one by one.
+        """Lay out the buckets in the order in which gradients arrived on the rank of slot 0 in the
+        first window, so that they fill one by one.
         """
         last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
         order = list(dict.fromkeys([*last, *self.layout.order]))
@@ -242,7 +241,7 @@ class Reducer:
         self._lay(message.tolist())
 
     def _lay(self, order: Sequence[int]) -> None:
-        """Lay the buckets in this order, and keep it."""
+        """Lay out the buckets in this order, and keep it."""
         self.hooks.arrivals = None
         if list(order) != list(self.layout.order):
             self._build(order)
@@ -255,8 +254,8 @@ class Reducer:
         return [self.names[number] for number in self.layout.order]
 
     def lay(self, names: Sequence[str]) -> None:
-        """Lay the buckets in this order, as another process did, and keep it. Every rank calls
-        it alike. Raises UsageError for other names.
+        """Lay out the buckets in this order, as another process did, and keep it. Every rank calls
+        it alike. Raises UsageError if the names are not this model's.
         """
         if sorted(names) != sorted(self.names):
             raise UsageError(
@@ -282,16 +281,17 @@ class Reducer:
         self._versions.append(bucket.sum._version)
 
     def take_in(self) -> None:
-        """Between the last backward and `finish`: count gradients that were put into `.grad` by
-        other hands than autograd's.
+        """Count the gradients that something other than autograd has put into `.grad`. Call it
+        between the last backward and `finish`.
         """
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None and not self.hooks.here[number]:
                 self.hooks.take_in(number, parameter.grad)
 
     def finish(self, send: Callable[[], None] = lambda: None) -> None:
-        """Send, in order, what has not left, and wait until every gradient is the sum over all
-        ranks. A gradient that never came is zero. `send` starts what may travel behind them.
+        """Send the remaining buckets in order, and wait until every gradient is the sum over all
+        ranks. A gradient that never came is zero. `send` starts messages that travel behind the
+        buckets.
         """
         with status.inside("reduce"):
             self._finish(send)
@@ -305,7 +305,7 @@ class Reducer:
                 if not hooks.closed[number]:
                     self.filled_here[number] = not hooks.here[number] and (
                         self.parameters[number].grad is None
-                        # one that was set by hand is another tensor
+                        # a gradient that was set by hand is another tensor
                         or (hooks.guarded and hooks.fold.all_in_place([number]))
                     )
                     hooks.fold.fill(number, hooks.scale)
@@ -323,8 +323,8 @@ class Reducer:
         self._arm()
 
     def _missing(self) -> float:
-        """Parameters without a gradient on this rank. One without any backward had no
-        micro-batch: it knows nothing of what is missing.
+        """The number of parameters without a gradient on this rank. It is 0 on a rank without a
+        backward: without a micro-batch the rank cannot tell what is missing.
         """
         here = self.hooks.here
         return float(here.count(False)) if any(here) or self.hooks.open else 0.0
@@ -333,18 +333,18 @@ class Reducer:
         flag = self.buckets[-1].flag
         assert flag is not None
         if self.group.host is not self.group or not self.reduction.carries_all:
-            # reading what travelled would wait for a GPU
+            # on a GPU, reading the flag would wait; without carries_all, nobody summed it
             missing = torch.tensor(self._missing())
             self.group.host.all_reduce(missing, place=_MISSING).wait()
             count = missing.item()
         else:
             count = flag.item()
-        flag.zero_()  # it is no part of the gradient's norm
+        flag.zero_()  # the flag is no part of the gradient's norm
         return count
 
     def look_for_cleared(self) -> None:
-        """Between backward and `finish` the gradients belong to the sum: cleared ones would be
-        lost on this rank only. Waits for nobody.
+        """Raise if gradients were cleared between the backward and `finish`. They belong to the
+        sum, and would be lost on this rank only. Waits for no other rank.
         """
         if not self.hooks.fold.all_in_place(range(len(self.names))):
             for number, name in enumerate(self.names):

@@ -1,7 +1,7 @@
 """How a bucket becomes the sum over all ranks.
 
-A reduction only sums. What the sum is divided by (the weights of the step, or the world size) is
-its caller's affair.
+A reduction only sums. Its caller chooses what the sum is divided by: the weights of the step, or
+the world size.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from lockstep.gradients.layout import FIRST_BUCKET, Entry, Layout, plan
 
 
 class Reduction(ABC):
-    """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the
-    same order.
+    """Starts the sum of one bucket over all ranks. Every rank starts the same buckets in the same
+    order.
     """
 
     name: str
     carries_all = True
-    """Whether what lies behind the gradients in a bucket is summed with them, on every rank."""
+    """Whether the element behind the gradients in a bucket is summed with them, on every rank."""
     divisor: float | None = None
-    """What the sums are divided by, on all ranks alike: whoever waits for them sets it before.
-    None where a reduction only sums.
+    """What the sums are divided by, equal on all ranks. Set it before somebody waits for the sums.
+    None if the reduction only sums.
     """
 
     def memory(self, layout: Layout) -> list[Tensor]:
-        """Flat zeros for every bucket, where this reduction wants them. Every rank calls it
-        alike.
+        """Allocate flat zeros for every bucket, in the memory that this reduction needs. Every
+        rank calls it alike.
         """
         return [
             torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets
         ]
 
     def scatter(self) -> None:
-        """From now on only each rank's own slice of a bucket has to be summed. It may do more."""
+        """From now on sum at least each rank's own slice of every bucket; more is allowed."""
         return
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Work: ...
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """What checkpoints keep of it (checkpoints/pieces.py, Keeps): what all ranks have alike,
-        and what only this one has.
+        """Return its state for checkpoints (checkpoints/pieces.py, Keeps): the part that all ranks
+        have alike, and the part that only this rank has.
         """
         return {}, {}
 
@@ -67,8 +67,8 @@ class Reduction(ABC):
 
 
 class Alone(Reduction):
-    """Of a rank that steps alone: a gradient is its own sum. The buckets lie where `meeting`
-    sums them over all ranks, when they meet.
+    """The reduction of a rank that steps alone: a gradient is its own sum. `meeting` allocates the
+    buckets, and sums over all ranks when they synchronize.
     """
 
     def __init__(self, meeting: Reduction) -> None:
@@ -90,7 +90,7 @@ class Alone(Reduction):
 
 
 class Native(Reduction):
-    """The backend's own all-reduce of the whole bucket; it goes on while backward does."""
+    """The backend's own all-reduce of the whole bucket. It runs during the backward."""
 
     name = "native"
 
@@ -102,11 +102,10 @@ class Native(Reduction):
 
 
 class Central(Reduction):
-    """Through rank 0, one gradient at a time: the naive reference that every fast reduction is
+    """Sums through rank 0, one gradient at a time: the naive reference that every fast reduction is
     tested against.
 
-    Nothing happens before `wait`: in the middle of a backward no rank may wait for another one's
-    program.
+    Nothing happens before `wait`: during a backward no rank may wait for another rank's program.
     """
 
     name = "central"
@@ -129,12 +128,12 @@ class Central(Reduction):
 
 
 class BySchedule(Reduction):
-    """By one of our own schedules, a message after the other: what the backend does inside, written
-    out (collectives/algorithms/reducing.py).
+    """Sums by one of our own schedules, one message after another. It shows what a backend does
+    inside (collectives/algorithms/reducing.py).
 
-    On CPUs the messages of a bucket go while backward does, on the group's thread: a round waits
-    for another rank's, and a hook must not. On GPUs, whose streams belong to the thread that
-    computes, they go in `wait`.
+    On CPUs the messages of a bucket travel during the backward, on the group's thread: a round
+    waits for another rank's, and a hook must not wait. On GPUs they travel in `wait`, because the
+    streams belong to the thread that computes.
     """
 
     def __init__(self, group: Group, algorithm: str) -> None:
@@ -142,8 +141,8 @@ class BySchedule(Reduction):
         self.name = algorithm.replace("_", "-")
 
     def start(self, bucket: Bucket) -> Work:
-        # shares no version with the gradients: what arrives is no change that somebody else has
-        # made
+        # `.data` has its own version counter, so that arriving sums do not look like a write by
+        # somebody else
         flat = bucket.sum.data
         run = by_schedule.all_reduce(
             self._group, flat, "sum", self._algorithm, f" by {self.name}", bucket.place
@@ -156,13 +155,13 @@ class BySchedule(Reduction):
 
 
 class SharedMemory(Reduction):
-    """In memory that all ranks of one host share: gradients land there, each rank adds up its slice
-    of everybody's, nothing else is copied.
+    """Sums in memory that all ranks of one host share: gradients land there, each rank adds up its
+    slice of all ranks' gradients, and nothing else is copied.
 
-    Nothing is added up before the end: done while backward goes on, in its hooks or on another
-    thread, it would only take the core from it (docs/performance.md). By then the divisor is known,
-    and the sum is divided while it is in the cache. With `scattered` a rank's slice is summed on
-    that rank only, for an update that is sharded in the same way.
+    Nothing is added before the backward ends. In its hooks or on another thread, adding would only
+    take the core from the backward (docs/performance.md). At the end the divisor is known, and the
+    sum is divided while it is in the cache. After `scatter` a rank's slice is summed on that rank
+    only, for an update that is sharded in the same way.
     """
 
     name = "shared memory"
@@ -189,16 +188,17 @@ class SharedMemory(Reduction):
 
 
 class Hierarchical(Reduction):
-    """Ranks on several CPU hosts: sums in each host's shared memory, then, slice by slice, the
-    backend's all-reduce between the hosts.
+    """Sums of ranks on several CPU hosts: first in each host's shared memory, then, slice by slice,
+    by the backend's all-reduce between the hosts.
 
-        host A   rank 0  rank 1        each adds up its slice of both ranks' gradients, in shared memory
+        host A   rank 0  rank 1    each rank adds up its slice of both ranks' gradients
                    |       |
-        host B   rank 2  rank 3        slice 0 goes between 0 and 2, slice 1 between 1 and 3; then everybody on a host has all of them
+        host B   rank 2  rank 3    ranks 0 and 2 all-reduce slice 0, ranks 1 and 3 slice 1;
+                                   then every rank of a host has both slices
 
-    Between hosts goes one gradient a host and not one a rank. It goes while backward does: on a
-    thread of its own, because a slice has to wait for the other ranks of its host, and a hook must
-    not. A slice of one host's sum is not a slice among all ranks: `scatter` changes nothing.
+    One gradient per host travels between hosts, not one per rank. It travels during the backward,
+    on a thread of its own: a slice waits for the other ranks of its host, and a hook must not wait.
+    A slice of one host's sum is not a slice among all ranks, so `scatter` changes nothing.
     """
 
     name = "hierarchical"
@@ -216,9 +216,9 @@ class Hierarchical(Reduction):
         return self.allocate(*layout.kinds())
 
     def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Flat zeros that `start_sum` can sum, where the other ranks of this host see them."""
+        """Allocate flat zeros that `start_sum` can sum, where this host's other ranks see them."""
         self._shared = []
-        if self._local.memory is None:  # alone here, but not on every host
+        if self._local.memory is None:  # one rank on this host, but several on another
             self._shared = [
                 [torch.zeros(size, dtype=dtype)] for size, dtype in zip(sizes, dtypes, strict=True)
             ]
@@ -254,8 +254,8 @@ REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
 
 
 def reduction(name: str, group: Group) -> Reduction:
-    """The reduction of that name. "auto" takes the fastest that the ranks can have, after a
-    trial, never one slower than native. Collective.
+    """Return the reduction of that name. "auto" is the fastest that these ranks can have, found by
+    a trial, and never one slower than native. Collective.
     """
     if name == "auto":
         return quickest_of(group)
@@ -270,8 +270,8 @@ _tried: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
 
 
 def quickest_of(group: Group) -> Reduction:
-    """Shared memory on one host, hierarchical on several, unless a bucket takes longer than by the
-    backend's own all-reduce, which is tried once a group.
+    """Return the reduction by shared memory on one host, or hierarchical on several. Return native
+    if the trial, run once per group, finds it faster.
     """
     name = _tried.get(group)
     if name is None:
@@ -288,7 +288,7 @@ def quickest_of(group: Group) -> Reduction:
 
 
 def _trial_of(reduction: Reduction) -> Callable[[], object]:
-    """What training does with a first bucket: summed where this reduction has it lie."""
+    """Return a function that sums a first bucket in this reduction's memory, as training does."""
     gradient = Entry("a trial", FIRST_BUCKET // 4, torch.float32, torch.device("cpu"))
     layout = plan([gradient], [0])
     (memory,) = reduction.memory(layout)
@@ -297,11 +297,11 @@ def _trial_of(reduction: Reduction) -> Callable[[], object]:
 
 
 def _is_quicker(candidate: Reduction, native: Native, group: Group) -> bool:
-    """Whether it takes no longer in one of a few trials: both a few times, in turns, and the
-    result agreed.
+    """Whether the candidate is as fast as native in one of a few trials. Each trial runs both
+    several times, in turns, and the ranks agree on the result.
 
-    By the quickest run of each: what a busy machine adds to the others says nothing about the two.
-    It may add to all runs of a trial: so native has to win every one.
+    A trial compares the fastest run of each: a busy machine's delays say nothing about the two. A
+    delay may add to all runs of a trial, so native has to win every trial.
     """
     ways = (_trial_of(native), _trial_of(candidate))
     for _ in range(_TRIALS):

@@ -1,7 +1,7 @@
-"""Communication hooks written for torch's DistributedDataParallel run on our buckets as they are.
+"""Runs communication hooks for torch's DistributedDataParallel, unchanged, on Lockstep's buckets.
 
-torch's GradBucket cannot be constructed from Python; hooks only call its six methods, and those are
-here. A hook returns a future of the *mean* over the ranks: it divides, so nobody else does.
+Python cannot construct torch's GradBucket. Hooks only call its six methods, which are implemented
+here. A hook returns a future of the *mean* over the ranks: it divides, so nothing else does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 def check_hook(hook: object) -> None:
-    """Raise for what cannot be a communication hook, with torch's types: TypeError, or
-    UsageError (a ValueError) for its annotations.
+    """Raise torch's types of error if this cannot be a communication hook: TypeError, or UsageError
+    (a ValueError) for its annotations.
     """
     if not callable(hook):
         raise TypeError(
@@ -49,7 +49,7 @@ def check_hook(hook: object) -> None:
 
 
 class GradBucket:
-    """What a hook sees of a bucket."""
+    """A bucket as a hook sees it."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -58,8 +58,8 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """The whole bucket, flat. Between the gradients are zeros, behind those of the last
-        bucket a count.
+        """The whole bucket, flat. There are zeros between the gradients, and a count behind those
+        of the last bucket.
         """
         return self._bucket.sum
 
@@ -88,7 +88,7 @@ class GradBucket:
 
 
 class TorchHook(Reduction):
-    """A reduction by a communication hook."""
+    """A reduction that runs a communication hook."""
 
     name = "hook"
     carries_all = False  # PowerSGD and its like send the gradients, not the bucket

@@ -1,4 +1,4 @@
-"""The parameters of a model that are trained, whose hooks belong to one Reducer at a time."""
+"""The parameters of a model that are trained. Their hooks belong to one Reducer at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KIND = attrgetter("requires_grad", "dtype", "device")
 
 
 class TrainedParameters:
-    """Those of a module that require gradients, each once, without the ignored ones (full
-    names).
+    """The parameters of a module that require gradients, each once, without the ignored ones
+    (given by full names).
     """
 
     _owners: ClassVar[MutableMapping[Tensor, ref[TrainedParameters]]] = WeakIdKeyDictionary()
@@ -31,16 +31,17 @@ class TrainedParameters:
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.generation = 0
-        """How often they have changed."""
+        """How often the trained parameters have changed."""
         self._taken_over = False
         self._handles: list[RemovableHandle] = []
-        self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # on all ranks
+        # parameters that are equal on all ranks
+        self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         self._seen = self._look()
         for _, parameter in self.now():
             self._equal[parameter] = None
 
     def now(self) -> Named:
-        """What is to be trained as the module is now."""
+        """The names and parameters to train, as the module is now."""
         return [
             (name, parameter)
             for name, parameter in self._module.named_parameters()
@@ -48,7 +49,9 @@ class TrainedParameters:
         ]
 
     def take(self) -> None:
-        """Take charge of what is to be trained now: two must never reduce the same gradient."""
+        """Take charge of the parameters to train now. Two must never reduce the same gradient, so
+        a former owner loses its hooks.
+        """
         named = self.now()
         if not named:
             raise UsageError("no-trainable-parameter")
@@ -64,7 +67,7 @@ class TrainedParameters:
             self._owners[parameter] = ref(self)
 
     def call(self, hooks: Sequence[Callable[[Tensor], None]]) -> None:
-        """Have autograd call these, each with its parameter, when a gradient has landed."""
+        """Have autograd call these hooks, one per parameter, when its gradient has landed."""
         self.close()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook)
@@ -72,7 +75,7 @@ class TrainedParameters:
         ]
 
     def make_equal(self, group: Group) -> None:
-        """Give all ranks those of rank 0 that have joined the training since it began."""
+        """Copy rank 0's values of parameters that have joined the training to all ranks."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter not in self._equal:
                 group.broadcast(
@@ -81,7 +84,7 @@ class TrainedParameters:
                 self._equal[parameter] = None
 
     def check_ours(self) -> None:
-        """Raise a UsageError where somebody else has taken charge of them."""
+        """Raise UsageError if another owner has taken charge of these parameters."""
         if self._taken_over:
             raise UsageError("parameters-taken-over")
 
@@ -99,8 +102,8 @@ class TrainedParameters:
         return now != before
 
     def _look(self) -> tuple[list[int], list[object]]:
-        """Every parameter's identity, and its requires_grad and kind, level by level of the tree.
-        It is made every step: a walk without names and without a call for each.
+        """Every parameter's identity and kind (requires_grad, dtype, device), level by level of the
+        module tree. It runs in every step, so it needs no names, and no call per module.
         """
         parameters: list[nn.Parameter] = []
         modules = [self._module]

@@ -1,1 +1,1 @@
-"""From one sum of gradients to new parameters."""
+"""Turns one sum of gradients into new parameters."""

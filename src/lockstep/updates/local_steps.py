@@ -1,17 +1,17 @@
-"""Local steps: every rank steps alone with its own optimizer, and the replicas meet every H steps.
+"""Local steps: every rank steps alone with its own optimizer, and the replicas synchronize every H
+steps. Such a synchronization is a *meeting*.
 
-    step        forward, backward, inner optimizer: on this rank's micro-batches, with no message at
-                all
-    meeting     how far each replica has moved since the last one is averaged, and all go on from
-                one place (OuterStep)
-    fragment    some buckets of the parameters, which meet together; with several, one after the
-                other, spread over the H steps
+    step        forward, backward, inner optimizer: on this rank's micro-batches, without messages
+    meeting     the movements of all replicas since the last meeting are averaged, and all replicas
+                continue from one place (OuterStep)
+    fragment    some buckets of the parameters, which synchronize together; several fragments are
+                spread over the H steps
 
-A movement is weighted by what the replica has learned from since (samples, tokens), so an idle rank
-does not hold the others back, and with H = 1 and plain SGD the meeting is gradient averaging. Inner
-optimizer states stay where they are. With `overlap` a fragment's sum travels while the next steps
-are computed; when it is there the replica goes on from halfway between itself and the new place
-(Streaming DiLoCo, Douillard et al., 2025).
+A movement's weight is what the replica has learned from since then (samples, tokens). So an idle
+rank does not hold the others back, and with H = 1 and plain SGD a meeting is gradient averaging.
+The inner optimizers' states stay where they are. With `overlap` a fragment's sum travels while the
+next steps are computed. When it arrives, the replica continues from halfway between itself and the
+new place (Streaming DiLoCo, Douillard et al., 2025).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.updates.replicated_and_sharded import Replicated
 from lockstep.updates.shards import places
 from lockstep.updates.update import EndedWindow, Updated
 
-_MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
+_MIXED = 0.5  # with overlap, the share of the replica's own values that stays after a meeting
 
 
 @dataclass(slots=True)
@@ -44,19 +44,20 @@ class _Flight:
 
     fragment: int
     lands: int
-    """The step after which it is made use of."""
+    """The local step after which the sum is applied."""
     weight: float
     works: list[Work]
 
 
 class OuterStep:
-    """What a meeting makes of replicas that have gone their own ways: a step of some flat tensors
-    `starts`, against their mean movement.
+    """How a meeting combines the replicas: it moves the flat tensors `starts` by a step against
+    the replicas' mean movement.
 
-    average    start - movement                                  parameter averaging, local SGD (Stich, ICLR 2019)
-    nesterov   SGD with Nesterov momentum, movement as gradient  DiLoCo (Douillard et al., 2023)
+    average    start - movement                   parameter averaging, local SGD (Stich, ICLR 2019)
+    nesterov   SGD with Nesterov momentum, with   DiLoCo (Douillard et al., 2023)
+               the movement as gradient
 
-    All ranks give it the same movements, and have the same bits after it.
+    All ranks pass the same movements, and have the same bits afterwards.
     """
 
     def __init__(self, outer: Outer, starts: list[Tensor]) -> None:
@@ -68,7 +69,7 @@ class OuterStep:
 
     @torch.no_grad()
     def move(self, index: int, movement: Tensor) -> None:
-        """Move the start of that number by the mean movement, which is used up."""
+        """Move start number `index` by the mean movement, whose tensor is overwritten."""
         start = self.starts[index]
         if not self.momenta:
             start.sub_(movement)
@@ -78,8 +79,8 @@ class OuterStep:
 
 
 class RankZeros(WholeOptimizer):
-    """In checkpoints a training of another kind finds rank 0's optimizer; the others' are kept
-    by rank.
+    """The optimizer state in checkpoints: rank 0's in the place where other updates look for it,
+    those of the other ranks by rank.
     """
 
     def __init__(self, updated: Updated) -> None:
@@ -93,10 +94,9 @@ class RankZeros(WholeOptimizer):
 
 
 class LocalSteps(Replicated):
-    """An update of this rank alone, and the meetings, so many steps after the last one of all
-    fragments.
+    """This rank's own update, and the meetings: each fragment synchronizes once in `every` steps.
 
-    Every rank makes the same steps in the same order, also where it has nothing to learn from.
+    Every rank takes the same number of steps, even if it has nothing to learn from.
     """
 
     name = "local steps"
@@ -111,9 +111,9 @@ class LocalSteps(Replicated):
         self._buffers = MeetingBuffers(updated.model, self._everyone)
         self.taken = 0
         """Local steps so far."""
-        self._parted_at = 0  # their number at the last meeting of all fragments, without overlap
+        self._parted_at = 0  # `taken` at the last meeting of all fragments, without overlap
         self._flights: list[_Flight] = []
-        # and keep that order, which is the same on all ranks: nothing leaves early
+        # fix the order of buckets, the same on all ranks: no bucket leaves early
         reducer.lay(reducer.order)
         self._lay()
 
@@ -128,7 +128,7 @@ class LocalSteps(Replicated):
         self._since = [0.0] * len(self._fragments)
         self._moving: list[Bucket] = list(reducer.buckets)
         if self._outer.overlap:
-            # the gradients of the steps that are computed meanwhile need their place
+            # separate memory: the next steps' gradients need the buckets while sums travel
             memory = self._meeting.memory(reducer.layout)
             self._moving = [
                 Bucket(plan, reducer.parameters, room)
@@ -137,18 +137,18 @@ class LocalSteps(Replicated):
 
     @torch.no_grad()
     def _copied(self, bucket: Bucket) -> Tensor:
-        """The parameters of a bucket, laid as it is."""
+        """Return a copy of a bucket's parameters, with the bucket's layout."""
         flat = torch.zeros_like(bucket.sum)
         for _, parameter, place in places(flat, bucket):
             place.copy_(parameter)
         return flat
 
     def follow(self) -> None:
-        """Layers were added, frozen or unfrozen. Every rank calls it in the same step."""
+        """Follow layers that were added, frozen or unfrozen. All ranks call it in the same step."""
         if self._reducer.layouts == self._layouts:
             return
         if self._reducer.generation == self._generation:
-            # laid anew for the same parameters: only ever before the first step
+            # new layout of the same parameters: happens only before the first step
             self._lay()
             return
         if not self.together:
@@ -165,7 +165,7 @@ class LocalSteps(Replicated):
         self._fill(self._step.momenta, momenta)
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
-        """The inner optimizers' states differ from meeting to meeting: they are no part of it."""
+        """The outer momenta. Inner states differ between meetings, so they are left out."""
         return [
             (f"outer/momentum/{name}", value)
             for name, value in self._named(self._step.momenta).items()
@@ -175,7 +175,7 @@ class LocalSteps(Replicated):
 
     @property
     def together(self) -> bool:
-        """Whether all ranks hold the same model: nobody has taken a step since the last meeting
+        """Whether all ranks hold the same model: no rank has taken a step since the last meeting
         of all fragments. The same on all ranks.
         """
         return not self._flights and self._parted_at == self.taken
@@ -203,8 +203,8 @@ class LocalSteps(Replicated):
         return heard
 
     def meet(self, *, stop: bool = False) -> bool:
-        """All fragments now, where somebody has taken a step since. Every rank calls it; whether
-        it was heard that one of them asks to stop.
+        """Synchronize all fragments now, if any rank has taken a step since. Every rank calls it.
+        Return whether one of them asks to stop.
         """
         if self.together:
             return False
@@ -218,8 +218,8 @@ class LocalSteps(Replicated):
 
     @torch.no_grad()
     def _send(self, fragment: int, lands: int, *, stop: bool) -> bool:
-        """Start the sum of a fragment's movements; with the last one the buffers meet. Whether
-        somebody asks to stop.
+        """Start the sum of a fragment's movements. The buffers synchronize with the last fragment.
+        Return whether a rank asks to stop.
         """
         buffers = fragment == len(self._fragments) - 1
         with status.inside("reduce"):
@@ -243,7 +243,7 @@ class LocalSteps(Replicated):
         return bool(stops > 0)
 
     def _movement(self, bucket: Bucket, start: Tensor, weight: float) -> None:
-        """Into the bucket: how far its parameters have moved, times what moved them."""
+        """Write into the bucket how far its parameters have moved, times the weight."""
         bucket.sum.zero_()
         if weight == 0:
             return
@@ -253,7 +253,7 @@ class LocalSteps(Replicated):
 
     @torch.no_grad()
     def _land(self, due: Callable[[_Flight], bool], *, mixed: bool = True) -> None:
-        """Make use of the sums that have arrived, or are waited for."""
+        """Wait for the sums that are due, and apply them."""
         for flight in [each for each in self._flights if due(each)]:
             self._flights.remove(flight)
             with status.inside("reduce"):
@@ -274,8 +274,8 @@ class LocalSteps(Replicated):
     # -- what a checkpoint keeps ------------------------------------------------------------------
 
     def model(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model that all ranks agree on: as it was at the last meeting, where some have gone
-        on since.
+        """The model that all ranks agree on: that of the last meeting, if any rank has taken steps
+        since.
         """
         if self.together:
             return dict(weights)
@@ -312,8 +312,8 @@ class LocalSteps(Replicated):
     def take_back(
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """A rank that was there goes on from its own replica; a new one from where all started.
-        Nothing is kept before local steps begin.
+        """A rank that was in the checkpoint resumes from its own replica, a new one from the last
+        meeting. Checkpoints from before local steps hold no such state.
         """
         self.taken, self._parted_at = (
             int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist()
@@ -353,7 +353,7 @@ class LocalSteps(Replicated):
         return list(zip(self._reducer.names, self._reducer.parameters, strict=True))
 
     def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The parameters' places in flat tensors that are laid as the buckets."""
+        """The parameters' places, by name, in flat tensors with the layout of the buckets."""
         return {
             name: place
             for flat, bucket in zip(flats, self._buckets, strict=bool(flats))
@@ -367,8 +367,8 @@ class LocalSteps(Replicated):
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Buckets of these sizes as `count` runs of about equal size, fewer where there are fewer
-    buckets. None is empty.
+    """Divide buckets of these sizes into at most `count` runs of about equal size. No run is empty;
+    there are fewer runs than `count` if there are fewer buckets.
     """
     total, before, found = sum(sizes), 0, dict[int, list[int]]()
     for index, size in enumerate(sizes):

@@ -1,7 +1,7 @@
-"""Buffers of replicas that step alone (BatchNorm statistics): at a meeting they move by the
-weighted mean of their movements since the last.
+"""Buffers of replicas that step alone (BatchNorm statistics): when the replicas synchronize, the
+buffers move by the weighted mean of their movements since the last time.
 
-What no rank's forward has changed does not travel, and keeps its bits.
+Buffers that no rank's forward has changed do not travel, and keep their bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.gradients.buffers import moved_by, movement, real
 
 
 class MeetingBuffers:
-    """Those of one model. `changed`, `meet` and `restart` are called alike by all ranks."""
+    """The buffers of one model. All ranks call `changed`, `meet` and `restart` alike."""
 
     def __init__(self, model: nn.Module, everyone: Group) -> None:
         self._model, self._everyone = model, everyone
@@ -25,11 +25,11 @@ class MeetingBuffers:
         self.restart()
 
     def move(self, everyone: Group) -> None:
-        """Those that meet are others now."""
+        """Synchronize with the ranks of another group from now on."""
         self._everyone = everyone
 
     def restart(self) -> None:
-        """All ranks have the same buffers now."""
+        """Note that all ranks have the same buffers now."""
         self._start = {
             name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
         }
@@ -42,17 +42,19 @@ class MeetingBuffers:
         return {name: buffer.detach() for name, buffer in self._model.named_buffers()}
 
     def starts(self) -> dict[str, Tensor]:
-        """As they were at the last meeting."""
+        """The buffers as they were at the last meeting."""
         return {name: value for name, value in self._start.items() if name in self.now()}
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Put these in their places."""
+        """Copy these values into the buffers."""
         for name, buffer in self.now().items():
             if name in values and values[name].shape == buffer.shape:
                 buffer.copy_(values[name])
 
     def changed(self, wanted: bool) -> list[float]:
-        """Of each buffer 1 where this rank's has moved, for the facts of the meeting."""
+        """For each buffer, 1.0 if this rank's has moved, for the facts of a meeting. Empty if not
+        `wanted`.
+        """
         if not wanted:
             return []
         return [
@@ -61,8 +63,8 @@ class MeetingBuffers:
 
     @torch.no_grad()
     def meet(self, changed: Sequence[float], total: float) -> None:
-        """`changed`: of each buffer, how many ranks have moved it; `total`: the weight of all
-        ranks. A cache whose shape changes is left alone.
+        """Synchronize the buffers. `changed` is, for each buffer, how many ranks have moved it;
+        `total` is the weight of all ranks. A cache whose shape changes is left alone.
         """
         buffers = self.now()
         moving = [

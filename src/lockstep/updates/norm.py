@@ -1,7 +1,7 @@
 """The norm of all gradients, as one process would see it.
 
-Squares are added up in blocks of fixed places, and the blocks one after the other: the same bits,
-whoever added up which block.
+Squares are added in blocks of fixed places, and the blocks one after another. So the norm has the
+same bits whichever rank adds which block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import BLOCK
 
-_PIECE = 256 * BLOCK  # elements whose squares are held at a time: what fits into a core's cache
+_PIECE = 256 * BLOCK  # elements squared at a time: their squares fit into a core's cache
 
 
 def block_sums(flat: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def _sums(flat: Tensor) -> Tensor:
 
 def norm_of(sums: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm from the block sums of all flat tensors, in order: float64, 0-d, on the
-    first one's device. Nobody waits for it here.
+    device of the first tensor. It does not wait for the device.
     """
     device = sums[0].device
     return torch.cat([each.to(device, torch.float64) for each in sums]).sum().sqrt()
@@ -52,42 +52,42 @@ class Summed(Protocol):
     """Groups whose members hold different parts of these gradients."""
 
     def flats(self) -> Sequence[Tensor]:
-        """This rank's, in flat tensors."""
+        """This rank's gradients, in flat tensors."""
         ...
 
     def blocks(self) -> Sequence[Tensor]:
-        """The block sums of all of them, in the order in which one rank would have them. A
-        collective where they are spread.
+        """The block sums of all gradients, in the order in which one rank would have them. A
+        collective if the gradients are spread over ranks.
         """
         ...
 
     def named(self) -> Iterable[tuple[str, Tensor]]:
-        """This rank's, by the names of their parameters."""
+        """This rank's gradients, by the names of their parameters."""
         ...
 
 
 Norm = Callable[[Summed, float], Tensor]
-"""The norm of the model's gradient: of sums, which are still to be divided by a number. float64,
-0-d. A collective.
+"""Returns the norm of the model's gradient, from sums that are still to be divided by a number.
+float64, 0-d. A collective.
 """
 
 
 def whole_norm(summed: Summed, divisor: float) -> Tensor:
-    """Where the gradients are those of the whole model."""
+    """The norm if the gradients are those of the whole model."""
     return norm_of(summed.blocks()) / divisor
 
 
 class SplitNorm:
-    """Where every rank of `replica` has a part of the model. `counted(name)`: whether this
-    rank's part of a parameter counts: no element may twice.
+    """The norm if every rank of `replica` has a part of the model. `counted(name)`: whether this
+    rank's part of a parameter counts, because no element may count twice.
     """
 
     def __init__(self, replica: Group, counted: Callable[[str], bool]) -> None:
         self._replica, self._counted = replica, counted
 
     def __call__(self, summed: Summed, divisor: float) -> Tensor:
-        """Ranks along the data axis may sum in ways of their own, some of which have divided
-        already: each brings its own `divisor`.
+        """Each rank brings its own `divisor`: along the data axis ranks may sum differently, and
+        some have divided already.
         """
         squares = torch.zeros((), dtype=torch.float64, device=summed.device)
         for name, gradient in summed.named():

@@ -1,7 +1,7 @@
-"""The user's optimizer, whoever holds which part of its state: all of it here, or pieces of the
-parameters on each rank.
+"""The state of the user's optimizer: all of it on each rank, or only for the rank's own pieces of
+the parameters.
 
-Outside, the state is whole and in the form of torch's `Optimizer.state_dict()`.
+Users and checkpoints see the whole state, in the form of torch's `Optimizer.state_dict()`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OptimizerState(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over such a state. Every rank calls it with the same."""
+        """Load such a state. Every rank calls it with the same state."""
         ...
 
     def wholes(self) -> Sequence[Sequence[Tensor]]:
@@ -38,12 +38,14 @@ class OptimizerState(Protocol):
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
-        """The state, "state/parameter" by name: what all ranks have, and what only this one has."""
+        """The state tensors, named "state/parameter": those that all ranks have, and those that
+        only this rank has.
+        """
         ...
 
 
 class WholeOptimizer:
-    """All of it is here."""
+    """An optimizer that holds the whole state on this rank."""
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
         check_belongs(reducer, optimizer)
@@ -70,13 +72,13 @@ class WholeOptimizer:
 
 
 class CutOptimizer(Generic[Cut]):
-    """An optimizer whose groups hold this rank's pieces of the parameters, and keep everything
-    else.
+    """An optimizer whose groups hold this rank's pieces of the parameters, and keep all other
+    options.
 
     Args:
-        optimizer: over whole parameters; the pieces take their place here.
+        optimizer: an optimizer over whole parameters, which the pieces replace.
         cut: makes the shards, now and for each new layout.
-        layout: what tells that the layout is new, because it is not equal to the last one.
+        layout: returns a value that changes when the layout does.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class CutOptimizer(Generic[Cut]):
         self._cut({id(parameter): state for parameter, state in optimizer.state.items()})
 
     def follow(self) -> None:
-        """Cut again where the layout is new. Groups that were added to the optimizer hold whole
+        """Cut again if the layout is new. Groups that were added to the optimizer hold whole
         parameters. State moves parameter by parameter.
         """
         groups = self._optimizer.param_groups
@@ -96,7 +98,7 @@ class CutOptimizer(Generic[Cut]):
         self._wholes += [list(group["params"]) for group in groups[len(self._wholes) :]]
         old, frozen = self.shards, self._frozen()
         moving: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
-        if isinstance(old, Dealt):  # its pieces are the parameters, which lose their state now
+        if isinstance(old, Dealt):  # its pieces are whole parameters, which lose their state below
             moving = list(moving)
         self._cut(frozen)
         for number, state in moving:
@@ -106,8 +108,8 @@ class CutOptimizer(Generic[Cut]):
             self._give(old.parameters[number], state)
 
     def _cut(self, states: Mapping[int, State]) -> None:
-        """Put this rank's pieces in the place of the optimizer's parameters. `states`, by the
-        identity of whole parameters, are cut as well.
+        """Replace the optimizer's parameters by this rank's pieces. Cut `states`, which are keyed
+        by the identity of whole parameters, in the same way.
         """
         self._laid = self._layout()
         self.shards = self._make()
@@ -124,9 +126,7 @@ class CutOptimizer(Generic[Cut]):
                     self._give(whole, states[id(whole)])
 
     def _give(self, whole: Tensor, state: State) -> None:
-        """A parameter's state to whoever holds it now: the pieces, or, where it is frozen,
-        itself.
-        """
+        """Give a parameter's state to its pieces, or to the parameter itself if it is frozen."""
         if id(whole) in self._numbers:
             self.shards.cut_state(self._optimizer, self._numbers[id(whole)], state)
         else:
@@ -171,8 +171,8 @@ class CutOptimizer(Generic[Cut]):
 def elementwise_pieces(
     reducer: Reducer, optimizer: Optimizer, cut: Callable[[], Cut]
 ) -> CutOptimizer[Cut]:
-    """An optimizer that is cut as the reducer lays its parameters. Raises UsageError for one that
-    cannot be.
+    """Return an optimizer that is cut by the reducer's layout. Raises UsageError if it cannot be
+    cut.
     """
     check_elementwise(type(optimizer))
     check_belongs(reducer, optimizer)
@@ -182,7 +182,7 @@ def elementwise_pieces(
 def whole_pieces(
     optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]
 ) -> list[TensorPiece]:
-    """What the optimizer keeps in tensors for these parameters."""
+    """The tensors of the optimizer's state for these parameters."""
     return [
         TensorPiece(f"{state}/{name_of(parameter)}", value)
         for parameter in parameters
@@ -192,7 +192,7 @@ def whole_pieces(
 
 
 def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:
-    """Raise a UsageError for an optimizer over parameters that are not the reducer's."""
+    """Raise UsageError if the optimizer trains parameters that are not the reducer's."""
     known = {id(parameter) for parameter in reducer.parameters}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -207,7 +207,7 @@ def pack(
     parameters: Sequence[Sequence[Tensor]],
     states: Mapping[int, State],
 ) -> dict[str, Any]:
-    """The dict for parameter groups with these options, over these parameters; `states` by the
+    """Return the state dict of groups with these options and parameters. `states` is keyed by the
     parameters' identity.
     """
     numbers: dict[int, int] = {}
@@ -229,8 +229,8 @@ def pack(
 def unpack(
     state: Mapping[str, Any], parameters: Sequence[Sequence[Tensor]]
 ) -> tuple[list[dict[str, Any]], dict[int, State]]:
-    """The options of every group, and the states by the parameters' identity. Raises UsageError
-    for another optimizer's state.
+    """Return the options of every group, and the states by the parameters' identity. Raises
+    UsageError for another optimizer's state.
     """
     saved = state["param_groups"]
     counts = [len(group["params"]) for group in saved]

@@ -1,7 +1,8 @@
-"""A slice's update again, on another rank than its owner: in a witnessed step (checks/witness.py).
+"""Repeats the update of a slice on another rank than its owner, in a witnessed step
+(checks/witness.py).
 
-The owner sends what the update began with (weights, gradients, state) to the next rank, which takes the
-same step. Both tell digests of what they came to.
+The owner sends what the update began with (weights, gradients, state) to the next rank, which takes
+the same step. Both share digests of their results.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from lockstep.collectives.group import Group
 
 _PLACE = "for the witness of an update"
 Step = Callable[[Optimizer, Sequence[Tensor]], None]
-"""Takes the step with an optimizer, over these gradients."""
+"""Takes the optimizer's step with these gradients."""
 
 
 class SliceUpdate:
-    """An optimizer's pieces before its step, copied, and as they are now."""
+    """An optimizer's pieces, copied before its step, and as they are after it."""
 
     def __init__(
         self, optimizer: Optimizer, pieces: Sequence[nn.Parameter], names: Sequence[str]
@@ -38,7 +39,7 @@ class SliceUpdate:
         }
         self.before: list[Tensor] = []
         self.form: list[dict[str, Any]] = []
-        """Of each piece its name, group, and the keys and forms of what is in `before` of it."""
+        """For each piece its name, its group, and the keys and specs of its tensors in `before`."""
         for piece, name in zip(pieces, names, strict=True):
             state = optimizer.state.get(piece, {})
             held = {"weight": piece.detach(), "gradient": piece.grad}
@@ -63,17 +64,17 @@ class SliceUpdate:
             )
 
     def after(self) -> list[tuple[str, int]]:
-        """Names, and digests of weights and state as the owner has them now."""
+        """The names of the pieces, with digests of the owner's weights and state after its step."""
         return _digests(self.optimizer, self._pieces, self.names)
 
 
 def repeated(
     optimizer: Optimizer, form: Sequence[dict[str, Any]], before: Sequence[Tensor], step: Step
 ) -> list[tuple[str, int]]:
-    """What the step makes of pieces of that form with these contents."""
+    """Take the step with copies of such pieces, and return digests of their weights and state."""
     again: Any = object.__new__(type(optimizer))
     again.__dict__.update(optimizer.__dict__)
-    again.__dict__.pop("step", None)  # a scheduler counts the owner's
+    again.__dict__.pop("step", None)  # a scheduler's wrapper counts the owner's steps
     again.state = defaultdict(dict)
     again.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     contents, pieces = iter(before), []
@@ -92,7 +93,7 @@ def repeated(
 def check_repeated(
     mine: SliceUpdate, step: Step, group: Group, device: torch.device, witness: Witness
 ) -> None:
-    """After the owner's step: have the next rank take it too, and compare. A collective. Raises
+    """After the owner's step, have the next rank take it too, and compare. A collective. Raises
     CorruptResult on all ranks.
     """
     forms = everybodys(mine.form, group.host, _PLACE)
@@ -116,7 +117,7 @@ def _sent_on(
     group: Group,
     device: torch.device,
 ) -> list[Tensor]:
-    """The tensors of the rank before this one; this rank's go to the next."""
+    """Send this rank's tensors to the next rank. Return those of the rank before this one."""
     owner, following = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     found = [
         torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)

@@ -1,9 +1,9 @@
 """Updates whose optimizer steps on every rank at the end of every window: divide the summed
 gradients, check that they are finite, clip once, step.
 
-    replicated  every rank applies the whole update to its whole copy: the form of data parallelism
-                that everybody knows. The gradients are equal on all ranks, so norm, finite check
-                and step need no further message
+    replicated  every rank applies the whole update to its whole copy, as usual in data parallelism.
+                The gradients are equal on all ranks, so norm, finite check and step need no
+                further message
     sharded     the optimizer's work and its state are divided by the number of ranks; the weights
                 are those of the replicated update, bit for bit
 """
@@ -64,8 +64,8 @@ class OwnStep(Update):
         )
 
     def apply(self, divisor: float) -> Applied:
-        """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU
-        the host waits for nothing that it need not know.
+        """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU the
+        host waits only for values that it needs.
         """
         clip, scaler = self._updated.clip, self._updated.scaler
         if scaler is not None and scaler.is_enabled():
@@ -89,25 +89,25 @@ class OwnStep(Update):
         divisor: float | Tensor,
         skipped: Tensor | None,
     ) -> None:
-        """Step an optimizer over gradients that lie in `flats()`."""
+        """Step an optimizer on the gradients in `flats()`."""
         if skipped is None and isinstance(divisor, float) and divisor == 1:
             optimizer.step()
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
             self._step_dividing(optimizer, divisor, skipped)
         elif skipped is None or not bool(skipped):
-            # an optimizer that cannot be told on the device has the host wait for the gradient
+            # the host waits for the gradient, as it cannot tell this optimizer on the device
             _multiply(flats(), 1 / divisor)
             optimizer.step()
 
     def _step_dividing(
         self, optimizer: Any, divisor: float | Tensor, skipped: Tensor | None
     ) -> None:
-        """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and
-        leaves them divided): one pass fewer.
+        """Step a fused optimizer. It divides gradients by a loss scale as it reads them (and leaves
+        them divided), which saves a pass over them.
 
-        It does nothing where `skipped` is true.
+        The step does nothing if `skipped` is true.
         """
-        # torch.full and not torch.tensor: no copy from the host.
+        # torch.full, unlike torch.tensor, copies nothing from the host.
         scale = (
             divisor
             if isinstance(divisor, Tensor)
@@ -127,8 +127,8 @@ class OwnStep(Update):
     def _apply_scaled(
         self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler
     ) -> Applied:
-        """With a loss scaler the gradients are divided before it looks at them; it finds what is
-        not finite, and lowers its scale.
+        """Apply with a loss scaler. The gradients are divided before the scaler looks at them; it
+        finds those that are not finite, and lowers its scale.
         """
         one = torch.ones((), device=self._summed.device)
         before, norm = scaler.scale(one), None
@@ -136,8 +136,8 @@ class OwnStep(Update):
             _multiply(self._summed.flats(), 1 / divisor)
         else:
             norm = self._updated.norm(self._summed, divisor) / before.double()
-            # The scaler looks at elements; a norm that overflows where no element does has to reach
-            # them.
+            # The scaler checks elements. A norm that overflows while no element does must become
+            # visible in them, so the factor is nan.
             factor = torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor
             _multiply(self._summed.flats(), factor)
         scaler.unscale_(self._updated.optimizer)
@@ -158,7 +158,7 @@ def _shrink(norm: Tensor, clip: float) -> Tensor:
 
 
 class InBuckets:
-    """A reducer's sums (norm.Summed), which every rank has."""
+    """A reducer's sums (norm.Summed), which every rank has in full."""
 
     spread: Sequence[Group] = ()
 
@@ -190,7 +190,7 @@ class Replicated(OwnStep):
         self.optimizer: OptimizerState = WholeOptimizer(updated.reducer, updated.optimizer)
 
     def follow(self) -> None:
-        """Nothing here depends on the layout."""
+        """Do nothing: a replicated update does not depend on the layout."""
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         reducer = self._updated.reducer
@@ -221,11 +221,11 @@ class InSlices(InBuckets):
 
 
 class Sharded(OwnStep):
-    """Every rank updates its shard of the parameters, and all exchange what they have updated:
-    ZeRO-1 and 2 (Rajbhandari et al., SC 2020). The user's own optimizer holds the pieces.
+    """Every rank updates its shard of the parameters, then all exchange the updated shards: ZeRO-1
+    and 2 (Rajbhandari et al., SC 2020). The user's own optimizer holds the pieces.
 
-    After a step only this rank's slices of the gradients are sums over all ranks, where the
-    reduction can leave the others out. `weights`: config/parallelism.py.
+    After a step only this rank's slices of the gradients are sums over all ranks, if the reduction
+    can leave out the others. `weights` is described in config/parallelism.py.
     """
 
     name = "sharded"

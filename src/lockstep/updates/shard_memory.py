@@ -1,7 +1,7 @@
-"""Where parameters that are cut into shards lie, and how each rank gets what the others have updated.
+"""Where sharded parameters lie in memory, and how each rank gets what the others have updated.
 
-Apart       every rank has them to itself, and the slices travel
-SideBySide  every rank has them to itself, in memory that the others see, and copies from theirs
+Apart       every rank has its own copy, and the slices travel
+SideBySide  every rank has its own copy, in memory that the others see, and copies from theirs
 Together    the ranks of a host have one copy: each writes its slice of it, nothing is copied
 """
 
@@ -22,36 +22,36 @@ _UPDATED = "for updated parameters"
 
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Flat places, and what belongs there."""
+"""Pairs of a flat place and the values to put there."""
 
 
 class ShardMemory(Protocol):
     """One flat tensor for each bucket of a layout."""
 
     flats: list[Tensor]
-    """In which the parameters lie, as this rank sees them."""
+    """The tensors in which the parameters lie, as this rank sees them."""
     updated: list[Tensor]
-    """The same, where this rank updates its slices."""
+    """The same tensors, as this rank writes its updated slices."""
 
     def fill(self, wholes: Copies, mine: Copies) -> None:
         """Once: put this rank's parameters into `flats`, or its pieces of them into `updated`."""
         ...
 
     def open(self) -> None:
-        """Before slices are updated."""
+        """Prepare for the update of slices."""
         ...
 
     def gather(self) -> None:
-        """After they were: every rank sees everybody's."""
+        """After the update of slices: make every rank see all ranks' slices."""
         ...
 
     def differing(self) -> Sequence[Tensor]:
-        """What must be equal on all ranks, because the next update overwrites it."""
+        """The tensors that must be equal on all ranks, because the next update overwrites them."""
         ...
 
 
 Slices = Callable[[int], Sequence[range]]
-"""A rank's elements of each flat tensor."""
+"""Returns a rank's elements of each flat tensor."""
 
 
 class Apart:
@@ -101,11 +101,11 @@ class SideBySide(Apart):
 
 
 class Together:
-    """What is shared is written while every rank is between `open` and the end of `gather`, and at
-    no other time: nobody computes with it then.
+    """Shared memory is written only while every rank is between `open` and the end of `gather`: no
+    rank computes with it then.
 
-    That the sums of gradients are complete does not tell that every rank has come to its step: a
-    backend completes them by itself.
+    Complete sums of gradients do not show that every rank has reached its step: a backend completes
+    them by itself. So `open` synchronizes the ranks.
     """
 
     def __init__(self, layout: Layout, group: Group, slices: Slices) -> None:
@@ -115,9 +115,7 @@ class Together:
         self.flats, self.updated = self._copy.private, self._copy.shared
 
     def fill(self, wholes: Copies, mine: Copies) -> None:
-        """A rank whose replica differs from what the owners of slices share keeps it, in pages of
-        its own.
-        """
+        """A rank whose replica differs from the shared values keeps it, in pages of its own."""
         for place, value in mine:
             place.copy_(value)
         self._memory.synchronize("where parameters are shared")
@@ -137,7 +135,7 @@ class Together:
 
 
 def can_share(group: Group, layout: Layout) -> bool:
-    """Whether the ranks can have one copy of such parameters: the same answer on all. A
+    """Whether the ranks can have one copy of such parameters. All ranks get the same answer. A
     collective.
     """
     if group.memory is None or any(plan.device.type != "cpu" for plan in layout.buckets):
@@ -146,7 +144,9 @@ def can_share(group: Group, layout: Layout) -> bool:
 
 
 def shard_memory(layout: Layout, group: Group, slices: Slices, *, together: bool) -> ShardMemory:
-    """The least that travels. `together`: this group `can_share` the layout."""
+    """Return the memory that needs the least copying. `together`: this group `can_share` the
+    layout.
+    """
     if together:
         return Together(layout, group, slices)
     if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):

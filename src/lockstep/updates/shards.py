@@ -1,14 +1,14 @@
-"""Parameters cut into shards: every rank updates its slices of them, then all exchange what they
-have updated.
+"""Parameters cut into shards: every rank updates its slices of them, then all exchange the updated
+slices.
 
-    layout      the parameters one after the other in flat tensors (gradients/layout.py), which
+    layout      the parameters one after another in flat tensors (gradients/layout.py), which
                 become their memory
     slice       a rank's part of a flat tensor (collectives/schedule.py)
-    piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes
-                for a parameter
+    piece       the part of one parameter in a slice: a view, which the user's optimizer treats as
+                a parameter
 
-An elementwise optimizer does to a piece exactly what it would do to the whole. Where the flat
-tensors lie, and how slices come to the other ranks, is in shard_memory.py.
+An elementwise optimizer does to a piece exactly what it would do to the whole. shard_memory.py
+defines where the flat tensors lie, and how slices reach the other ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.gradients.layout import Layout
 from lockstep.updates.shard_memory import shard_memory
 
 State = dict[str, Any]
-"""An optimizer's, of one parameter."""
+"""The optimizer's state of one parameter."""
 ELEMENTWISE = (
     "SGD",
     "Adam",
@@ -48,7 +48,7 @@ ELEMENTWISE = (
     "Rprop",
     "ASGD",
 )
-SCALARS = ("step", "eta", "mu", "mu_product")  # of their state: one number for a whole parameter
+SCALARS = ("step", "eta", "mu", "mu_product")  # states that are one number per whole parameter
 
 
 def elementwise(kind: type[Optimizer]) -> bool:
@@ -57,7 +57,7 @@ def elementwise(kind: type[Optimizer]) -> bool:
 
 
 def check_elementwise(kind: type[Optimizer]) -> None:
-    """Raise a UsageError for an optimizer that does not treat every element by itself."""
+    """Raise UsageError for an optimizer that does not treat every element by itself."""
     if not elementwise(kind):
         raise UsageError(
             "optimizer-not-elementwise",
@@ -68,9 +68,7 @@ def check_elementwise(kind: type[Optimizer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """Elements [start, stop) of a parameter, in the order in which they lie in memory, that are
-    one rank's.
-    """
+    """Elements [start, stop) of a parameter, in the order of memory, that belong to one rank."""
 
     parameter: int
     rank: int
@@ -97,8 +95,8 @@ class Shards:
     """Some parameters, in flat memory, cut into a shard for each rank of a group. Every rank makes
     it and calls its methods alike.
 
-    The parameters keep their values and their identity; their memory is another. `together`: it is
-    one copy for all ranks (shard_memory.can_share).
+    The parameters keep their values and their identity, but get other memory. `together`: this
+    memory is one copy for all ranks (shard_memory.can_share).
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Shards:
             self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
 
     def _lay(self) -> list[Tensor]:
-        """Put the parameters into flat memory. This rank's pieces, as it sees them."""
+        """Put the parameters into flat memory. Return this rank's pieces, as it sees them."""
         parameters = self.parameters
         self._memory = memory = shard_memory(
             self._layout, self._group, self.of, together=self._together
@@ -158,7 +156,7 @@ class Shards:
         return self._seen
 
     def of(self, rank: int) -> list[range]:
-        """The elements of each bucket that are a rank's."""
+        """A rank's elements of each bucket."""
         if rank >= self.owners:
             return [range(0) for _ in self._layout.buckets]
         return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
@@ -173,8 +171,8 @@ class Shards:
         return [flat[part.start : part.stop] for flat, part in zip(flats, mine, strict=True)]
 
     def take_gradients(self) -> None:
-        """Before the pieces are updated: give them their part of the parameters' `.grad` (None
-        where that is None), and the memory where they are updated.
+        """Before the pieces are updated: give them their part of the parameters' `.grad` (or None),
+        and the memory in which they are updated.
         """
         self._take_back()
         self._memory.open()
@@ -188,7 +186,7 @@ class Shards:
             )
 
     def _take_back(self) -> None:
-        """Into our memory what somebody has given another (`parameter.data = ...`)."""
+        """Copy parameters that were given other memory (`parameter.data = ...`) back into ours."""
         for parameter, home, address in zip(
             self.parameters, self._homes, self._addresses, strict=True
         ):
@@ -196,27 +194,27 @@ class Shards:
                 parameter.data = home.copy_(parameter.data)
 
     def differing(self) -> Sequence[Tensor]:
-        """What must be equal on all ranks, because the next update overwrites it."""
+        """The tensors that must be equal on all ranks, because the next update overwrites them."""
         self._take_back()
         return self._memory.differing()
 
     def gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank's pieces, with their parameters' names."""
+        """The gradients of this rank's pieces, with their parameters' names."""
         for piece, view in zip(self.pieces, self.views, strict=True):
             if view.grad is not None:
                 yield names[piece.parameter], view.grad
 
     def gather(self) -> None:
-        """After the pieces were updated: every rank gets everybody's."""
+        """After the pieces are updated: make every rank see all ranks' pieces."""
         self._memory.gather()
         for view, place in zip(self.views, self._seen, strict=True):
             view.data = place
-        # autograd shall find out who goes through an old graph
+        # so that autograd detects a backward through an old graph
         torch.autograd.graph.increment_version(self.parameters)
 
     def everybodys(self, sums: Sequence[Tensor]) -> Tensor:
-        """What every rank found for the blocks of its slices (`sums[i]` for those of flat tensor
-        i), in the order of the blocks.
+        """Return the values of all blocks, in order. `sums[i]` are those of this rank's slice of
+        flat tensor i.
         """
         wholes = [sums[0].new_zeros(-(-plan.numel // BLOCK)) for plan in self._layout.buckets]
         for part, whole, mine in zip(self.of(self._group.rank), wholes, sums, strict=True):
@@ -229,11 +227,11 @@ class Shards:
     # -- optimizer state --------------------------------------------------------------------------
 
     def whole_states(self, optimizer: Optimizer) -> Iterator[tuple[int, State]]:
-        """The optimizer's state of one parameter after the other, with its number, as an unsharded
-        optimizer would have it; on all ranks.
+        """Yield the number and state of one parameter after another, on all ranks, as an unsharded
+        optimizer would have it.
 
-        A collective: every rank walks it to its end. Whoever lets go of each state has never more
-        than one parameter's whole.
+        A collective: every rank iterates to the end. A caller that keeps no state holds at most one
+        parameter's whole state.
         """
         mine = {
             place: {
@@ -253,7 +251,7 @@ class Shards:
     def _join(
         self, state: State, piece: OwnedRange, names: Mapping[str, torch.dtype], mine: State | None
     ) -> None:
-        """Add to a parameter's state what the rank of this piece has of it."""
+        """Add to a parameter's state the part that the rank of this piece has."""
         for name, dtype in sorted(names.items()):
             if name in SCALARS:
                 value = (
@@ -278,8 +276,8 @@ class Shards:
     def state_pieces(
         self, optimizer: Optimizer, name_of: Callable[[Tensor], str]
     ) -> Iterator[TensorPiece]:
-        """The optimizer's state of this rank's pieces, "state/parameter" by name. What is one
-        number for a whole parameter comes with its first piece.
+        """The optimizer's state of this rank's pieces, named "state/parameter". A state that is one
+        number for a whole parameter comes with the first piece.
         """
         for piece, view in zip(self.pieces, self.views, strict=True):
             whole = self.parameters[piece.parameter]
@@ -310,8 +308,8 @@ class Shards:
         ]
 
     def _known(self, mine: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
-        """Of which pieces there is what state, and its dtype, parameter by parameter, in the
-        same order on all ranks.
+        """Return which state each piece has, with its dtype. The order, by parameter, is the same
+        on all ranks.
         """
         ours = [
             [place, {name: str(torch.as_tensor(value).dtype) for name, value in state.items()}]
@@ -335,9 +333,9 @@ class Dealt:
     """Whole parameters, each of which one rank of a group owns and updates. Every rank makes it and
     calls its methods alike.
 
-    For optimizers that must see a whole parameter, or that nobody knows, and for models too small
-    to be cut into slices. The user's optimizer holds the parameters themselves. Their memory stays
-    where it is.
+    This is for optimizers that must see a whole parameter, for unknown optimizers, and for models
+    too small to be cut into slices. The user's optimizer holds the parameters themselves. Their
+    memory stays where it is.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
@@ -355,14 +353,14 @@ class Dealt:
         }
 
     def mine_of(self, parameter: Tensor) -> list[Tensor]:
-        """The parameter, where it is this rank's."""
+        """A list of the parameter if this rank owns it, else an empty list."""
         return [parameter] if self._owner_of[id(parameter)] == self._group.rank else []
 
     def take_gradients(self) -> None:
-        """The optimizer finds them where they are."""
+        """Do nothing: the optimizer finds the gradients at the parameters."""
 
     def gather(self) -> None:
-        """After this rank's parameters were updated: every rank gets everybody's."""
+        """After this rank's parameters are updated: send them to all ranks, and receive theirs."""
         if self._group.size == 1:
             return
         works: list[tuple[int, list[Tensor], Tensor, Work]] = []
@@ -392,9 +390,9 @@ class Dealt:
     # -- optimizer state --------------------------------------------------------------------------
 
     def whole_states(self, optimizer: Optimizer) -> Iterator[tuple[int, State]]:
-        """The optimizer's state of one parameter after the other, with its number; on all ranks.
+        """Yield the number and state of one parameter after another, on all ranks.
 
-        A collective: every rank walks it to its end. Raises UsageError for state that is neither
+        A collective: every rank iterates to the end. Raises UsageError for state that is neither
         tensors nor plain values.
         """
         mine = {
@@ -454,8 +452,8 @@ def _described(name: str, value: Any) -> list[Any]:
 
 
 def _fitting(value: Any, name: str, parameter: Tensor) -> Any:
-    """As torch's `Optimizer.load_state_dict` has it: on the parameter's device and in its dtype,
-    but for the count of steps.
+    """Convert state as torch's `Optimizer.load_state_dict` does: to the parameter's device and
+    dtype, except for the count of steps.
     """
     if not isinstance(value, Tensor):
         return value
@@ -466,7 +464,7 @@ def _fitting(value: Any, name: str, parameter: Tensor) -> Any:
 
 
 def places(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Name, parameter and its place in a flat tensor that is laid as the bucket."""
+    """Yield each name, parameter, and its place in a flat tensor with the layout of the bucket."""
     for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
         yield span.name, parameter, view_of(flat, span, parameter)
 
@@ -477,9 +475,7 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor's elements in the order in which those of `like` lie; a view where both lie
-    alike.
-    """
+    """A tensor's elements in the memory order of `like`: a view if both have the same strides."""
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     if tensor.stride() != like.stride() and tensor.numel() > 1:
         tensor = torch.empty_strided(

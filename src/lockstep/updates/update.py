@@ -1,5 +1,5 @@
-"""What an update is: who applies the summed gradients to the parameters, and how; which steps the
-ranks make in common; and what it did (`Applied`), of a step or of a window at a server.
+"""The interface of an update: who applies the summed gradients to the parameters, which steps the
+ranks take in common, and what an update did (`Applied`) in a step or a server's window.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING = "every rank's weight is 0: the window has no samples"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """What an update works on, and with: it is the same for as long as the update lives."""
+    """What an update works with. It stays the same for the life of the update."""
 
     world: World
     everyone: Group
@@ -38,7 +38,7 @@ class Updated:
     reducer: Reducer
     optimizer: Optimizer
     scheduler: LRScheduler | None
-    """Stepped after every applied update; by the Stepper, but where others apply."""
+    """Stepped after every applied update: by the Stepper, or by whatever else applies updates."""
     scaler: torch.amp.GradScaler | None
     clip: float | None
     norm: Norm
@@ -47,11 +47,12 @@ class Updated:
 
 
 class Applied:
-    """What an update did. On a GPU the device knows it first: it is read, and waited for, where
-    somebody looks.
+    """What an update did. On a GPU the device knows it first: the host reads it, and waits, only
+    when somebody looks.
 
-    `norm` is the gradient's before clipping (None where nobody asked for it), `applied` whether the
-    optimizer stepped, `reason` why not. `scale` is the loss scale before the update, and after it.
+    `norm` is the gradient's norm before clipping (None if nobody asked for it). `applied` is
+    whether the optimizer stepped, `reason` why not. `scale` is the loss scale before and after the
+    update.
     """
 
     def __init__(
@@ -107,29 +108,29 @@ class Applied:
         return None
 
     def explain(self, reason: str) -> None:
-        """Say more about why the optimizer did not step."""
+        """Replace the reason why the optimizer did not step by one that says more."""
         self._known_reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedWindow:
-    """One window that a server has applied, of which any rank may have computed any part: what
-    rank 0 records of it.
+    """One window that a server has applied, as rank 0 records it. Any rank may have computed any
+    part of it.
     """
 
     step: int
-    """Its number, counted from 0 over all epochs."""
+    """The window's number, counted from 0 over all epochs."""
     epoch: int
     loss: float
     weight: float
     samples_by_rank: tuple[int, ...]
     age: float
-    """Updates that came between the pull and the application of its gradients, on average."""
+    """The mean number of updates between the pull and the application of its gradients."""
     lr: float
     at: float
-    """When (perf_counter)."""
+    """When it was applied (perf_counter)."""
     reason: str
-    """Why the optimizer did not step; "" where it did."""
+    """Why the optimizer did not step; "" if it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,29 +138,29 @@ class EndedWindow:
     """How a window ended."""
 
     steps: int
-    """That the training has taken since it began, as far as this rank knows."""
+    """The steps that the training has taken since it began, as far as this rank knows."""
     number: int
-    """Of this rank's window, counted on from the step at which it began."""
+    """The number of this rank's window, counted from the step at which this rank began."""
     loss: float
     """The sum of the losses."""
     weight: float
     stop: bool
-    """Whether some rank was heard to ask to stop."""
+    """Whether any rank is known to ask to stop."""
     outcome: Applied | None = None
-    """None where others apply the gradients, in their time."""
+    """None if others apply the gradients later."""
     everyone: Group | None = None
-    """The ranks of the training from now on; None: as before."""
+    """The ranks of the training from now on; None if unchanged."""
     gradient_age: float | None = None
-    """At a server: the updates that have come since the parameters of this gradient were pulled."""
+    """At a server: how many updates have come since this gradient's parameters were pulled."""
     windows: tuple[AppliedWindow, ...] = ()
-    """At a server, on rank 0: those that were applied since the last step of this rank."""
+    """At a server, on rank 0: the windows applied since this rank's last step."""
 
 
 class Update(ABC):
-    """One per reducer and optimizer.
+    """Applies the gradients of one reducer with one optimizer.
 
-    What is written out here is so where all ranks make every step in common; an update whose ranks
-    part between meetings says otherwise.
+    The defaults here are for updates in which all ranks take every step in common. An update whose
+    ranks step alone between meetings overrides them.
     """
 
     name: str
@@ -167,18 +168,18 @@ class Update(ABC):
 
     @abstractmethod
     def follow(self) -> None:
-        """Before each window: the reducer may have laid its parameters, the same or others, in
-        another way. Every rank calls it.
+        """Before each window: follow a new layout of the reducer's parameters, which may be other
+        parameters. Every rank calls it.
         """
 
     @abstractmethod
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        """The sums are complete, `steps` after the training's begin, and still to be divided by
-        `divisor`.
+        """End a window whose sums are complete. It is `steps` after the training's begin, and its
+        sums are still to be divided by `divisor`.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a whole optimizer's state. Every rank calls it with the same."""
+        """Load a whole optimizer's state. Every rank calls it with the same state."""
         self.optimizer.load_state_dict(state)
 
     @property
@@ -188,26 +189,26 @@ class Update(ABC):
 
     @property
     def dealer(self) -> Draws | None:
-        """Who deals out the slots of a step, where they are no fixed share of each rank."""
+        """The source of a step's slots if ranks have no fixed share of them, else None."""
         return None
 
     @property
     def between_meetings(self) -> bool:
-        """Whether this rank's model is no state of the training that could be kept."""
+        """Whether this rank's model is no state of the training that a checkpoint could keep."""
         return False
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
-        """What it keeps beside the model that is equal on all ranks where these are together, by
-        name.
+        """The update's own state, by name, that is equal on all ranks whenever `together` is
+        true.
         """
         return ()
 
     def overwritten(self) -> Sequence[Tensor]:
-        """Of the parameters, what every step overwrites with other ranks' results."""
+        """The parameters, or parts, that every step overwrites with other ranks' results."""
         return ()
 
     def repeat(self, witness: Witness) -> None:
-        """In the next update: have another rank repeat what only one rank does."""
+        """In the next update, have another rank repeat the work that only one rank does."""
         return
 
     def begin(self, window: object, steps: int) -> None:
@@ -215,29 +216,29 @@ class Update(ABC):
         return
 
     def meet_if_due(self, ended: EndedWindow) -> bool:
-        """The step is counted: meet, where it is time. Every rank calls it; whether some rank
-        was heard to ask to stop.
+        """After the step is counted: synchronize if it is time. Every rank calls it. Return whether
+        any rank is known to ask to stop.
         """
         return ended.stop
 
     def meet(self, *, stop: bool = False) -> bool:
-        """Have replicas that have parted meet now. Every rank calls it; whether some rank was
-        heard to ask to stop.
+        """Synchronize replicas that have stepped alone. Every rank calls it. Return whether any
+        rank is known to ask to stop.
         """
         return False
 
     def meet_before(self, step: int) -> None:
-        """Have ranks of which each goes its own way meet when `step` steps were taken. Every
-        rank calls it alike.
+        """Have ranks that step alone synchronize when `step` steps are taken. Every rank calls it
+        alike.
         """
         return
 
     def model(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of this rank's `weights`: the model that all ranks agree on."""
+        """Return the model that all ranks agree on; `weights` are this rank's."""
         return weights
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """What checkpoints keep of it beside the optimizer's state (checkpoints/pieces.py,
+        """The update's state for checkpoints, without the optimizer's (checkpoints/pieces.py,
         Keeps).
         """
         return {}, {}

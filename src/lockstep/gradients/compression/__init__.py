@@ -1,5 +1,5 @@
-"""Gradients in fewer bits: cast, quantised, factored, or only the largest of them; and what each
-leaves out, paid later.
+"""Gradients in fewer bytes: cast, quantised, factored, or only the largest elements. Error feedback
+adds what was left out to later steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lockstep.gradients.compression.power_sgd import PowerSGD
 
 
 def compressed(compression: Compression, group: Group) -> Compressed:
-    """The reduction that `compression` names. On one rank too: what is lost and owed is the
-    same, only nothing travels.
+    """Return the reduction that `compression` names. It also compresses on one rank, where nothing
+    travels: what is lost and owed is the same.
     """
     return Compressed(compression, _compressor(compression, group), group)
 

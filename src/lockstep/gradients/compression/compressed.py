@@ -1,5 +1,5 @@
-"""A Reduction (gradients/reductions.py) whose buckets travel compressed: what all compressors have
-in common.
+"""The reduction of buckets that travel compressed (gradients/reductions.py): what all compressors
+have in common.
 
 Error feedback (Karimireddy et al., ICML 2019): what compression has left out so far is added to the
 next step's gradient.
@@ -7,23 +7,23 @@ next step's gradient.
     to send    = gradient + owed
     owed       = to send - what was sent of it         on every rank for itself
 
-So nothing is lost, it comes later: after any number of steps the sum of what was applied and of
-what all ranks owe is the sum of all gradients.
+So nothing is lost, it only comes later. After any number of steps, the sum of all applied gradients
+and of what all ranks owe is the sum of all gradients.
 
-What is owed is in the unit of gradients as they are sent: sums over a step's micro-batches, that
-the Stepper divides by the step's own weight. What a full step owes is therefore worth more in a
-short last step (divided by less), and what a short step owes less in a full one; with steps of
-equal weight nothing of it is seen. A loss scaler, whose unit changes, is refused by the Stepper.
+What is owed has the unit of gradients as they are sent: sums over a step's micro-batches, which the
+Stepper divides by the step's own weight. So what a full step owes counts more in a short last step,
+whose divisor is smaller, and what a short step owes counts less in a full one. Steps of equal
+weight have no such effect. The unit of a loss scaler changes, so the Stepper refuses it.
 
-Slices go to their owners, and messages to everybody:
+Slices go to their owners, and messages to all ranks:
 
-    rank 0   [ a0 | a1 | a2 ]        slice r of everybody's bucket goes to rank r (all-to-all), which unpacks it, adds it up
-    rank 1   [ b0 | b1 | b2 ]   ->   in the order of ranks and packs the sum once; then every rank gets every sum (all-gather)
-    rank 2   [ c0 | c1 | c2 ]
+    rank 0   [ a0 | a1 | a2 ]        slice r of every rank's bucket goes to rank r (all-to-all),
+    rank 1   [ b0 | b1 | b2 ]   ->   which unpacks them, adds them in the order of ranks and packs
+    rank 2   [ c0 | c1 | c2 ]        the sum once; then every rank gets every sum (all-gather)
 
 A backend would add packed numbers as they are: bfloat16 in bfloat16, and int8 not at all. Here an
-owner adds in float32, and a sum is rounded twice however many ranks there are. It has one owner, so
-all ranks have the same bits of it. The bytes are a ring's.
+owner adds in float32, and a number is rounded twice for any number of ranks. Each sum has one
+owner, so all ranks have the same bits of it. A ring would send as many bytes.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _NAME = "error/"
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Stages = Generator[Work, None, tuple[Tensor, Tensor | None]]
-"""Collectives, each of which is begun when those before it are done. In the end the sum over all
-ranks, equal on all of them, and what this rank could not send of its own part of it.
+"""Collectives, each of which begins when the ones before it are done. The return value: the sum
+over all ranks, equal on all of them, and what this rank could not send of its own part (or None).
 """
 
 
 class Compressor(ABC):
-    """One way to compress."""
+    """A way to compress."""
 
     owes = True
-    """Whether it leaves out something that error feedback has to bring back."""
+    """Whether it leaves out something that error feedback has to add later."""
 
     @abstractmethod
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
-        """Sum `flat` over all ranks: the gradients of `bucket`, with what was owed of them, in
-        float32 or float64.
+        """Sum `flat` over all ranks. It holds the gradients of `bucket` plus what was owed of them,
+        in float32 or float64.
         """
 
     def kept(self) -> Mapping[str, Tensor]:
-        """What it remembers from step to step, on all ranks alike."""
+        """The state that it keeps from step to step, equal on all ranks."""
         return {}
 
     def take_back(self, common: Mapping[str, Tensor]) -> None:
@@ -72,12 +72,11 @@ class Compressor(ABC):
 
 
 class Compressed(Reduction):
-    """The first stage of a bucket leaves in the backward, the others in `wait`, that is, in the
-    order of buckets on every rank.
+    """The reduction by a compressor. The first stage of a bucket leaves during the backward. The
+    others leave in `wait`, that is, in the order of buckets on every rank.
 
-    A bucket whose sum is not finite leaves what is owed as it was: a nan never gets into it. Such a
-    step is skipped, and what the other buckets paid in it of their debts is lost with it, as its
-    gradient is.
+    If a bucket's sum is not finite, what is owed stays as it was, so that no nan gets into it. Such
+    a step is skipped. Debts that other buckets paid in it are then lost, like its gradient.
     """
 
     carries_all = False
@@ -112,9 +111,9 @@ class Compressed(Reduction):
             flat += owed
         total, left = yield from self._compressor.sum(flat, bucket)
         if owed is not None and left is not None:
-            # decided on the device: nobody waits for it
+            # decided on the device, so that the host does not wait
             torch.where(total.isfinite().all(), left, owed, out=owed)
-        for span in bucket.spans:  # and nothing between them: it would never be cleared
+        for span in bucket.spans:  # not the gaps between them, which would never be cleared
             gradients[span.start : span.stop].copy_(total[span.start : span.stop])
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
@@ -129,14 +128,15 @@ class Compressed(Reduction):
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of a dtype are added and remembered: float32 at least."""
+    """The dtype in which gradients of `dtype` are added and remembered: float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Owed:
-    """One flat tensor a bucket. It belongs to parameters: buckets may be laid anew.
+    """What this rank owes: one flat tensor per bucket. It follows the parameters when buckets are
+    laid out again.
 
-    A parameter that is no longer trained is owed nothing any more.
+    A parameter that is no longer trained is owed nothing.
     """
 
     def __init__(self, group: Group) -> None:
@@ -145,7 +145,7 @@ class Owed:
         self._flats: list[Tensor] = []
 
     def lay(self, layout: Layout) -> None:
-        """Follow the buckets."""
+        """Follow a new layout of the buckets."""
         before = self._by_parameter()
         self._plans = layout.buckets
         self._flats = [
@@ -161,12 +161,12 @@ class Owed:
         return self._flats[bucket][:numel]
 
     def kept(self) -> dict[str, Tensor]:
-        """Of this rank, by the names of parameters, flat."""
+        """What this rank owes, flat, by the parameters' names."""
         return {_NAME + name: owed for name, owed in self._by_parameter().items() if owed.numel()}
 
     def take_back(self, by_rank: Sequence[Mapping[str, Tensor]]) -> None:
-        """What every rank owed then. With fewer ranks now, one takes over the debts of several;
-        with more, the new ones owe nothing.
+        """Restore what every rank owed. With fewer ranks now, a rank takes over the debts of
+        several; with more ranks, the new ones owe nothing.
         """
         ours = by_rank[self._group.rank :: self._group.size]
         for name, there in self._by_parameter().items():
@@ -184,8 +184,8 @@ class Owed:
 
 
 def sliced(flat: Tensor, size: int, multiple: int = 1) -> Tensor:
-    """One row for every rank, [size, length], with zeros behind the end; `length` is a multiple
-    of `multiple`.
+    """Return one row per rank, [size, length], with zeros behind the end. `length` is a multiple of
+    `multiple`.
     """
     length = -(-flat.numel() // (size * multiple)) * multiple
     if flat.numel() == size * length:
@@ -196,8 +196,8 @@ def sliced(flat: Tensor, size: int, multiple: int = 1) -> Tensor:
 
 
 def to_owners(group: Group, rows: Tensor, place: str) -> tuple[Tensor, Work]:
-    """Start to send row r to rank r: what every rank has for this one, by rank, in the same
-    shape, once the work is done.
+    """Start to send row r to rank r. Once the work is done, the returned tensor holds what each
+    rank sent to this one, by rank. It has the shape of `rows`.
     """
     if group.size == 1:
         return rows, Done()
@@ -207,10 +207,10 @@ def to_owners(group: Group, rows: Tensor, place: str) -> tuple[Tensor, Work]:
 
 
 def to_all(group: Group, message: Tensor, place: str) -> tuple[Tensor, Work]:
-    """Start to send a flat message to every rank: everybody's, by rank, [size, length], once the
-    work is done.
+    """Start to send a flat message to every rank. Once the work is done, the returned tensor
+    [size, length] holds every rank's message, by rank.
 
-    An all-gather that leaves while the backward goes on.
+    This is an all-gather that can leave during the backward.
     """
     return to_owners(group, message.expand(group.size, -1), place)
 

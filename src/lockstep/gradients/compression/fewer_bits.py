@@ -1,8 +1,8 @@
-"""Fewer bits an element, or fewer elements.
+"""Compressors that send fewer bits per element, or fewer elements.
 
-Cast    16 bits. Nothing is remembered: what rounding takes away is small, and as often up as down
+Cast    16 bits. Nothing is owed: what rounding leaves out is small, and as often up as down
 Int8    8 bits: nearly a quarter of the bytes
-TopK    only the largest elements, each with its place; the others wait until they have grown (Stich
+TopK    only the largest elements, each with its index; the others wait until they have grown (Stich
         et al., NeurIPS 2018)
 """
 
@@ -25,20 +25,20 @@ from lockstep.gradients.compression.compressed import (
 )
 from lockstep.gradients.layout import ALIGNMENT
 
-_TOP = 15  # the largest element is scaled to below 2^15
+_TOP = 15  # scaling brings the largest element below 2^15
 _LARGEST_SHIFT = 120  # 2^120 is still a float32
 BLOCK = ALIGNMENT  # elements that share a scale
 _STEPS = 127
 
 
 class Cast(Compressor):
-    """To the owners in 16 bits, added there in float32, and back in 16 bits.
+    """Sends slices to their owners in 16 bits, adds them there in float32, and returns 16 bits.
 
-    bf16 has float32's range and 8 bits of precision: nothing can overflow. fp16 has 11 bits and a
-    range that ends at 65504, which the sum over a large batch leaves easily: every slice is
-    multiplied by the power of two that brings its largest element just below 2^15, which is exact,
-    and the power travels behind it. So fp16 cannot overflow either, and what is 2^39 times smaller
-    than the largest is lost.
+    bf16 has float32's range and 8 bits of precision: nothing can overflow. fp16 has 11 bits, and
+    its range ends at 65504, which the sum over a large batch easily exceeds. So every slice is
+    multiplied by the power of two that brings its largest element just below 2^15. This is exact,
+    and the exponent travels behind the slice. So fp16 cannot overflow either, but elements 2^39
+    times smaller than the largest are lost.
     """
 
     owes = False
@@ -68,8 +68,8 @@ def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(rows: Tensor) -> Tensor:
-    """Each row times its own power of two, whose exponent stands behind it; as float16, [rows,
-    length + 1].
+    """Multiply each row by its own power of two, and append the exponent. Returns float16,
+    [rows, length + 1].
     """
     largest = rows.abs().amax(dim=1, keepdim=True)
     exponent = torch.frexp(largest).exponent
@@ -84,20 +84,20 @@ def unscaled(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Exactly, from its bits: `pow` rounds."""
+    """Return 2 ** exponent exactly, from its bits: `pow` rounds."""
     if dtype == torch.float64:
         return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 class Int8(Compressor):
-    """To the owners in 8 bits, added there in float32, and back in 8 bits.
+    """Sends slices to their owners in 8 bits, adds them there in float32, and returns 8 bits.
 
-    Of every 64 elements the largest is 127 (or -127), and the others are rounded to multiples of
-    its 127th part, which travels as a float32 behind them. Gradients begin at multiples of 64 in
-    their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do not fit
-    8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first
-    by the rank whose gradient it is, the second by the owner of the slice.
+    The largest of every 64 elements becomes 127 (or -127). The others are rounded to multiples of
+    a 127th of it: this scale travels as a float32 behind the elements. Gradients begin at multiples
+    of 64 in their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do
+    not fit 8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed:
+    the first by the rank whose gradient it is, the second by the owner of the slice.
     """
 
     def __init__(self, group: Group) -> None:
@@ -119,8 +119,8 @@ class Int8(Compressor):
 
 
 def quantised(rows: Tensor) -> Tensor:
-    """[rows, length] as int8, the scales' bytes behind them: [rows, length + 4 * length /
-    BLOCK]. A nan or inf is in its block's scale.
+    """Quantise rows [rows, length] to int8, with the bytes of the scales behind them: [rows,
+    length + 4 * length / BLOCK]. A nan or inf goes into its block's scale.
     """
     blocks = rows.reshape(rows.shape[0], -1, BLOCK)
     scales = (blocks.abs().amax(dim=2, keepdim=True) / _STEPS).to(torch.float32)
@@ -132,7 +132,7 @@ def quantised(rows: Tensor) -> Tensor:
 
 
 def restored(message: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, length], of what was quantised."""
+    """Return the rows, [rows, length], that `quantised` has packed."""
     length = message.shape[1] * BLOCK // (BLOCK + 4)
     scales = message[:, length:].clone().view(torch.float32).to(dtype)
     steps = message[:, :length].to(dtype).view(message.shape[0], -1, BLOCK)
@@ -140,11 +140,12 @@ def restored(message: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TopK(Compressor):
-    """`share` of the elements of each bucket, by magnitude, in the gradients' own dtype.
+    """Sends `share` of the elements of each bucket, the largest by magnitude, in the gradients' own
+    dtype.
 
-    Ranks choose different ones, so nothing can be added on the way: every rank gets every message,
-    and adds them in the order of ranks. What that costs grows with the number of ranks, unlike all
-    the others.
+    Ranks choose different elements, so nothing can be added on the way: every rank gets every
+    message, and adds them in the order of ranks. Unlike the other compressors, the cost grows with
+    the number of ranks.
     """
 
     def __init__(self, group: Group, share: float) -> None:
@@ -158,7 +159,7 @@ class TopK(Compressor):
         places = flat.abs().topk(count, sorted=False).indices
         values = flat[places].to(bucket.sum.dtype)
         left = flat.clone()
-        left[places] -= values.to(flat.dtype)  # all of it, but for what a narrower dtype rounds
+        left[places] -= values.to(flat.dtype)  # what rounding to a narrower dtype loses stays
         width = torch.int32 if flat.numel() < 2**31 else torch.int64
         message = torch.cat([places.to(width).view(torch.uint8), values.view(torch.uint8)])
         arriving, work = to_all(self._group, message, bucket.place)

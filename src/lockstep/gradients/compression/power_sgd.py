@@ -1,16 +1,17 @@
-"""Gradients as products of two thin matrices: PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS
+"""PowerSGD: gradients as products of two thin matrices (Vogels, Karimireddy and Jaggi, NeurIPS
 2019).
 
-    M  [n, m]   the gradient of one parameter, with what this rank owes of it
-    P  [n, r] = M Q          summed over all ranks (first all-reduce), then its columns made orthonormal
-    Q  [m, r] = transposed M times P     summed over all ranks (second all-reduce)
-    sum of all M, nearly  = P times transposed Q     equal on all ranks
+    M  [n, m]   the gradient of one parameter, plus what this rank owes of it
+    P  [n, r] = M Q                     summed over all ranks (first all-reduce), then its columns
+                                        are made orthonormal
+    Q  [m, r] = transposed M times P    summed over all ranks (second all-reduce)
+    sum of all M, nearly = P times transposed Q    equal on all ranks
 
-That is one step of subspace iteration; it begins with the Q of the step before (warm start), so
-that over the steps P and Q follow the largest singular vectors. r (n + m) numbers travel in place
-of n m, and their sums are ordinary sums: any backend adds them on the way. Vectors, and matrices
-that would not get smaller, travel whole, with P. Two all-reduces a bucket, however many matrices it
-holds, and the second one leaves in `wait`, where every rank has the same order of buckets.
+This is one step of subspace iteration. It begins with the Q of the step before (warm start), so
+that over the steps P and Q follow the largest singular vectors. r (n + m) numbers travel instead
+of n m. Their sums are ordinary sums, so any backend can add them on the way. Vectors, and matrices
+that would not get smaller, travel whole, with P. A bucket needs two all-reduces, however many
+matrices it holds. The second one leaves in `wait`, where every rank has the same order of buckets.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _NAME = "powersgd/"
 
 
 class PowerSGD(Compressor):
-    """Factors of `rank` columns. What all ranks compute from the sums, each for itself, has the
-    same bits where they compute alike: on the same kind of processor, with as many threads.
+    """Sends factors of `rank` columns. Every rank computes the results from the same sums. They
+    have the same bits if the ranks have the same kind of processor and as many threads.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -70,7 +71,7 @@ class PowerSGD(Compressor):
         return total, left
 
     def _split(self, bucket: Bucket) -> tuple[list[tuple[Span, tuple[int, int]]], list[Span]]:
-        """The matrices, each with its shape, and what travels whole."""
+        """Return the matrices, each with its shape, and the spans that travel whole."""
         matrices: list[tuple[Span, tuple[int, int]]] = []
         whole: list[Span] = []
         for span, view in zip(bucket.spans, bucket.views, strict=True):
@@ -82,8 +83,8 @@ class PowerSGD(Compressor):
         return matrices, whole
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Q of the step before; at first, random columns that are the same everywhere and
-        always.
+        """Return Q of the step before. At first, return random columns that are the same on all
+        ranks and in all runs.
         """
         shape = (matrix.shape[1], self._rank)
         known = self._bases.get(name)
@@ -104,11 +105,11 @@ class PowerSGD(Compressor):
 
 
 def matrix_of(tensor: Tensor) -> tuple[int, int] | None:
-    """How a tensor's elements, in the order of memory, are a matrix: the outermost dim by all
-    others. None for what is none.
+    """Return the shape of a tensor's elements, in the order of memory, as a matrix: the outermost
+    dim by all others. None if the tensor is no matrix.
 
-    So a channels_last kernel and a transposed weight are matrices without a copy, and the latter is
-    the transposed matrix.
+    So channels_last kernels and transposed weights are matrices without a copy. A transposed weight
+    gives the transposed matrix.
     """
     sides = [
         (stride, size)
@@ -127,29 +128,29 @@ def pays(rank: int, shape: tuple[int, int]) -> bool:
 
 
 def times(one: Tensor, other: Tensor) -> Tensor:
-    """A product in the dtype of its factors, also inside the user's autocast."""
+    """Return a product in the dtype of its factors, also inside the user's autocast."""
     with torch.autocast(one.device.type, enabled=False):
         return one @ other
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns' span, filled up where they are dependent: always as
-    many columns, also of a zero matrix.
+    """Return an orthonormal basis of the columns' span. It always has as many columns: it is
+    completed if the columns are dependent, even for a zero matrix.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
-    # as it comes back from a checkpoint: products with other strides have other bits
+    # the strides it has after a checkpoint: products with other strides have other bits
     return basis.contiguous()
 
 
 def following(sums: Tensor, before: Tensor) -> Tensor:
-    """The next step's Q. A gradient of zeros, or of nan, teaches nothing: then the one before."""
+    """Return the next step's Q. If the sums are zeros or contain nan, keep the one before."""
     useful = sums.isfinite().all() & (sums != 0).any()
     return torch.where(useful, orthonormal(sums), before)
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """All of them in one flat tensor, and their places in it, which have the sums when it has
-    been all-reduced.
+    """Return all parts in one flat tensor, and their views in it. An all-reduce of the flat tensor
+    leaves the sums in the views.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
     ends = list(accumulate(part.numel() for part in parts))
@@ -160,8 +161,8 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def check_matrices(compression: Compression, model: nn.Module, rank: int) -> None:
-    """Raise a UsageError where PowerSGD's factors would have more columns than any gradient has
-    rows or columns; warn where none gets smaller.
+    """Raise UsageError if PowerSGD's factors had more columns than any gradient has rows or
+    columns. Warn if no gradient gets smaller.
     """
     if compression.kind != "powersgd":
         return

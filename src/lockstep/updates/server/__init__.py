@@ -1,11 +1,11 @@
 """An asynchronous parameter server, sharded over the ranks (Li et al., OSDI 2014).
 
-counter     which slots of which window who computes next, what is to be applied, where all meet:
-            pure decisions
-messages    what ranks say to each other: fixed headers and flat tensors, from point to point
+counter     pure decisions: which rank computes which slots next, which window to apply, and when
+            all ranks synchronize (a *meeting*)
+messages    what ranks send to each other, point to point: fixed headers and flat tensors
 shard       one rank's part of the parameters, and the user's optimizer over it
-serving     who answers: the desk for many askers at once, and the threads for this rank's desk and
-            shard
-all_shards  the shards of all ranks, as one of them reaches them
+serving     who answers: the dispatcher on rank 0 (`Desk`), which serves many askers at once, and
+            the threads of a rank, which answer for its `Desk` and its shard
+all_shards  the shards of all ranks, as one rank reaches them
 server_update  this rank as a worker: draw, pull, push, apply, meet
 """

@@ -1,5 +1,5 @@
-"""The shards of all ranks as one of them reaches them: its own directly, the others' by messages
-to the threads that serve them.
+"""The shards of all ranks as one rank reaches them: its own directly, the others by messages to the
+threads that serve them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lockstep.world.world import World
 
 
 class AllShards:
-    """The first `owners` ranks hold shards. `mine` is this rank's, None where it has none. Its
-    threads end with the world.
+    """The first `owners` ranks hold shards. `mine` is this rank's shard, or None. The threads end
+    with the world.
     """
 
     def __init__(self, everyone: Group, owners: int) -> None:
@@ -35,12 +35,12 @@ class AllShards:
         self._lines: PeerLines | None = None
         self._serving: Serving | None = None
         self.version = 0
-        """That was pulled last: windows that were applied before."""
+        """The version of the last pull: how many windows had been applied before it."""
         self.steps = 0
-        """That the optimizer had taken before."""
+        """How many steps the optimizer had taken before the last pull."""
 
     def cut(self, reducer: Reducer) -> Masters:
-        """Cut the parameters, between meetings."""
+        """Cut the parameters between two meetings."""
         self.masters = Masters(reducer.parameters, reducer.layout, self._group, self.owners)
         plans = reducer.layout.buckets
         self._room = [
@@ -52,12 +52,12 @@ class AllShards:
         return self.masters
 
     def own(self, optimizer: Optimizer, *, by_age: bool, stepped: Callable[[], None]) -> None:
-        """Hold a shard, where this rank is one of those that do."""
+        """Hold a shard, if this rank is an owner."""
         if self._rank < self.owners:
             self.mine = ServerShard(self.masters, optimizer, by_age=by_age, stepped=stepped)
 
     def serve(self, world: World, desk: Desk | None) -> None:
-        """Answer the others' questions from now on. Every rank calls it."""
+        """Answer the other ranks' questions from now on. Every rank calls it."""
         size = self._group.size
         if size > 1:
             self._lines = PeerLines(world.for_messages(), self._group, world.timeout)
@@ -71,7 +71,7 @@ class AllShards:
         world.own(self)
 
     def close(self) -> None:
-        """End the threads: every rank says that it asks no more, and hears it of all others."""
+        """End the threads: every rank tells all others that it asks nothing more."""
         if self._lines is None or self._world.failing:
             return
         for peer in self._others:
@@ -80,7 +80,7 @@ class AllShards:
             self._serving.join()
 
     def move(self, everyone: Group) -> None:
-        """The same owners are among other ranks now, with the same numbers."""
+        """Continue in another group, in which the owners have the same numbers."""
         self._group = everyone
         self.masters.move(everyone)
 
@@ -106,14 +106,14 @@ class AllShards:
         return answers
 
     def look_after_threads(self) -> None:
-        """Raise what went wrong in one."""
+        """Raise the error of a thread, if there is one."""
         if self._serving is not None and self._serving.error is not None:
             raise LockstepError(
                 "server-shard-failed", error=str(self._serving.error)
             ) from self._serving.error
 
     def missing(self, rank: int | None) -> LockstepError:
-        """Of a rank that cannot be done without; None: this one, which the others take for dead."""
+        """Return the error for a lost rank that is needed; None: this rank counts as dead."""
         self.look_after_threads()
         if rank is None:
             return PeerFailed("taken-for-dead")
@@ -130,7 +130,7 @@ class AllShards:
 
     @torch.no_grad()
     def pull(self, buckets: Sequence[Bucket]) -> None:
-        """The newest parameters of every shard, into the model's."""
+        """Copy the newest parameters of every shard into the model's."""
         into = [self._parts(self._room, rank) for rank in self._others]
         versions = [
             (int(header[0]), int(header[1]))
@@ -150,8 +150,8 @@ class AllShards:
         torch._foreach_copy_([each for _, each, _ in laid], [place for _, _, place in laid])
 
     def push(self, draw: Draw, weight: float, buckets: Sequence[Bucket]) -> int:
-        """The gradients of a draw, to every shard. The updates that have come since the
-        parameters were pulled, so far.
+        """Send the gradients of a draw to every shard. Return how many updates have come since the
+        parameters were pulled.
         """
         flats = [
             bucket.sum if bucket.sum.device.type == "cpu" else bucket.sum.cpu()
@@ -169,12 +169,12 @@ class AllShards:
         return max(versions) - self.version
 
     def squares(self, window: int) -> float:
-        """The sum of squares of a window's gradient, which is whole."""
+        """Return the sum of squares of a window's gradient, which is complete."""
         squares = sum(header[0] for header in self.ask(self._others, [SQUARES, window]))
         return squares + (self.mine.squares(window) if self.mine is not None else 0.0)
 
     def apply(self, window: int, divisor: float, *, skip: bool) -> None:
-        """Have every shard step on a window, or forget it."""
+        """Have every shard step on a window's gradient, or drop it."""
         self.ask(self._others, [APPLY, window, divisor, skip])
         if self.mine is not None:
             self.mine.apply(window, divisor, skip=skip)

@@ -1,17 +1,16 @@
-"""Who computes what next: pure decisions, asked by one rank after another.
+"""Decides which rank computes what next: pure decisions, for one asking rank after another.
 
-    draw        some slots of one window, about one for each rank. They are handed out in order, to
-                whoever asks: a straggler takes fewer
-    bound       no window is begun that is more than `bound` ahead of the oldest that is not
-                applied; 0 is synchronous training
-    apply       a window whose draws have all been pushed is applied by whoever asks next, one
-                window at a time, so that all shards apply
-                windows in one order
-    meeting     where all that was handed out has been applied, and every rank knows: an epoch's
-                end, a checkpoint, a request to stop.
-                Nothing is handed out before all ranks have come back from it
+    draw        some slots of one window, about one draw per rank. Draws are handed out in order to
+                the rank that asks, so that a straggler takes fewer
+    bound       no window begins more than `bound` windows ahead of the oldest that is not applied;
+                0 is synchronous training
+    apply       a window whose draws have all been pushed is applied by the next rank that asks. It
+                is one window at a time, so that all shards apply windows in one order
+    meeting     everything that was handed out has been applied, and every rank knows: at an epoch's
+                end, a checkpoint, a request to stop. Nothing is handed out before all ranks have
+                come back from it
 
-The draw of a rank that has died is handed out again, and so is the window that it was to apply.
+If a rank dies, its draw is handed out again, and so is the window that it was to apply.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EpochCourse:
-    """One epoch, as every rank says that it is."""
+    """One epoch, as every rank describes it when it asks."""
 
     epoch: int
     first: int
-    """The number of its first window, over all epochs."""
+    """The number of the epoch's first window, over all epochs."""
     begin: int
-    """The place in the epoch of the first window that is still to be done."""
+    """The place in the epoch of the first window that is not done yet."""
     windows: int
     slots: int
-    """Micro-batches of a window."""
+    """Micro-batches per window."""
     last: int
-    """And of the epoch's last one."""
+    """Micro-batches of the epoch's last window."""
 
     def filled(self, place: int) -> int:
         return self.last if place == self.windows - 1 else self.slots
@@ -42,8 +41,8 @@ class EpochCourse:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Slots [first, last) of the window at `place`, which is cut into `draws`, of which this is
-    `number`.
+    """Slots [first, last) of the window at `place`. The window is cut into `draws` draws; this one
+    is `number`.
     """
 
     place: int
@@ -55,7 +54,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """All draws of this window have been pushed."""
+    """The answer "apply this window": all its draws have been pushed."""
 
     place: int
     weight: float
@@ -64,16 +63,17 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Everything before `place` has been applied."""
+    """The answer "synchronize": everything before `place` has been applied."""
 
     place: int
     stop: bool
     over: bool
-    """The epoch."""
+    """Whether the epoch is over."""
     living: tuple[int, ...]
     weight: float
-    """Of the window that was applied last, and its sum of losses."""
+    """The weight of the window that was applied last."""
     loss: float
+    """The sum of losses of that window."""
 
 
 Answer = Draw | Apply | Meet
@@ -81,8 +81,8 @@ Answer = Draw | Apply | Meet
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a rank says of a draw that it has computed, on parameters that were `version` windows
-    old.
+    """What a rank reports of a draw that it has computed. Its parameters had seen `version` applied
+    windows.
     """
 
     draw: Draw
@@ -94,56 +94,56 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class WindowDone:
-    """What is known of a window that was applied: of all its draws."""
+    """The totals, over all its draws, of a window that was applied."""
 
     place: int
     weight: float
     loss: float
     samples_by_rank: tuple[int, ...]
     age: float
-    """Windows that were applied between the pull and the application of a draw, on average."""
+    """The mean number of windows applied between the pull and the application of a draw."""
     reason: str = ""
-    """Why the optimizer did not step; "" where it did."""
+    """Why the optimizer did not step; "" if it did."""
 
 
 @dataclass(slots=True)
 class _Draws:
     draws: int
     done: dict[int, tuple[int, Pushed]] = field(default_factory=dict)
-    """By number: who has pushed it."""
+    """By draw number, the rank that pushed the draw, and its report."""
 
 
 class Counter:
-    """`next` answers None to a rank that has to wait: until somebody else's answer has changed
-    what there is to do.
+    """Answers ranks that ask. `next` returns None to a rank that has to wait until the answer to
+    another rank changes what there is to do.
     """
 
     def __init__(self, ranks: int, bound: float) -> None:
         self._ranks, self._bound = ranks, bound
         self.living = set(range(ranks))
         self.version = 0
-        """Windows that have been applied."""
+        """How many windows have been applied."""
         self._course: EpochCourse | None = None
-        self._limits: set[int] = set()  # numbers of windows before which all meet
+        self._limits: set[int] = set()  # numbers of windows before which all ranks meet
         self._stop = False
         self._meeting: Meet | None = None
-        self._hear: set[int] = set()  # who has still to hear of the meeting
-        # and who has come back from it: all are at one before the first window, too
+        self._hear: set[int] = set()  # ranks that have still to be told of the meeting
+        # ranks that have come back from it; the start before the first window counts as a meeting
         self._back: set[int] = set()
         self._open = False
-        self._place, self._slot = 0, 0  # of the next draw that nobody has had
-        self._began = 0  # the place after the last meeting
+        self._place, self._slot = 0, 0  # of the next draw that was never handed out
+        self._began = 0  # the place of the first window after the last meeting
         self._again: deque[Draw] = deque()
         self._out: dict[int, Draw] = {}
-        self._windows: dict[int, _Draws] = {}  # begun, and not applied
+        self._windows: dict[int, _Draws] = {}  # windows begun, and not applied
         self._ready: list[int] = []
-        self._applying: tuple[int, int] | None = None  # who, and which window
+        self._applying: tuple[int, int] | None = None  # the rank, and the window's place
         self._last = (0.0, math.nan)
 
     # -- what is asked ----------------------------------------------------------------------------
 
     def next(self, rank: int, course: EpochCourse) -> Answer | None:
-        """What `rank` shall do, which walks `course`."""
+        """Return what `rank`, which is in epoch `course`, must do next; None: wait."""
         if not self._open:
             if rank in self._hear:
                 self._hear.discard(rank)
@@ -176,13 +176,13 @@ class Counter:
         self._limits.add(window)
 
     def ask_to_stop(self) -> None:
-        """Have all meet as soon as what has been begun is done."""
+        """Have all ranks meet as soon as all windows that have begun are applied."""
         self._stop = True
 
     # -- what is said -----------------------------------------------------------------------------
 
     def pushed(self, rank: int, what: Pushed) -> None:
-        """All shards have it."""
+        """Note that all shards have a draw's gradients."""
         draw = self._out.pop(rank)
         assert draw == what.draw, "a rank pushes what it has drawn"
         window = self._windows[draw.place]
@@ -192,7 +192,7 @@ class Counter:
             self._ready.sort()
 
     def applied(self, rank: int, reason: str = "") -> WindowDone:
-        """All shards have applied the window, or, with a `reason`, left it out."""
+        """Note that all shards have applied the window, or, with a `reason`, left it out."""
         assert self._applying is not None
         who, place = self._applying
         assert who == rank, "a rank says that it has applied what it was asked to apply"
@@ -209,7 +209,7 @@ class Counter:
         return WindowDone(place, weight, loss, tuple(samples), sum(ages) / len(ages), reason)
 
     def died(self, rank: int) -> None:
-        """What it had not finished is for the others."""
+        """Note that a rank has died: give its unfinished work to others."""
         self.living.discard(rank)
         self._hear.discard(rank)
         self._back.discard(rank)
@@ -222,7 +222,7 @@ class Counter:
     # -- inside -----------------------------------------------------------------------------------
 
     def _expect(self, course: EpochCourse) -> None:
-        """The first that comes says which epoch it is, and the others walk the same."""
+        """The first rank to come back sets the epoch; the others must be in the same one."""
         if len(self._back) > 1:
             if course != self._course:
                 raise ValueError(f"ranks walk different epochs: {course} and {self._course}")
@@ -234,7 +234,7 @@ class Counter:
         self._open, self._back, self._meeting, self._began = True, set(), None, self._place
 
     def _limit(self) -> int:
-        """The place before which all meet."""
+        """The place of the first window before which all ranks meet."""
         course = self._course
         assert course is not None
         places = [window - course.first for window in self._limits]

@@ -1,10 +1,10 @@
-"""What workers and servers say to each other, from point to point: a header of fixed size, then
-flat tensors whose sizes both know.
+"""What workers and servers send to each other, point to point: a header of fixed size, then flat
+tensors whose sizes both know.
 
-No torch RPC (deprecated, and it unpickles what arrives) and no pickle: a header is float64 numbers,
-and whole ones below 2^53 are exact. Each pair of ranks has two lines, one for questions and one for
-answers, so that what a rank asks never meets what it answers. A peer's death is an error on its
-line and on no other.
+It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle. A header is
+float64 numbers; integers below 2^53 are exact. Each pair of ranks has two lines, one for questions
+and one for answers, so that a rank's questions never mix with its answers. A peer's death is an
+error on its line and on no other.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lockstep.collectives.group import Group
 from lockstep.errors import PeerFailed
 
 NEXT, PULL, PUSH, SQUARES, APPLY, BYE = range(6)
-"""Questions: to the desk, then to a shard; and that nobody asks any more."""
+"""Kinds of questions: NEXT to the `Desk`, then four to a shard. BYE: no more questions."""
 BROKEN = -1.0
-"""In the place of an answer."""
-HEADER = 20  # numbers, and one for each rank
+"""Sent instead of an answer."""
+HEADER = 20  # numbers in a header, besides one for each rank
 _QUESTIONS, _ANSWERS = 1, 2
 
 Header = Sequence[float]
 
 
 class PeerLines:
-    """Of one rank to all others, over a process group of its own. Many threads may use them,
-    each another line.
+    """The lines of one rank to all others, over a process group of their own. Many threads may use
+    them, each another line.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class PeerLines:
         leaving: Sequence[Sequence[Tensor]],
         arriving: Sequence[Sequence[Tensor]],
     ) -> list[list[float]]:
-        """Ask all of `peers` the same, each with its `leaving` tensors; their answers' headers,
-        when its `arriving` tensors are filled.
+        """Ask all `peers` the same, and send each its `leaving` tensors. Return the headers of
+        their answers, when the `arriving` tensors of each are filled.
 
-        Raises PeerFailed: one has gone.
+        Raises PeerFailed if a peer has gone.
         """
         question, answers, works = self._pack(header), [self._empty() for _ in peers], []
         for peer, out, answer, into in zip(peers, leaving, answers, arriving, strict=True):
@@ -73,13 +73,13 @@ class PeerLines:
         return [answer.tolist() for answer in answers]
 
     def listen(self, peer: int) -> list[float]:
-        """The header of its next question. Raises PeerFailed."""
+        """Return the header of the peer's next question. Raises PeerFailed."""
         header = self._empty()
         self.take(peer, [header])
         return header.tolist()
 
     def take(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """What came with its question."""
+        """Receive the tensors that come with the peer's question."""
         with _missed(peer):
             for work in [self._group.recv([each], peer, _QUESTIONS) for each in tensors]:
                 work.wait()
@@ -92,7 +92,7 @@ class PeerLines:
                 work.wait()
 
     def say_bye(self, peer: int) -> None:
-        """Nothing is asked on this line any more."""
+        """Tell a peer that this rank asks nothing more."""
         with _missed(peer):
             self._send(peer, self._pack([BYE]), _QUESTIONS).wait(self._timeout)
 
@@ -112,7 +112,7 @@ class PeerLines:
 
 @contextmanager
 def _missed(peer: int) -> Iterator[None]:
-    """A broken line is its peer's end."""
+    """Treat a broken line as the end of its peer."""
     try:
         yield
     except PeerFailed:
@@ -122,7 +122,7 @@ def _missed(peer: int) -> Iterator[None]:
 
 
 class PeerGone(PeerFailed):
-    """A rank to which a line has broken."""
+    """The line to a rank has broken."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__("peer-gone", rank=rank, why=why)

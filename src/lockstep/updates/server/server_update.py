@@ -1,11 +1,11 @@
 """This rank as a worker of a parameter server: it draws slots, pulls parameters, pushes gradients,
-and waits for nobody but by the bound.
+and waits for other ranks only at the bound.
 
-draw        what is next; a window that is complete is applied on the way, by whoever asks
-pull        the newest parameters of every shard, before the first forward
-push        sums, not means, to every shard: what a window is divided by is known when its last draw
-            is there
-meet        the same parameters and buffers on all ranks
+draw        ask for the next slots; a complete window is applied first, by the rank that asks
+pull        get the newest parameters of every shard, before the first forward
+push        send sums, not means, to every shard: a window's divisor is known only when its last
+            draw has arrived
+meet        get the same parameters and buffers on all ranks
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ WHY = {
 
 
 class ServerUpdate(Update):
-    """The optimizer holds pieces of the parameters, as in the sharded update, in memory apart
-    from the model's.
+    """The update by a parameter server. The optimizer holds pieces of the parameters, as in the
+    sharded update, in memory apart from the model's.
     """
 
     name = "server"
@@ -71,19 +71,19 @@ class ServerUpdate(Update):
         self.optimizer: CutOptimizer[Masters] = elementwise_pieces(
             self._reducer, updated.optimizer, lambda: self._shards.cut(self._reducer)
         )
-        self._reducer.lay(self._reducer.order)  # and keep it: shards are slices of buckets
+        self._reducer.lay(self._reducer.order)  # keeps this order: shards are slices of buckets
         self._generation = self._reducer.generation
         self._buffers = MeetingBuffers(updated.model, everyone)
         self._together = True
         # windows that were applied before the last meeting, over all epochs; None before the first
         self._steps: int | None = None
-        self._step = 0  # that this rank was last seen at
-        # this rank's own, counted on from the step at which it began
+        self._step = 0  # the last step that this rank was known to be at
+        # this rank's windows, counted from the step at which it began
         self._windows: int | None = None
         self._current: Draw | Meet | None = None
         self._course: EpochCourse | None = None
         self._said: Pushed | str | None = None
-        self._followed = 0  # steps of the optimizer that this rank's scheduler has followed
+        self._followed = 0  # how many steps of the optimizer this rank's scheduler has followed
         self._records: list[AppliedWindow] = []
         self._shards.own(
             updated.optimizer, by_age=method.server.lr == "by-age", stepped=self._step_scheduler
@@ -121,8 +121,8 @@ class ServerUpdate(Update):
     # -- what is next -----------------------------------------------------------------------------
 
     def meet_before(self, window: int) -> None:
-        """Have all ranks meet when the windows below this number are applied. Every rank calls
-        it alike.
+        """Have all ranks meet when the windows below this number are applied. Every rank calls it
+        alike.
         """
         if self._desk is not None:
             self._desk.meet_before(window)
@@ -165,7 +165,7 @@ class ServerUpdate(Update):
         raise self._shards.missing(answer)
 
     def _may_be_missed(self, yes: bool) -> None:
-        """Tell the launcher whether the rest can go on if this rank dies now."""
+        """Tell the launcher whether the other ranks can continue if this rank dies now."""
         if self._missable:
             preemption.spare(yes)
 
@@ -177,7 +177,7 @@ class ServerUpdate(Update):
 
     @property
     def together(self) -> bool:
-        """Between a meeting and the next draw."""
+        """Whether this rank is between a meeting and its next draw."""
         return self._together
 
     @property
@@ -195,8 +195,8 @@ class ServerUpdate(Update):
         self._windows = steps if self._windows is None else self._windows
 
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        """Push what was drawn; or, where nothing was, meet the others. Shards apply it, when all
-        of a window is there.
+        """Push the gradients of the draw; if there was none, meet the other ranks. Shards apply a
+        window when all of it has arrived.
         """
         assert self._windows is not None
         self._windows += 1
@@ -233,7 +233,7 @@ class ServerUpdate(Update):
     # -- a window ---------------------------------------------------------------------------------
 
     def _apply_window(self, window: Apply) -> None:
-        """All of its draws are there: have every shard step on it."""
+        """Have every shard step on a window, all draws of which have been pushed."""
         clip = self._updated.clip
         with status.inside("optimizer"):
             reason, divisor = "", window.weight
@@ -251,7 +251,7 @@ class ServerUpdate(Update):
             self._said = reason
 
     def _note_applied(self) -> None:
-        """On rank 0: record the windows that were applied since this was called last."""
+        """On rank 0: record the windows that were applied since the last call."""
         if self._desk is not None and self._shards.mine is not None and self._course is not None:
             self._records += [
                 _record(each, at, self._shards.mine, self._course)
@@ -262,8 +262,8 @@ class ServerUpdate(Update):
 
     @torch.no_grad()
     def _meet(self, met: Meet) -> int:
-        """All ranks are here, and everything is applied. Those that have died since are missed
-        from now on. The steps that were taken.
+        """Synchronize: all ranks are here, and everything is applied. Continue without the ranks
+        that have died. Return the number of steps taken.
         """
         assert self._course is not None
         with status.inside("reduce"):

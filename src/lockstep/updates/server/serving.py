@@ -1,9 +1,9 @@
-"""Who answers: the desk, which is the counter for many askers at once, and the threads of a rank
-for its desk and its shard.
+"""Who answers the ranks' questions: the `Desk`, which lets many ranks ask the Counter at once, and
+the threads of a rank for its `Desk` and its shard.
 
-There is one thread for each other rank, asleep until that one asks. What a rank asks is answered in
-order, and nobody's question waits for somebody else's. Whoever has to wait does so at the desk, and
-the death of a rank is heard of there.
+There is one thread for each other rank, asleep until that rank asks. A rank's questions are
+answered in order, and no question waits for another rank's. A rank that has to wait does so at the
+`Desk`, which also learns of a rank's death.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from lockstep.updates.server.shard import ServerShard
 _DRAW, _APPLY, _MEET, _GONE = range(4)
 _NOTHING, _PUSHED, _APPLIED = range(3)
 REASONS = ("", "weight", "loss", "norm")
-"""Why a window was left out, in a header."""
+"""Why a window was left out; a header holds the index."""
 _PATIENCE_SECONDS = 5.0
-_LOOK_SECONDS = 0.2  # between two looks for the dead
+_LOOK_SECONDS = 0.2  # between two checks for dead ranks
 
 
 class Desk:
-    """On rank 0, asked by its own worker and by the threads that answer for the others'.
+    """The dispatcher on rank 0. Its own worker asks it, and so do the threads for the others'.
 
-    `needed`: ranks without which the parameters are not whole. `dead(rank)` looks whether a rank
-    is.
+    `needed`: the ranks below this number hold parameters and must live. `dead(rank)` checks whether
+    a rank is dead.
     """
 
     def __init__(self, counter: Counter, needed: int, dead: Callable[[int], bool]) -> None:
@@ -58,16 +58,16 @@ class Desk:
         self._changed = Condition()
         self._looked = time.monotonic()
         self.gone: int | None = None
-        """A rank that cannot be done without, and has died or failed: nobody goes on."""
+        """A needed rank that has died or failed, so that no rank can continue; else None."""
         self._applied: list[tuple[WindowDone, float]] = []
 
     def ask(
         self, rank: int, course: EpochCourse, said: Pushed | str | None, *, stop: bool
     ) -> Answer | None:
-        """What `rank` shall do next, when there is something. `said`: what it has pushed; or, of a
-        window that it has applied, why it did not.
+        """Return what `rank` must do next, once there is something. `said` reports the draw that it
+        has pushed; or, for a window, why it did not apply it ("" if it did).
 
-        None where a rank has gone that cannot be done without.
+        Returns None if a needed rank has gone, or if `rank` itself counts as dead.
         """
         with self._changed:
             if rank not in self._counter.living:
@@ -89,7 +89,7 @@ class Desk:
             return None
 
     def _look(self) -> None:
-        """For those who have died while nobody listened to them: waiting here themselves."""
+        """Check for ranks that died while they waited here, when no thread listened to them."""
         now = time.monotonic()
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
@@ -98,7 +98,7 @@ class Desk:
                     self._lost(rank)
 
     def lost(self, rank: int) -> None:
-        """It has died, or left without a word."""
+        """Note that a rank has died, or has closed its line without BYE."""
         with self._changed:
             self._lost(rank)
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class Desk:
             self._counter.meet_before(window)
 
     def applied(self) -> list[tuple[WindowDone, float]]:
-        """The windows that were applied since this was asked last, and when they were
+        """Return the windows that were applied since the last call, and when they were
         (perf_counter).
         """
         with self._changed:
@@ -123,14 +123,14 @@ class Desk:
 
 
 class Serving:
-    """Until every other rank has said that it asks no more, or has gone."""
+    """The serving threads. Each ends when its rank has said BYE, or has gone."""
 
     def __init__(
         self, lines: PeerLines, peers: Sequence[int], desk: Desk | None, shard: ServerShard | None
     ) -> None:
         self._lines, self._desk, self._shard = lines, desk, shard
         self.error: Exception | None = None
-        """What went wrong in a thread, of an optimizer, say."""
+        """An error in a thread, for example in an optimizer."""
         self._threads = [
             Thread(
                 target=self._serve,
@@ -155,7 +155,7 @@ class Serving:
             if self._desk is not None:
                 self._desk.lost(peer)
         except Exception as error:
-            # for the main thread, which raises it; the peer must not wait for ever
+            # the main thread raises the error; the answer keeps the peer from waiting forever
             self.error = error
             with suppress(PeerGone):
                 self._lines.answer(peer, [BROKEN])
@@ -195,7 +195,7 @@ class Serving:
 
 
 def question_header(course: EpochCourse, said: Pushed | str | None, *, stop: bool) -> list[float]:
-    """For NEXT."""
+    """Return the header of a NEXT question."""
     header: list[float] = [NEXT, stop, *astuple(course)]
     if isinstance(said, Pushed):
         pushed = [said.weight, said.loss, said.samples, said.version]
@@ -226,8 +226,8 @@ def answer_header(answer: Answer | None, desk: Desk) -> list[float]:
 
 
 def answer_of(header: Sequence[float]) -> Answer | int | None:
-    """What `answer_header` made: an answer, or the rank that has gone (None: this one is taken
-    for dead).
+    """Decode what `answer_header` made: an answer, or the rank that has gone (None: this rank
+    counts as dead).
     """
     kind, rest = int(header[0]), header[1:]
     if kind == _DRAW:

@@ -1,9 +1,9 @@
-"""One rank's part of the parameters: gives out what they are, adds up gradients, and steps the
-user's optimizer, window by window.
+"""One rank's part of the parameters at a server: it gives them out, adds up gradients, and steps
+the user's optimizer, window by window.
 
-The parameters as a server keeps them lie apart from the model's, whose values are as old as the
-last pull: in slices and pieces like those of the sharded update, among the first so many ranks, in
-the memory of the host.
+The server's parameters lie apart from the model's, whose values are as old as the last pull. They
+are cut into slices and pieces like those of the sharded update, among the first ranks (the owners),
+in host memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lockstep.updates.shards import Shards, State, flat_view
 
 
 class Masters(Shards):
-    """The slices of this rank, which may be none, and the pieces that its optimizer takes for
-    parameters: views of them.
+    """The slices of this rank, possibly none, and views of them: the pieces that its optimizer
+    treats as parameters.
     """
 
     def _lay(self) -> list[Tensor]:
@@ -35,7 +35,7 @@ class Masters(Shards):
         spans = {
             span.parameter: (plan.index, span.start) for plan in buckets for span in plan.spans
         }
-        # of each piece: bucket, and elements of its slice
+        # for each piece: the bucket, and the start and stop in its slice
         self._in_flats: list[tuple[int, int, int]] = []
         laid = []
         for piece in self.pieces:
@@ -49,17 +49,17 @@ class Masters(Shards):
         return laid
 
     def share(self, rank: int) -> float:
-        """Of all elements, how many are a rank's."""
+        """The share of all elements that a rank has."""
         total = sum(plan.numel for plan in self._layout.buckets)
         return sum(map(len, self.of(rank))) / total
 
     def give(self, sums: Sequence[Tensor]) -> None:
-        """Gradients to the pieces: flat tensors like `flats`."""
+        """Give the pieces their gradients, from flat tensors like `flats`."""
         for view, (index, start, stop) in zip(self.views, self._in_flats, strict=True):
             view.grad = sums[index][start:stop]
 
     def move(self, group: Group) -> None:
-        """The same owners are among other ranks now, with the same numbers."""
+        """Continue in another group, in which the owners have the same numbers."""
         self._group = group
 
     def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
@@ -74,7 +74,7 @@ class Masters(Shards):
 
 @dataclass(slots=True)
 class _Sum:
-    """Gradients of one window that were computed on parameters of one age."""
+    """The sum of one window's gradients that were computed on parameters of one version."""
 
     flats: list[Tensor]
     weight: float = 0.0
@@ -82,18 +82,18 @@ class _Sum:
 
 @dataclass(slots=True)
 class _WindowSums:
-    """What has come of one."""
+    """The gradients of one window that have arrived."""
 
     sums: dict[int, _Sum] = field(default_factory=dict)
-    """By version; under 0 all of them, where their age does not matter."""
+    """By version; all under 0 if the version does not matter."""
     have: set[int] = field(default_factory=set)
     whole: list[Tensor] | None = None
     rate: float = 1.0
 
 
 class ServerShard:
-    """Called by the threads of many ranks. `stepped` is called after every window that was
-    applied, with its optimizer untouched by others.
+    """This rank's shard. The threads of many ranks call it. `stepped` is called after every step of
+    the optimizer, while no other thread uses the optimizer.
     """
 
     def __init__(
@@ -107,25 +107,25 @@ class ServerShard:
         self._windows: dict[int, _WindowSums] = {}
         self._snapshot: list[Tensor] | None = None
         self.version = 0
-        """Windows that were applied."""
+        """How many windows were applied or left out."""
         self.steps = 0
         """Windows in which the optimizer stepped."""
         self.rates: dict[int, float] = {}
-        """By window: the learning rate of the first group with which it was applied."""
+        """By window, the first group's learning rate when the window was applied."""
 
     def place(self, masters: Masters) -> None:
-        """Hold these from now on: nothing is under way."""
+        """Hold these parameters from now on. No window may be open."""
         with self._lock:
             assert not self._windows, "a shard is cut between meetings"
             self._masters, self._snapshot = masters, None
 
     def like(self) -> list[Tensor]:
-        """Room for what a worker pushes."""
+        """Allocate memory for what a worker pushes."""
         return [torch.empty_like(flat) for flat in self._masters.flats if flat.numel()]
 
     def pull(self) -> tuple[int, int, list[Tensor]]:
-        """The version, the steps that the optimizer has taken, and the parameters, which nobody
-        changes any more.
+        """Return the version, the steps that the optimizer has taken, and a snapshot of the
+        parameters, which nobody changes.
         """
         with self._lock:
             if self._snapshot is None:
@@ -135,8 +135,8 @@ class ServerShard:
     def push(
         self, window: int, number: int, version: int, weight: float, gradients: Sequence[Tensor]
     ) -> int:
-        """Add a draw's, once: it may come again, from whoever computed it in the place of a rank
-        that has died. The version now.
+        """Add a draw's gradients, once. A draw may come again, from the rank that computed it in
+        place of a dead one. Return the version.
         """
         with self._lock:
             found = self._windows.setdefault(window, _WindowSums())
@@ -152,13 +152,13 @@ class ServerShard:
             return self.version
 
     def squares(self, window: int) -> float:
-        """The sum of squares of this shard's part of a window's gradient."""
+        """Return the sum of squares of this shard's part of a window's gradient."""
         with self._lock:
             return sum(block_sums(flat).double().sum().item() for flat in self._whole(window))
 
     def apply(self, window: int, divisor: float, *, skip: bool) -> int:
-        """Step on a window's gradient divided by `divisor`, or forget it. A second time does
-        nothing: who asked first may have died of it.
+        """Step on a window's gradient divided by `divisor`, or drop it. A second call does nothing:
+        the rank that called first may have died during the call.
         """
         with self._lock:
             if window not in self._windows:
@@ -178,8 +178,8 @@ class ServerShard:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _whole(self, number: int) -> list[Tensor]:
-        """A window's gradient. By age, a sum that is `a` versions old counts 1 / (1 + a); what
-        they count on average is the rate's affair.
+        """Return a window's gradient. If weighted by age, a sum that is `a` versions old counts
+        1 / (1 + a), relative to the mean; the mean factor scales the learning rate instead.
         """
         window = self._windows[number]
         if window.whole is None:
