@@ -106,7 +106,7 @@ def drawing(step: ExactStep) -> Drawing:
 
 
 def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
-    """Draw a term and the terms below it; return the x of its box's middle and the y of its level."""
+    """Draw a term with its parts; return the x of its box's middle and the y of its level."""
     rank = step.owner(term)
     colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
     if isinstance(term, int):

@@ -113,7 +113,9 @@ def title(mesh: Mesh, nodes: int = 1) -> str:
 
 
 def _lines(mesh: Mesh, nodes: int) -> list[tuple[str, str, str]]:
-    """Return for each axis its groups of ranks, what they communicate, and whether between nodes."""
+    """Return the groups of ranks along each axis, what they communicate, and whether they cross
+    nodes.
+    """
     rows = []
     for axis in AXES:
         if getattr(mesh, axis) == 1:

@@ -120,7 +120,7 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
 
 
 def text(schedule: Schedule) -> str:
-    """Return the whole picture as text. With more than 16 ranks it says that contents are left out."""
+    """Return the whole picture as text. Beyond 16 ranks it says that contents are left out."""
     lines = title(schedule, prove(schedule))
     shown = schedule.world <= SHOWN
     if not shown:
