@@ -100,7 +100,7 @@ def _command(settings: Settings) -> str:
 
 
 def _facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return the facts for the top of the page: workers, epochs, steps, headline metric, seconds."""
+    """Return the facts for the top of the page: workers, epochs, steps, headline, seconds."""
     result = recorded.result or {}
     last = recorded.steps[-1]["step"] if recorded.steps else None
     found = [
@@ -197,7 +197,7 @@ _INSIDE = ("grow", "grow_if_wanted", "settings_file")
 
 
 def settings_table(recorded: Recorded) -> Section:
-    """Return a table of the settings that differ from the defaults, and a sentence on the others."""
+    """Return a table of the settings that differ from the defaults; a sentence lists the others."""
     begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
     tuned = _tuned(recorded.settings)
     used = _used(recorded, begin)
