@@ -199,8 +199,8 @@ class CollectiveTimeout(LockstepError):
 
 
 class CorruptResult(LockstepError):
-    """What `ranks` computed of `parameter` in a step is not what others computed of the same
-    (`witness`). Raised on every rank, before the step's update.
+    """In a step, `ranks` have another value of `parameter` than the other ranks that computed the
+    same (`witness`). Raised on every rank, before the step's update.
     """
 
     def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:

@@ -82,7 +82,7 @@ def doctor(
 
 
 def _leave(outcome: Outcome) -> None:
-    """With the ranks' exit code. What is not fit was printed by the first rank."""
+    """Exit with the ranks' exit code. The first rank has printed the report."""
     from lockstep.launcher import failures
 
     if outcome.failure is not None and outcome.failure.kind != "exit":

@@ -1,5 +1,5 @@
-"""Examine this host alone, or several nodes with one process per rank, as in a training. Any launcher
-may start these processes (Ray, one on each node, srun, torchrun).
+"""Examine this host alone, or several nodes with one process per rank, as in a training. Any
+launcher may start these processes (Ray, one on each node, srun, torchrun).
 
 each node    reports its findings
 all ranks    check the results of collectives; then each pair of nodes is measured in both

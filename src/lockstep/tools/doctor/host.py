@@ -1,5 +1,6 @@
-"""Examine what this host gives to its ranks: Python and torch; cores, memory, shared memory, limits,
-clock; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass files.
+"""Examine what this host gives to its ranks: Python and torch; cores, memory, shared memory,
+limits, clock; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass
+files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth between every two ranks, in both directions, and find slow links."""
+"""Measure latency and bandwidth between any two ranks, in both directions; find slow links."""
 
 from __future__ import annotations
 

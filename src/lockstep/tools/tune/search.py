@@ -161,7 +161,7 @@ def search(
 
 def _try(name: str, value: Value, best: Point, bench: Bench, seconds: float) -> KnobRow:
     candidate = {**best, name: value}
-    if bench.left() < 2 * bench.least(best, candidate):  # this comparison, and the last one if it wins
+    if bench.left() < 2 * bench.least(best, candidate):  # this one, and the last if this wins
         return KnobRow(knob=name, value=value, note=NO_TIME)
     try:
         found = PairedTimes.of(*bench.time(best, candidate, seconds))

@@ -249,8 +249,8 @@ def _steady(base: Point, candidate: Point) -> int:
     """Return the timed steps of a turn if the Loaders have different numbers of workers. A step
     that is not timed comes before them. Otherwise return 0: a turn is one step.
 
-    Loader workers fetch batches ahead, also during the other trial's turn and at its cost. The first
-    step uses up these batches; from the second step on, workers load as much as is consumed.
+    Loader workers fetch batches ahead, also during the other trial's turn and at its cost. The
+    first step uses up these batches; from the second step on, workers load as much as is consumed.
     """
     return _STEADY if base["loader_workers"] != candidate["loader_workers"] else 0
 
