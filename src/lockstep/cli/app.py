@@ -22,7 +22,7 @@ from lockstep.cli import refusals
 from lockstep.cli.options import GroupedCommand, spread
 from lockstep.errors import ExitCode, LockstepError, UsageError
 
-SECTIONS = {  # of the help; a command's name is its function's too
+SECTIONS = {  # of the help; a command has the name of its function
     "Train": {
         "run": "Run a script or module on several ranks.",
         "train": "Train TASK data-parallel on several ranks.",

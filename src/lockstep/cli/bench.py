@@ -258,8 +258,8 @@ def _times(
 
 
 def _refuse_with_tune(given: dict[str, object]) -> None:
-    """Raise UsageError for options that --tune excludes. It measures all collectives and
-    algorithms, with runs of a quarter of a second each.
+    """Raise UsageError for options that --tune excludes, because --tune measures all collectives
+    and algorithms, with runs that fill a quarter of a second each.
     """
     for option, value in given.items():
         if value is not None:

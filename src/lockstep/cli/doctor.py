@@ -1,4 +1,4 @@
-"""`lockstep doctor`: is this host fit to train, or are these nodes?"""
+"""`lockstep doctor`: check whether this host, or a set of nodes, is fit to train."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def slurm(
 
 def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
     """Return the job's name, the command of each task, and the beginning of the run directory's
-    name (None if the job does not name one).
+    name (None for a script, or if `args` give --run).
     """
     from lockstep.training.resolve import BUNDLED, declares_task, located, short_name
 

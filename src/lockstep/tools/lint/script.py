@@ -187,8 +187,8 @@ class Script(cst.CSTVisitor):
         return [loop for loop, body in around if isinstance(loop, Loop) and body is loop.body]
 
     def lookup(self, name: str, node: cst.CSTNode) -> list[Binding]:
-        """The bindings of a name that is used at `node`, in the order of lines. They are those of
-        the innermost function around that binds it, or of the module; for `self.x` of the class.
+        """The bindings of a name that is used at `node`, in the order of lines: those in the
+        innermost function that binds it, else in the module. For `self.x`: those in the class.
         """
         if name.startswith("self."):
             return self._bound.get((self.home(node), name), [])

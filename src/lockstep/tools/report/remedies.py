@@ -213,7 +213,9 @@ class Case:
         """Whether all ranks hold and update the whole model, in the same step."""
         lost = [sum(place.lost.values()) / place.steps for place in self.places]
         self.sums = max(0.0, (self.each("exposed") - lost).min()) if together else 0.0
-        """Seconds a step of exposed communication without waits for ranks; 0 without all-reduces."""
+        """Seconds a step of exposed communication without waits for ranks; 0 if `together` is
+        false.
+        """
         self.sends = (
             self.replicated and self.sums > 0 and not self.begin.reduction.startswith(SHARED)
         )

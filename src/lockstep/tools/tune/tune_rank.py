@@ -1,5 +1,5 @@
-"""`python -m lockstep.tools.tune.tune_rank DIR SECONDS`: one rank of `lockstep tune`. It starts from
-the settings in DIR/settings.json.
+"""`python -m lockstep.tools.tune.tune_rank DIR SECONDS`: one rank of `lockstep tune`. It starts
+from the settings in DIR/settings.json.
 
 Rank 0 prints every comparison on stderr as soon as it is known, and writes DIR/answer.json. The
 knobs change nothing of the training beyond the last bits of a sum; those with likely gains come
