@@ -5,7 +5,7 @@
     │   └── TaskError             a task's name, its file, or what its task() returned
     ├── BarrierTimeout            some ranks did not reach a barrier in time: `missing`
     ├── CollectiveMismatch        ranks called different collectives, at number `number`
-    ├── CollectiveTimeout         some ranks did not come to a collective in time: `missing`
+    ├── CollectiveTimeout         some ranks did not reach a collective in time: `missing`
     ├── CorruptResult             a rank computed, added or received something wrong:
     │                             `parameter`, `ranks`
     ├── DamagedCheckpoint         a checkpoint is not as it was written: `file`
@@ -14,16 +14,15 @@
     ├── UnusedParameters          parameters got no gradient on any rank: `names`
     ├── ScheduleError             a schedule of a collective does not do what it claims
     ├── LateGradient              a gradient arrived for a bucket that had been sent already
-    ├── PeerFailed                this rank works, another one has failed
+    ├── PeerFailed                this rank works, but another rank has failed
     ├── WorkerFailed              a rank of `lockstep.launch` failed: `rank`, `traceback`
     └── LaunchTimeout             ranks of `lockstep.launch` were running at its timeout:
                                   `running`; also a TimeoutError
 
-`Preempted` is no LockstepError: it ends a process as sys.exit(75) does, after a training was asked
-to stop and has saved.
+`Preempted` is not a LockstepError: it ends a process as sys.exit(75) does, after a training was
+asked to stop and has stopped.
 
-Each error has a code. `lockstep explain CODE` prints its message, cause and fix, which stand in
-errors.toml.
+Each error has a code. `lockstep explain CODE` prints its message, cause and fix from errors.toml.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ class LockstepError(RuntimeError):
     """Base class: catch this to catch everything that Lockstep raises on purpose.
 
     Attributes:
-        code: stable, in kebab-case; "" for a sentence without one.
-        values: what the sentence names.
+        code: the stable code of the error, in kebab-case; "" for a sentence without a code.
+        values: the values that the sentence contains.
 
     Args:
-        code: of an entry in errors.toml. What is no code is the sentence itself, as another rank
-            said it.
-        values: for the places in the entry's sentence.
+        code: the code of an entry in errors.toml. Any other text is the sentence itself, for
+            example from another rank.
+        values: the values for the placeholders in the entry's message.
     """
 
     def __init__(self, code: str, **values: Any) -> None:
@@ -82,7 +81,7 @@ class LockstepError(RuntimeError):
         self._place = ""
 
     def within(self, place: str) -> Self:
-        """The same error, with a place before its sentence.
+        """Return the same error, with a place before its sentence.
 
         Args:
             place: where the value was found.
@@ -92,7 +91,7 @@ class LockstepError(RuntimeError):
 
     @property
     def sentence(self) -> str:
-        """What is wrong and what to do, without the code."""
+        """The message: what is wrong and what to do, without the code."""
         text = str(self.args[0])
         if text == self.code:
             return self._place + sentence(text, self.values)
@@ -107,8 +106,8 @@ class LockstepError(RuntimeError):
 
 
 def catalog() -> Mapping[str, Mapping[str, str]]:
-    """Message, cause and fix of every error, by its code."""
-    import tomllib  # only what explains errors needs it
+    """Return the message, cause and fix of every error, by code."""
+    import tomllib  # needed only to explain errors
 
     rooms = tomllib.loads(_entries())
     return {code: entry for room in rooms.values() for code, entry in room.items()}
@@ -116,8 +115,8 @@ def catalog() -> Mapping[str, Mapping[str, str]]:
 
 @cache
 def entry_of(code: str) -> Mapping[str, str]:
-    """Of one error; empty where there is no such code. The file is not parsed as a whole: an error
-    is said at once.
+    """Return the entry of one error; empty for an unknown code. Only this entry is parsed, not the
+    whole file, so that an error is printed at once.
     """
     import tomllib
 
@@ -130,7 +129,7 @@ def _entries() -> str:
 
 
 class _Sentences(Formatter):
-    """`{count:# rank}` is "1 rank" or "2 ranks"; the members of a list stand with commas."""
+    """Formats `{count:# rank}` as "1 rank" or "2 ranks", and separates list members by commas."""
 
     def format_field(self, value: Any, spec: str) -> str:
         if spec.startswith("#"):
@@ -141,20 +140,20 @@ class _Sentences(Formatter):
 
 
 def sentence(code: str, values: Mapping[str, Any]) -> str:
-    """The message of an error.
+    """Return the message of an error.
 
     Args:
-        code: of the error.
-        values: what the message names.
+        code: the code of the error.
+        values: the values for the placeholders in the message.
     """
     try:
         return _Sentences().vformat(entry_of(code)["message"], (), values)
-    except (OSError, LookupError):  # not installed whole: the values still say what was wrong
+    except (OSError, LookupError):  # an incomplete installation: the values still help
         return ", ".join([code, *(f"{name}={value!r}" for name, value in values.items())])
 
 
 class LockstepWarning(UserWarning):
-    """Lockstep did something that you may not have meant. It is said once."""
+    """Lockstep did something that you may not have meant. The warning is shown once."""
 
 
 class UsageError(LockstepError, ValueError):
@@ -192,7 +191,7 @@ class ScheduleError(LockstepError):
 
 
 class CollectiveTimeout(LockstepError):
-    """Some ranks did not come to a collective in time."""
+    """Some ranks did not reach a collective in time."""
 
     def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
         super().__init__(code, missing=missing, **values)
@@ -200,8 +199,8 @@ class CollectiveTimeout(LockstepError):
 
 
 class CorruptResult(LockstepError):
-    """What `ranks` computed of `parameter` in a step is not what others computed of the same
-    (`witness`). Raised on every rank, before the step's update.
+    """In a step, `ranks` have another value of `parameter` than the other ranks that computed the
+    same (`witness`). Raised on every rank, before the step's update.
     """
 
     def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
@@ -248,7 +247,7 @@ class UnusedParameters(LockstepError):
 
 
 class LateGradient(LockstepError):
-    """A gradient arrived for a bucket whose sum had already left for the other ranks."""
+    """A gradient arrived for a bucket that had already been sent to the other ranks."""
 
 
 class WorkerFailed(LockstepError):
@@ -263,8 +262,8 @@ class WorkerFailed(LockstepError):
 
 
 class PeerFailed(LockstepError):
-    """This rank is well, but another one has failed or gone. Never reported as the cause of a
-    run's end if there is a better one.
+    """This rank works, but another rank has failed or exited. It is never reported as the cause of
+    a run's end if there is a better cause.
     """
 
 

@@ -6,8 +6,8 @@ import sys
 
 
 def main() -> None:
-    """The entry point. What a training leaves with where a scheduler ends it holds from here on:
-    the imports alone take seconds.
+    """Run the command. `train` handles a scheduler's signals from here on, because the imports
+    alone take seconds.
     """
     try:
         from lockstep.launcher import early

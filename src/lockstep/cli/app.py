@@ -1,8 +1,8 @@
-"""The command's frame: one line a command, and one place where a user's mistake becomes a sentence
-and an exit code.
+"""The `lockstep` command: a line of help for each subcommand, and one place that turns a user's
+mistake into a sentence and an exit code.
 
-The module of a command is imported when that command is given, so that help, and every start,
-imports little. What a command needs of torch it imports when it runs.
+The module of a subcommand is imported when the user gives it, so that help and every start import
+little. A subcommand imports torch when it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.cli import refusals
 from lockstep.cli.options import GroupedCommand, spread
 from lockstep.errors import ExitCode, LockstepError, UsageError
 
-SECTIONS = {  # of the help; a command's name is its function's too
+SECTIONS = {  # of the help; a command has the name of its function
     "Train": {
         "run": "Run a script or module on several ranks.",
         "train": "Train TASK data-parallel on several ranks.",
@@ -54,8 +54,8 @@ _TRY = {
     "lockstep verify digits --workers 1,2 --steps 20": "compare 1 and 2 workers",
     "lockstep show ring --workers 4": "print a ring all-reduce",
 }
-_WIDEST = 120  # columns of a help, on a terminal that has them
-_MODULES = {"predict": "evaluate"}  # of commands that share one; others have their own
+_WIDEST = 120  # columns of the help, on a terminal that is wide enough
+_MODULES = {"predict": "evaluate"}  # commands that share a module; others have their own
 
 
 class Group(TyperGroup):
@@ -64,7 +64,7 @@ class Group(TyperGroup):
     sections: Mapping[str, Collection[str]] = MappingProxyType({})
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """In sections, where there are any."""
+        """Write the commands in sections, if there are any."""
         width = max(map(len, self.commands))
         for title, names in (self.sections or {"Commands": self.list_commands(ctx)}).items():
             found = {name.ljust(width): self.commands[name] for name in names}
@@ -75,8 +75,8 @@ class Group(TyperGroup):
 
 
 class _Commands(Group):
-    """The commands of `lockstep`, each imported when it is given. Until then its name and its
-    line of help stand for it.
+    """The commands of `lockstep`, each imported when the user gives it. Until then a command with
+    only its name and its line of help takes its place.
     """
 
     sections = SECTIONS
@@ -87,22 +87,24 @@ class _Commands(Group):
             self.commands[name] = TyperCommand(name, help=line)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Print the greeting if there are no arguments. The parser takes a tenth of a second to import."""
+        """Print the greeting if there are no arguments: the parser's import takes a tenth of a
+        second.
+        """
         if not args and not ctx.resilient_parsing:
             print(_greeting(ctx))
             ctx.exit()
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that `args` begins with, complete with its options."""
+        """Return the command that `args` begins with, complete with its options."""
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = _imported(args[0])
         return super().resolve_command(ctx, args)
 
 
 def _imported(name: str) -> Any:
-    """The command that its module declares: a group of commands named `app`, or a function of
-    its own name.
+    """Import a command: its module has a group of commands named `app`, or a function with the
+    command's name.
     """
     module = import_module(f"lockstep.cli.{_MODULES.get(name, name)}")
     alone = _frame(add_completion=False)
@@ -148,7 +150,7 @@ def _options(
 
 
 def _greeting(ctx: Any) -> str:
-    """What it is, three commands to try, and all commands."""
+    """Return the description of `lockstep`, three commands to try, and all commands."""
     formatter = ctx.make_formatter()
     formatter.write_text(_WHAT)
     with formatter.section("Try"):
@@ -166,8 +168,8 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 def main() -> None:
-    """The entry point. A user's mistake is one sentence on stderr and exit code 2, what Lockstep
-    finds wrong one and 1; never a traceback.
+    """Run the command. A user's mistake becomes one sentence on stderr and exit code 2; any other
+    LockstepError one sentence and exit code 1. Neither prints a traceback.
     """
     try:
         sys.exit(app(prog_name="lockstep", standalone_mode=False))

@@ -1,5 +1,5 @@
-"""Arguments and options that several commands share, and what is checked of them before torch is
-imported.
+"""Arguments and options that several commands share, and the checks of them that run before torch
+is imported.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ JsonFile = Annotated[
 
 
 def task_of(task: str, overrides: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The task's place and the values of --set. Raises TaskError and UsageError for what the
-    task's file shows to be wrong.
+    """Return the task's place and the values of --set. Raises TaskError or UsageError if the task's
+    file already shows a mistake.
     """
     from lockstep.training.resolve import located
 
@@ -53,7 +53,7 @@ def task_of(task: str, overrides: Mapping[str, str]) -> tuple[str, dict[str, str
 
 
 def at_least_one(**options: int | None) -> None:
-    """Raises UsageError for an option, named as Python names it, that is below 1; None is not
+    """Raise UsageError for an option below 1. Options have their Python names; None means not
     given.
     """
     for name, value in options.items():
@@ -62,7 +62,7 @@ def at_least_one(**options: int | None) -> None:
 
 
 def counts_of(text: str, expected: str, least: int = 1) -> list[int]:
-    """`1,2,4`: numbers of ranks, at least so many of them. `expected`: for the error."""
+    """Parse `1,2,4`: at least `least` numbers of ranks. `expected` is a text for the error."""
     parts = [part.strip() for part in text.split(",")]
     counts = [int(part) for part in parts if part.isdecimal()]
     if len(counts) < max(least, len(parts)) or 0 in counts:
@@ -74,8 +74,8 @@ def counts_of(text: str, expected: str, least: int = 1) -> list[int]:
 
 
 def fitted(settings: Settings, *, count_workers: bool) -> Settings:
-    """The settings with this host's GPUs counted. On a host with GPUs no two ranks share one,
-    and none falls back to the CPU unasked.
+    """Return the settings with one rank per GPU if `count_workers`. On a host with GPUs no two
+    ranks share one, and no rank uses the CPU unless the user asks for it.
     """
     if settings.device == "cpu":
         return settings
@@ -91,15 +91,13 @@ def fitted(settings: Settings, *, count_workers: bool) -> Settings:
 
 
 def fitted_to(workers: int | None, **settings: Any) -> Settings:
-    """Settings with so many ranks; None: one for each GPU, else one."""
+    """Return settings with `workers` ranks. None means one rank per GPU, or one without GPUs."""
     asked = Settings(workers=1 if workers is None else workers, **settings)
     return fitted(asked, count_workers=workers is None)
 
 
 def answer_of(outcome: Outcome, file: Path, task: str) -> dict[str, Any]:
-    """What rank 0 has written. The command ends here with the ranks' own exit code where they
-    failed.
-    """
+    """Return what rank 0 has written. If the ranks failed, exit with their exit code."""
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     if not file.exists():
@@ -118,10 +116,10 @@ def run_of(run: Path) -> Path: ...
 @overload
 def run_of(run: Path | None) -> Path | None: ...
 def run_of(run: Path | None) -> Path | None:
-    """The directory that is meant: for `latest`, unless there is one of that name, the run under
-    runs/ that was begun or resumed last.
+    """Return the run directory. `latest` means the run under runs/ that was started or resumed
+    last, unless a directory has that name.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is no run.
     """
     if run != _LATEST or run.exists():
         return run
@@ -132,7 +130,7 @@ def run_of(run: Path | None) -> Path | None:
 
 
 def existing_run(run: Path) -> Path:
-    """The run directory that is meant. Raises UsageError where there is none."""
+    """Return the run directory, also for `latest`. Raises UsageError if it does not exist."""
     found = run_of(run)
     if not found.is_dir():
         reason = "there is no such directory"
@@ -145,7 +143,7 @@ def existing_run(run: Path) -> Path:
 
 
 def new_run(run: Path | None) -> Path | None:
-    """The directory as it is, for a training that may begin there. Raises UsageError for
+    """Return the directory unchanged, for a training that may start there. Raises UsageError for
     `latest`.
     """
     if run == _LATEST:

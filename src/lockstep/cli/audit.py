@@ -1,4 +1,4 @@
-"""`lockstep audit`: what a task's training would do with its data, without training."""
+"""`lockstep audit`: check how a training would use a task's data, without training."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingOptions:
-    """What is measured. Raises UsageError for values that cannot work."""
+    """The options of `bench scaling`. Raises UsageError for values that cannot work."""
 
     workers: Annotated[
         str | None,
@@ -71,7 +71,7 @@ class ScalingOptions:
         return given[0] if given else "strong"
 
     def counts(self, device: str) -> list[int]:
-        """Numbers of ranks; where none are given 1, 2, 4, ... up to the device's."""
+        """Return the numbers of ranks. Default: 1, 2, 4, ... up to the limit of the device."""
         if self.workers is None:
             return _powers_of_two(device)
         return counts_of(self.workers, "numbers of workers of at least 1, such as 1,2,4")
@@ -244,7 +244,7 @@ def collectives(
 def _times(
     kinds: str, workers: int, sizes: list[int], algorithms: str | None, runs: int | None
 ) -> list[CollectiveTime]:
-    """Of these collectives; algorithms=None: of all that each has."""
+    """Time these collectives. algorithms=None means all algorithms of each."""
     from lockstep.collectives.algorithms import algorithms_of
     from lockstep.tools.bench import collectives as measured
 
@@ -258,8 +258,8 @@ def _times(
 
 
 def _refuse_with_tune(given: dict[str, object]) -> None:
-    """A tuning is made of all collectives and algorithms, at runs that fill a quarter of a
-    second each.
+    """Raise UsageError for options that --tune excludes, because --tune measures all collectives
+    and algorithms, with runs that fill a quarter of a second each.
     """
     for option, value in given.items():
         if value is not None:
@@ -340,8 +340,8 @@ def train(
 def _settings(
     place: str, workers: int | None, steps: int, overrides: dict[str, str], device: Device
 ) -> Settings:
-    """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have
-    something to say to each other.
+    """Return checked settings with one rank per GPU by default. Without GPUs the default is two
+    ranks, the fewest that communicate.
     """
     from lockstep.launcher.server import gpus
 
@@ -354,7 +354,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _sizes(text: str) -> list[int]:
-    """`4K..64M`: 4096, 16384, ...; a single size is itself."""
+    """Parse sizes in bytes: `4K..64M` is 4096, 16384, ...; a single size is a list of one."""
     size = r"([1-9]\d*)([KMG]?)"
     parts = re.fullmatch(rf"{size}(?:\.\.{size})?", text.upper())
     ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts and parts[n]]

@@ -1,5 +1,5 @@
-"""`lockstep checkpoints`: what lies in a run directory, whether it is whole, how two of them
-differ, and the model alone.
+"""`lockstep checkpoints`: list, verify and compare the checkpoints of a run directory, and export a
+checkpoint's model.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def export(
             if form is None
             else _write_folder(found, out, form, average)
         )
-    except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
@@ -207,7 +207,7 @@ def _exclude(one: str, other: str, reason: str) -> UsageError:
 
 
 def _write_model(found: Checkpoint, out: Path, average: bool) -> int:
-    """As one file; its bytes."""
+    """Write the model as one file, and return its size in bytes."""
     from lockstep.checkpoints.manifest import AVERAGE, MODEL
     from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
 
@@ -225,7 +225,7 @@ def _write_model(found: Checkpoint, out: Path, average: bool) -> int:
 
 
 def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int:
-    """For other tools; its bytes."""
+    """Write a folder for another library, and return its size in bytes."""
     from lockstep.checkpoints.files import CONFIG, put_in_place
     from lockstep.checkpoints.manifest import MODEL
     from lockstep.runtime.disk import remove_tree
@@ -236,7 +236,7 @@ def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int
     if form == "hf" and config is None:
         raise UsageError("no-model-config", checkpoint=found.folder)
     folder = out.with_name(f".{out.name}.unfinished")
-    remove_tree(folder, ignore_errors=True)  # of an export that was killed
+    remove_tree(folder, ignore_errors=True)  # left by an export that was killed
     folder.mkdir()
     try:
         if form == "dcp":

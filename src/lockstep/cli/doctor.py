@@ -1,4 +1,4 @@
-"""`lockstep doctor`: is this host fit to train, or are these nodes?"""
+"""`lockstep doctor`: check whether this host, or a set of nodes, is fit to train."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def doctor(
 
 
 def _leave(outcome: Outcome) -> None:
-    """With the ranks' exit code. What is not fit was printed by the first rank."""
+    """Exit with the ranks' exit code. The first rank has printed the report."""
     from lockstep.launcher import failures
 
     if outcome.failure is not None and outcome.failure.kind != "exit":

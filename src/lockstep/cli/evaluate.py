@@ -1,5 +1,5 @@
-"""`lockstep evaluate` and `lockstep predict`: a run's weights on its task's eval_data, each sample
-once. evaluate prints metrics; predict writes one row a sample to a file.
+"""`lockstep evaluate` and `lockstep predict`: apply a run's weights to its task's eval_data, each
+sample once. evaluate prints metrics; predict writes one row per sample to a file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class AppliedCheckpoint:
-    """A checkpoint of a run, applied to a task's eval_data."""
+    """An evaluation or prediction with a checkpoint of a run, on a task's eval_data."""
 
     what: Literal["evaluate", "predict"]
     task: str
@@ -86,10 +86,10 @@ class AppliedCheckpoint:
     workers: int | None
     best: bool
     out: Path | None = None
-    """Of predictions."""
+    """The file of predictions."""
 
     def answer(self, config: Config, choice: RunChoice, cluster: Cluster) -> dict[str, Any]:
-        """What rank 0 has to say. The nodes of a Ray cluster all see the run directory."""
+        """Return rank 0's answer. All nodes of a Ray cluster must see the run directory."""
         trained = Settings.read(self.run)
         place, overrides = task_of(self.task, {**trained.overrides, **choice.overrides})
         settings = Settings(
@@ -148,7 +148,7 @@ class AppliedCheckpoint:
         return folder
 
     def first_words(self, found: dict[str, Any]) -> str:
-        """The line's beginning: what ran, on what."""
+        """Return the beginning of the line: task, samples, workers and checkpoint."""
         samples, workers = found["samples"], found["workers"]
         kind = "best" if self.best else "newest"
         counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"

@@ -1,4 +1,4 @@
-"""`lockstep explain`: what an error's code stands for, its usual cause, and the fix."""
+"""`lockstep explain`: the meaning of an error's code, its usual cause, and the fix."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def explain(
 
 
 def _code(said: str) -> str:
-    """The code in what was copied from a terminal: in brackets, after `error:`, or alone."""
+    """Find the code in text copied from a terminal: in brackets, after `error:`, or alone."""
     bracketed = re.search(r"\[\s*([\w-]+)\s*\]?\s*$", said, re.MULTILINE)
     name = bracketed[1] if bracketed else said.removeprefix("error:").strip("[] `'\".")
     return name.lower()
@@ -78,7 +78,7 @@ def _section(code: str, entry: Mapping[str, str]) -> str:
 
 
 def _shown(message: str) -> str:
-    """The sentence, with <name> for what an error fills in: `{count:# rank}` is `<count> ranks`."""
+    """Return the sentence with <name> for each placeholder: `{count:# rank}` is `<count> ranks`."""
     shown = ""
     for text, name, spec, _ in Formatter().parse(message):
         counted = f" {spec.lstrip('# ')}s" if spec and spec.startswith("#") else ""

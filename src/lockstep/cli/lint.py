@@ -55,8 +55,8 @@ def lint(
 
 
 def _checked(file: Path, fix: bool) -> list[LintFinding]:
-    """What the rules find in a file; with `fix`, what they find after the safe fixes are written
-    into it.
+    """Return the findings in a file. With `fix`, write the safe fixes into it first, and return
+    what is left.
     """
     from lockstep.tools.lint import check_file
 

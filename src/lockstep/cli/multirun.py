@@ -1,7 +1,7 @@
-"""`lockstep train --multirun KEY=V1,V2`: one run for each combination of values, one after another,
-each in a folder of the run directory that bears its values.
+"""`lockstep train --multirun KEY=V1,V2`: one run for each combination of values, one after another.
+Each has a folder in the run directory, named after its values.
 
-The same command again skips what is finished, resumes what is not, and trains what was added.
+The same command again skips finished runs, resumes unfinished ones, and trains added ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lockstep.errors import UsageError
 
 
 def each_run(choice: RunChoice, new: Path) -> Iterator[RunChoice]:
-    """The runs that are asked for, each with its own --set and --run; without --multirun the one
-    as it is.
+    """Yield the runs of --multirun, each with its own --set and --run. Without --multirun, yield
+    `choice` unchanged.
 
     Args:
-        choice: as given.
-        new: the run directory, where none is given.
+        choice: the options as given.
+        new: the run directory if none is given.
 
     Raises UsageError for a parameter that --set gives too.
     """
@@ -43,7 +43,7 @@ def each_run(choice: RunChoice, new: Path) -> Iterator[RunChoice]:
 
 
 def _values(text: str) -> list[str]:
-    """`0.1,0.2`; a comma inside brackets belongs to its value."""
+    """Split `0.1,0.2` at its commas; a comma inside brackets belongs to the value."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")

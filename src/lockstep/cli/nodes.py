@@ -1,6 +1,4 @@
-"""The options of several commands about many machines, and what is done with them: a Ray
-cluster, or a fixed set of nodes.
-"""
+"""What several commands share to run on many machines: a Ray cluster, or a fixed set of nodes."""
 
 from __future__ import annotations
 
@@ -34,13 +32,15 @@ _ADDRESS = re.compile(r"auto|(ray://)?[^\s:/]+:\d+|(ray://)?\[[\da-fA-F:]+\]:\d+
 
 
 class Command(options.GroupedCommand):
-    """`--ray` may stand without an address: `lockstep train my_task.py --ray`."""
+    """A command whose `--ray` needs no address: `lockstep train my_task.py --ray`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._with_address(args, mixed=ctx.allow_interspersed_args))
 
     def _with_address(self, args: list[str], *, mixed: bool) -> list[str]:
-        """`mixed`: options may stand behind arguments."""
+        """Add the address `auto` to a --ray without one. With `mixed`, options may follow
+        arguments.
+        """
         values = {
             name
             for each in self.params
@@ -54,7 +54,7 @@ class Command(options.GroupedCommand):
                 given = place + 1 < len(args) and _ADDRESS.fullmatch(args[place + 1])
                 return args if given else [*args[:place], f"{RAY}=auto", *args[place + 1 :]]
             if not args[place].startswith("-") and not mixed:
-                return args  # the rest is the script's
+                return args  # the rest belongs to the script
             place += 1 + (args[place] in values)
         return args
 
@@ -65,8 +65,8 @@ class Command(options.GroupedCommand):
 def run_on_ray(
     address: str, target: Target, workers: int | None, *, reports: bool = True, **more: Any
 ) -> Outcome:
-    """Run `target` on a Ray cluster: on `workers` ranks, or on as many as its nodes have room
-    for. `more`: fields of Job.
+    """Run `target` on a Ray cluster, on `workers` ranks or on as many as fit. `more` are fields of
+    Job.
     """
     from lockstep.launcher.ray.driver import run_on_cluster
 
@@ -75,11 +75,11 @@ def run_on_ray(
 
 
 def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., list[Any]]:
-    """In the place of `start_ranks`: has the ranks of a Ray cluster call the function. All nodes
-    see the task's file.
+    """Return a replacement for `start_ranks` that calls a function on ranks of a Ray cluster. All
+    nodes must see the task's file.
 
-    Ranks have the variables of this moment: to be called before anything is imported that sets
-    some, such as torch.
+    The ranks get the environment variables of this moment. So call this before importing a module
+    that sets variables, such as torch.
     """
     from lockstep.launcher.rank import Target
 
@@ -106,7 +106,7 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
 
 
 def gpus_for(device: str) -> bool | None:
-    """Whether each rank takes a GPU; None: where the cluster has some."""
+    """Whether each rank takes a GPU; None means that it does if the cluster has GPUs."""
     return {"cpu": False, "cuda": True}.get(device)
 
 
@@ -119,7 +119,7 @@ def train_on_ray(
     launch: Launch,
     restarts: int,
 ) -> Outcome:
-    """`lockstep train` on a Ray cluster, whose nodes all see the run directory."""
+    """Train on a Ray cluster. All its nodes must see the run directory."""
     from lockstep.launcher.rank import Target
     from lockstep.launcher.ray.driver import run_on_cluster
 
@@ -152,8 +152,8 @@ _OF_A_HOST = re.compile(
 
 
 def _job(address: str, target: Target, **more: Any) -> Job:
-    """One rank that does `target`, unless `more` says otherwise, in the folder in which this
-    command was given. Ranks have its variables, but for those about its own host.
+    """Return a job with one rank that runs `target` in the current folder; `more` replaces fields.
+    Ranks get the variables of this process, except those about its host.
     """
     from lockstep.launcher.ray.actor import Job
 
@@ -175,8 +175,8 @@ def _job(address: str, target: Target, **more: Any) -> Job:
 
 
 def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:
-    """The set that options or variables speak of, and --workers. A set of one node is this host
-    alone.
+    """Return the set of nodes from options or variables, and --workers. The set is None for one
+    node, which is this host alone.
     """
     from lockstep.launcher.fixed import Nodes
 
@@ -190,10 +190,10 @@ def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:
 def placed(
     nodes: Nodes | None, timeout: float | None = None
 ) -> Iterator[tuple[Share | None, Mapping[str, str]]]:
-    """This node's share (None: there is no other node), and variables for its ranks. Until the
-    block's end node 0 has the store for all ranks.
+    """Yield this node's share of the ranks (None without other nodes) and variables for its ranks.
+    Node 0 runs the store of all ranks until the block ends.
 
-    `timeout`: seconds for its name to become known; default: 300.
+    `timeout` is how many seconds node 0's name may take to become known; default: 300.
     """
     if nodes is None:
         yield None, {}
@@ -220,7 +220,7 @@ def ranks_here(nodes: Nodes) -> int:
 
 
 def refuse_beside_ray(cluster: Cluster) -> None:
-    """Raises UsageError where --ray stands beside options of a fixed set of nodes."""
+    """Raise UsageError if --ray is combined with options of a fixed set of nodes."""
     for name in ("nodes", "node_rank", "rdzv_endpoint"):
         if (value := getattr(cluster, name)) is not None:
             raise UsageError(
@@ -232,7 +232,7 @@ def refuse_beside_ray(cluster: Cluster) -> None:
 
 
 def ranks_on_ray(workers: T | None) -> T:
-    """Raises UsageError without --workers: a cluster may be others' too."""
+    """Raise UsageError without --workers, because other users may share the cluster."""
     if workers is None:
         raise UsageError(
             "option-missing",
@@ -244,8 +244,8 @@ def ranks_on_ray(workers: T | None) -> T:
 
 
 def as_rank(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> Target:
-    """What a rank of a fixed set of nodes does: rank 0 claims the run directory, when all have
-    met, and tells the others.
+    """Return what a rank of a fixed set of nodes runs. After the rendezvous rank 0 claims the run
+    directory and tells the other ranks.
     """
     from lockstep.launcher.rank import Target
 

@@ -1,11 +1,11 @@
-"""Command lines from configurations: a parameter of a command whose type is a dataclass of knobs
-becomes their options.
+"""Make options from configurations: if the type of a command's parameter is a dataclass of knobs,
+the command has an option for each knob.
 
     def verify(task: TaskName, config: Annotated[Config, Only("steps", "exact")], given: GivenNames)
     -> None: ...
 
-A command that takes knobs of a training also takes them from a file, with --config. There they have
-the names that they have on the command line, which comes first.
+A command with knobs of a training also reads them from a file, with --config. The file uses the
+names of the options, and the command line overrides it.
 
     sync_every = 8                  as --sync-every 8
     set = {lr = 0.05}               as --set lr=0.05
@@ -32,11 +32,11 @@ from lockstep.errors import UsageError
 
 _CONFIG, _CONTEXT, _HELP_ALL = "config_file", "typer_context", "help_all"
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
-_SHORT = 20  # options that a help lists as they are; of more it lists the common ones
+_SHORT = 20  # a help with more options than this lists only the common ones
 
 
 class Only:
-    """Beside a configuration's type: the only knobs of it that are options of the command."""
+    """Annotates a configuration's type with the knobs that are options of the command."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -44,8 +44,8 @@ class Only:
 
 @dataclass(frozen=True)
 class Says:
-    """Beside a configuration's type: how the command's help describes a knob, where it does less
-    than its field says.
+    """Annotates a configuration's type with the command's own help for a knob, if the knob does
+    less there than its field says.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Says:
 
 
 class GivenNames(frozenset[str]):
-    """As the type of a command's parameter: names of the knobs that were given, on the command
-    line or in a file.
+    """The names of the knobs that were given, on the command line or in a file. A command gets them
+    with a parameter of this type.
     """
 
 
 def spread(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with an option for each knob, as Typer reads it."""
+    """Return the command with an option for each knob, in the form that Typer reads."""
     hints = get_type_hints(command, include_extras=True)
     configurations = {
         name: found for name, hint in hints.items() if (found := _configuration(hint)) is not None
@@ -107,7 +107,7 @@ def spread(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def command_of(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: the function is a command of `app`, with its knobs as options."""
+    """Return a decorator that makes a function a command of `app`, with its knobs as options."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         app.command(name, cls=GroupedCommand)(spread(function))
@@ -117,12 +117,12 @@ def command_of(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Ca
 
 
 def option_name(name: str) -> str:
-    """As it is typed, of a parameter."""
+    """Return the option of a parameter, as the user types it."""
     return {"overrides": "--set", "json_file": "--json"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _configuration(hint: Any) -> tuple[Any, Mapping[str, Field]] | None:
-    """A dataclass with knobs, and those of them that are options."""
+    """Return a dataclass with knobs and the knobs that are options; None for another type."""
     cls, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not isinstance(cls, type) or not is_dataclass(cls):
         return None
@@ -139,7 +139,9 @@ def _parameter(
 
 
 def _option(field: Field, said: Says | None) -> inspect.Parameter:
-    """What Typer reads for a knob. Values that only our own checks refuse are texts here."""
+    """Return the parameter that Typer reads for a knob. Typer leaves most types as text, for
+    Lockstep's own checks.
+    """
     said = said or Says(field.name, help=field.help)
     kind = next((each for each in (bool, int, float, Path) if field.type is each), str)
     default, flags = field.default, field.flags
@@ -161,17 +163,17 @@ def _option(field: Field, said: Says | None) -> inspect.Parameter:
 
 
 def _value(field: Field, given: Any) -> Any:
-    """An option's, as the configuration takes it."""
+    """Convert the value of an option to the form of the configuration."""
     if field.is_mapping:
         return pairs(given, field.flags[0])
     return given
 
 
 class GroupedCommand(TyperCommand):
-    """Help in groups; where there is a --help-all, `--help` lists the common options only."""
+    """A command with help in groups. If it has --help-all, `--help` lists only common options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments, and a section for each group."""
+        """Write the arguments, and a section for each group of options."""
         short = _HELP_ALL in self._names() and not ctx.meta.get(_HELP_ALL)
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
@@ -197,7 +199,7 @@ class GroupedCommand(TyperCommand):
 
 
 def help_row(param: Any, name: str, told: str) -> tuple[str, str]:
-    """A row of the help, with defaults in the words of a knob, and no types that say nothing."""
+    """Return a row of the help. Defaults read like those of knobs; an argument shows no type."""
     if param.param_type_name == "argument":
         name, told = name.partition(" <")[0], told.removesuffix("[required]")
     told = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", told)
@@ -205,7 +207,7 @@ def help_row(param: Any, name: str, told: str) -> tuple[str, str]:
 
 
 def help_section(param: Any, *, grouped: bool) -> str:
-    """The heading of the help under which it stands."""
+    """Return the heading of the help section for a parameter."""
     if param.param_type_name == "argument":
         return "Arguments"
     group = getattr(param, "rich_help_panel", None)
@@ -243,8 +245,8 @@ _LARGEST = 2**20  # bytes
 
 
 def below(given: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """What was given, and beneath it what the file says. One line on stderr where the two
-    disagree. Raises UsageError.
+    """Merge given options with those of the file; given ones win. Print a line on stderr if they
+    differ. Raises UsageError for a file that is not valid.
     """
     by_option = {_name(field): field for field in fields.values()}
     found = {str(key).replace("-", "_"): value for key, value in _read(file).items()}
@@ -263,7 +265,7 @@ def below(given: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> 
 
 
 def _name(field: Field) -> str:
-    """As in a file: the option without its dashes."""
+    """Return the field's name in a file: the option without its dashes."""
     return field.flags[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
 
@@ -284,7 +286,7 @@ def _read_value(field: Field, value: Any, file: Path) -> Any:
 
 
 def _flat(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """{"optimizer": {"lr": 0.1}} as --set has it: optimizer.lr, 0.1."""
+    """Flatten {"optimizer": {"lr": 0.1}} to the pairs of --set: optimizer.lr, 0.1."""
     for key, each in values.items():
         if isinstance(each, Mapping):
             yield from _flat(each, f"{above}{key}.")

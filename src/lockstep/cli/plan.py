@@ -1,9 +1,9 @@
-"""`lockstep plan`: how long a step would take on ranks and a network that need not be there.
+"""`lockstep plan`: predict the time of a step on ranks and a network that need not exist.
 
-plan TASK                        a rank is profiled here, and its step simulated
-plan TASK --methods              the ways to train it, compared by formulas
-plan --model M --device D        a model of the table on devices of the table
-plan --gradient-mb N --step-ms N a step of which only these numbers are known
+plan TASK                        profile a rank here, and simulate its step
+plan TASK --methods              compare training methods by formulas
+plan --model M --device D        plan a known model on known devices, from tables
+plan --gradient-mb N --step-ms N plan a step from these two numbers only
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def plan(
 def predict_task(
     asked: PlanChoice, task: str, override: Mapping[str, str], method: Parallelism, loaders: int
 ) -> None:
-    """The ratio of communication to computation, what was measured, and a row for each number of
-    workers.
+    """Print the ratio of communication to computation, the measurements, and a row for each number
+    of workers.
     """
     for file, option in ((asked.json_file, "--json"), (asked.save_profile, "--save-profile")):
         check_writable(file, option)
@@ -98,7 +98,9 @@ def predict_task(
 
 
 def _question(asked: PlanChoice, method: Parallelism, loaders: int) -> Question:
-    """Refuses at once what would be found out after the measurement."""
+    """Return the question to the planner. Errors that need no measurement are raised here, before
+    it.
+    """
     from lockstep.tools.plan.networks import HERE, connection
 
     counts = asked.counts("1,2,4,8")
@@ -131,7 +133,7 @@ def _check_here(asked: PlanChoice, method: Parallelism) -> None:
 
 
 def _check_cores(ranks: int) -> None:
-    """Raise a UsageError for more ranks than could be started here, to hear how they talk."""
+    """Raise a UsageError for more ranks than this host can start to measure their communication."""
     from lockstep.runtime.cores import cores
     from lockstep.tools.timing.machine import kind_of_device
 
@@ -179,8 +181,8 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
 
 
 def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
-    """Communication to computation of this task. On this host sums are measured, and there is no
-    link to divide by.
+    """Print the task's ratio of communication to computation. There is none for --network here: its
+    all-reduces are measured, without a link's bandwidth.
     """
     from lockstep.tools.bench.ratio import ratio_of
     from lockstep.tools.plan.networks import HERE, connection
@@ -202,7 +204,7 @@ def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
 
 
 def _told(method: Parallelism) -> str:
-    """The method, as it was written."""
+    """Return the method as options of the command line."""
     changed = [
         field
         for field in knobs(Parallelism).values()
@@ -216,7 +218,7 @@ def _told(method: Parallelism) -> str:
 def _profile(
     asked: PlanChoice, question: Question, source: Callable[[], Task], name: str
 ) -> Profile:
-    """From the file, or measured now."""
+    """Read the profile from its file, or measure it now."""
     from lockstep.runtime.cores import cores
     from lockstep.tools.plan.networks import HERE
     from lockstep.tools.plan.work import sides, slots_of, talking
@@ -255,7 +257,7 @@ def _profile(
 
 
 def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetwork:
-    """What connects the ranks; on this host it is measured now."""
+    """Return the network between the ranks; for this host it is measured now."""
     from lockstep.tools.plan.networks import HERE, connection
     from lockstep.tools.plan.this_host import on_this_host
 
@@ -268,7 +270,7 @@ def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetw
 
 
 def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
-    """Bytes and time of a step for every method, on ranks each with a link of its own."""
+    """Print bytes and time of a step for every method, on ranks that each have their own link."""
     if len(numbers := asked.counts("4")) > 1:
         raise UsageError("not-one-count", option="--methods", workers=asked.workers)
     workers = numbers[0]
@@ -326,7 +328,7 @@ def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) 
 def _say_computation(
     name: str, work: RankWork, workers: int, link: Link, seconds: float, *, given: bool
 ) -> None:
-    """What the rows are about."""
+    """Print the gradients, the link and the computation that the rows are for."""
     rate = (
         "no limit"
         if math.isinf(link.bandwidth)
@@ -346,7 +348,7 @@ def _say_computation(
 
 
 def predict_model(asked: PlanChoice, chosen: Parallelism) -> None:
-    """What fits, and how long a step takes in the layouts that do."""
+    """Print which layouts fit into memory, and how long a step takes in them."""
     if asked.device is None:
         raise UsageError(
             "option-missing",
@@ -389,7 +391,7 @@ def predict_model(asked: PlanChoice, chosen: Parallelism) -> None:
 
 
 def predict_given(asked: PlanChoice, method: Parallelism) -> None:
-    """A step of which only the gradients' bytes and the computation's time are known."""
+    """Print the plan of a step from the bytes of its gradients and the time of its computation."""
     from lockstep.tools.plan.networks import HERE, connection
 
     if asked.network == HERE:

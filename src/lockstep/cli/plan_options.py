@@ -1,4 +1,4 @@
-"""What `lockstep plan` was asked, and which options go together."""
+"""The options of `lockstep plan`, and their valid combinations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["task", "methods", "model", "given"]
 
 MOST = 2**20  # ranks
 METHOD = tuple(name for name in knob.knobs(Parallelism) if name != "exact")
-"""What a plan takes of lockstep.config.parallelism."""
+"""The options of lockstep.config.parallelism that a plan accepts."""
 
 _EVERY = {"workers", "network", "json_file"}
 _TAKES: dict[Kind, set[str]] = {
@@ -57,7 +57,7 @@ _TOLD: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanChoice:
-    """What a plan is about, beside the task and the method. Raises UsageError for values that
+    """The options of a plan, without the task and the method. Raises UsageError for values that
     cannot work.
     """
 
@@ -120,7 +120,7 @@ class PlanChoice:
         knob.check(self)
 
     def counts(self, usual: str) -> list[int]:
-        """The numbers of ranks, each once, growing."""
+        """Return the numbers of ranks, sorted and without repetition."""
         return counts_of(usual if self.workers is None else self.workers)
 
     def failures(self) -> Failures | None:
@@ -133,7 +133,7 @@ class PlanChoice:
         )
 
     def per_host(self) -> int | None:
-        """Ranks that share the cores of a host; None: all."""
+        """Return how many ranks share the cores of a host; None means all ranks."""
         text = self.ranks_per_host
         if text == "all" or (text is None and self.network == "here"):
             return None
@@ -146,7 +146,7 @@ class PlanChoice:
 
 
 def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) -> Kind:
-    """Which kind of plan it is. Raises UsageError for an option that this kind does not look at."""
+    """Return the kind of the plan. Raises UsageError for an option that this kind does not use."""
     kind = _kind(asked)
     if kind == "given" and asked.step_ms is None:
         raise UsageError(
@@ -197,8 +197,8 @@ def _kind(asked: PlanChoice) -> Kind:
 
 
 def counts_of(text: str) -> list[int]:
-    """`512`, `1,2,4`, or `1..4096`: from the first on, doubled up to the last. Raises
-    UsageError.
+    """Parse `512`, `1,2,4`, or `1..4096`, where each number doubles the one before. Raises
+    UsageError for other text.
     """
     wrong = UsageError(
         "wrong-type",

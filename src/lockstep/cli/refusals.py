@@ -1,5 +1,5 @@
-"""What is wrong with a command line, in one style: `error: --workers two: give a whole number`,
-whoever found it.
+"""Errors of the command line in one style, `error: --workers two: give a whole number`, whether the
+parser or Lockstep finds them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 REFUSED: Any = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
-"""What the parser of the command line raises. Its module depends on typer's version."""
+"""The base class of the parser's exceptions. Its module depends on typer's version."""
 
 _PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]*[^\s,;:().])""")
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
@@ -28,7 +28,9 @@ _TYPES = {int: "a whole number", float: "a number"}
 
 
 def of_parser(error: Any, line: Sequence[str]) -> UsageError:
-    """What the parser refuses, in our style. `line`: the command line without the program's name."""
+    """Convert the parser's error to a UsageError. `line` is the command line without the program's
+    name.
+    """
     context, kind = getattr(error, "ctx", None), type(error).__name__
     path = _command(context)
     if kind == "NoSuchOption":
@@ -63,8 +65,8 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
 
 
 def as_typed(message: str, line: Sequence[str]) -> str:
-    """`precision='bf8'`, as the Python API calls it, becomes `--precision bf8` where the command
-    line gave it so.
+    """Replace names of the Python API by options: `precision='bf8'` becomes `--precision bf8`, if
+    the command line gave this option.
     """
     from lockstep.config.knob import knobs
     from lockstep.config.settings import Config
@@ -93,7 +95,7 @@ def as_typed(message: str, line: Sequence[str]) -> str:
 
 
 def _given(line: Sequence[str]) -> Mapping[str, str]:
-    """The options with a value, by the name that Python gives them."""
+    """Return the options and their values, by their Python names."""
     found = {}
     for number, word in enumerate(line):
         name, equals, value = word.partition("=")
@@ -121,7 +123,7 @@ def _typed(names: Sequence[str], line: Sequence[str]) -> str | None:
 
 
 def meant(name: str, options: Collection[str]) -> str:
-    """` (did you mean ...?)`: what begins as `name` does comes first."""
+    """Return ` (did you mean ...?)`. Options that begin with `name` come first."""
     begun = sorted(each for each in options if each.startswith(name))
     close = [each for each in get_close_matches(name, options) if each not in begun]
     found = [*begun, *close][:3]
@@ -129,7 +131,7 @@ def meant(name: str, options: Collection[str]) -> str:
 
 
 def _takes(context: Any, error: Any) -> str:
-    """What the option's declaration allows, in words; the parser's own where we have none."""
+    """Say what the option's declaration allows, or return the parser's message."""
     hint = get_type_hints(inspect.unwrap(context.command.callback), include_extras=True).get(
         error.param.name
     )

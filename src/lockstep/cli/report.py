@@ -1,4 +1,4 @@
-"""`lockstep report`: what to do about a run's time, and why, in sentences and on one page."""
+"""`lockstep report`: how to make a run faster, and why, in sentences and on one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep run`: any script or module, on N ranks of this host or of several."""
+"""`lockstep run`: run any script or module on N ranks, on one host or several."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lockstep.launcher.rank import Target
     from lockstep.runtime.environment import Placement
 
-# Everything from the script's name on belongs to the script, also what looks like an option of
-# ours.
+# All words after the script's name belong to the script, also those that look like options of
+# `lockstep run`.
 CONTEXT = {"allow_interspersed_args": False}
 COMMAND = many.Command
 
@@ -99,7 +99,7 @@ def run(
 
 
 def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
-    """Raises UsageError for what is not for a script."""
+    """Raise UsageError for options that do not apply to a script."""
     if launch.debug and log is None:
         raise UsageError(
             "option-missing",
@@ -131,14 +131,14 @@ def _target(name: str, args: list[str], *, module: bool) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class _Script:
-    """What ranks run, and how. Each of the ways to start them gives an exit code."""
+    """The target of the ranks with its options, and the ways to start them."""
 
     target: Target
     logs: Path | None
     launch: Launch
 
     def on_ray(self, address: str, workers: int) -> int:
-        """On the nodes of a Ray cluster."""
+        """Run it on the nodes of a Ray cluster, and return the exit code."""
         return many.run_on_ray(
             address,
             self.target,
@@ -150,7 +150,7 @@ class _Script:
         ).exit_code
 
     def as_rank(self, here: Placement) -> None:
-        """As the rank that srun or mpirun has started."""
+        """Run it in this process, which srun or mpirun has started as a rank."""
         from lockstep.launcher.logs import redirect
         from lockstep.launcher.rank import refuse_watching, work_as
         from lockstep.runtime.environment import exported, timeout_for_ranks
@@ -166,11 +166,11 @@ class _Script:
         work_as(here, program)
 
     def on_nodes(self, fixed: Nodes | None, workers: int | None) -> int:
-        """On this host, as one of a fixed set or alone."""
+        """Run it on this host, alone or as one of a fixed set, and return the exit code."""
         from lockstep.launcher.supervise import supervise
 
         if workers is not None and workers > 1 and sys.stderr.isatty():
-            # what is imported now takes seconds
+            # the imports that follow take seconds
             print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
         with many.placed(fixed, self.launch.timeout) as (share, network):
             return supervise(

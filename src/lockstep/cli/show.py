@@ -1,4 +1,4 @@
-"""`lockstep show`: pictures of what really runs."""
+"""`lockstep show`: pictures computed by the code that a training runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DrawnFile = Annotated[
 def _show(
     picture: ModuleType, what: Sequence[Any], title: Callable[[], str], out: Path | None
 ) -> None:
-    """As text, or drawn into a file."""
+    """Print the picture as text, or draw it into a file."""
     if out is None:
         print(picture.text(*what))
     else:
@@ -36,7 +36,7 @@ def _show(
 
 
 def _writable(out: Path | None) -> None:
-    """Raise a UsageError before anything runs for a picture that cannot be written."""
+    """Raise a UsageError if the picture cannot be written, before anything runs."""
     from lockstep.tools.timing.output_files import check_picture
 
     check_picture(out)
@@ -130,7 +130,7 @@ def loss(
 
 
 class Split(StrEnum):
-    """How a DistributedSampler deals out samples."""
+    """How a DistributedSampler divides the samples among ranks."""
 
     interleaved = "interleaved"
     blocks = "blocks"
@@ -203,8 +203,8 @@ def mesh(
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:
-    """The names of the layers in every stage of a task's model, balanced by parameters (a
-    training measures, and tells in mesh.json).
+    """Return the names of the layers in every stage of a task's model, balanced by parameters. A
+    training balances by measured times, and writes the stages to mesh.json.
     """
     place, _ = task_of(task, {})
     from lockstep.model_parallel.layers import layers_of  # imports torch

@@ -1,8 +1,7 @@
-"""`lockstep slurm`: a batch script for a task or a script, printed or submitted.
+"""`lockstep slurm`: write a batch script for a task or a script, and print or submit it.
 
-The script is a pure function of what was asked for. Nothing in it is a template filled with the
-user's words: every word is quoted for the shell that reads it. Lines of --setup are the exception,
-being shell themselves.
+The batch script is a pure function of the options. Every word from the user is quoted for the
+shell. Only the lines of --setup are not quoted, because they are shell code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
-    """What a user asks SLURM for."""
+    """The options of a SLURM job."""
 
     nodes: Annotated[int, Knob("cluster", unit="N", least=1)] = 1
     """Number of hosts."""
@@ -53,19 +52,19 @@ class SlurmOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchJob(SlurmOptions):
-    """What SLURM is asked for, and what runs there. Raises UsageError, naming the option, for
-    what cannot work.
+    """A SLURM job: its options and its command. Raises UsageError, which names the option, for
+    values that cannot work.
     """
 
     job_name: str
-    """How the queue shows it."""
+    """The job's name in the queue."""
     command: Sequence[str]
-    """What every task runs: a program and its arguments."""
+    """The program that every task runs, and its arguments."""
     log: str
     """The folder of slurm-JOBID.log. SLURM does not make it."""
     run: str | None = None
-    """A folder to whose name the job's id is added, given to the command as --run: the same
-    after the job was put back into the queue.
+    """The beginning of the folder's name for --run. The job's id is added, which stays the same
+    when the job returns to the queue.
     """
 
     def __post_init__(self) -> None:
@@ -85,8 +84,8 @@ class BatchJob(SlurmOptions):
 
 
 def limit(time: str) -> timedelta:
-    """How long SLURM takes `time` to be: minutes, minutes:seconds, hours:minutes:seconds; behind
-    days- hours come first. Else a UsageError.
+    """Parse a time limit as SLURM does: minutes, minutes:seconds, hours:minutes:seconds. After
+    `days-` the first number is hours. Raises UsageError for other text.
     """
     span = timedelta()
     if found := _TIME.fullmatch(time):
@@ -100,7 +99,7 @@ def limit(time: str) -> timedelta:
 
 
 def batch_script(job: BatchJob) -> str:
-    """The script's text."""
+    """Return the text of the batch script."""
     return "\n".join([*_head(job), "", *_setup(job), *_body(job), ""])
 
 
@@ -230,8 +229,8 @@ def slurm(
 
 
 def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
-    """The job's name, what each task runs, and the beginning of its run directory's name where
-    it shall have one.
+    """Return the job's name, the command of each task, and the beginning of the run directory's
+    name (None for a script, or if `args` give --run).
     """
     from lockstep.training.resolve import BUNDLED, declares_task, located, short_name
 
@@ -247,8 +246,8 @@ def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
 
 
 def _run_of(args: list[str]) -> Path | None:
-    """The --run among the options of `lockstep train`. Mistakes are refused here: a job may wait
-    for days before it finds one.
+    """Return --run from the options of `lockstep train`. Mistakes in them are errors here, because
+    a job may wait for days before it finds them.
     """
     from lockstep.cli.options import spread
     from lockstep.cli.refusals import REFUSED, of_parser

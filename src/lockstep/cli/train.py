@@ -1,5 +1,5 @@
-"""`lockstep train`: a task on N ranks of this host or of several, a run directory, and one last
-line.
+"""`lockstep train`: train a task on N ranks, on one host or several. It writes a run directory and
+prints one last line.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train(
 
     choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
     runs = list(each_run(choice, unused(Path(task).stem)))
-    if choice.multirun:  # a mistake in the last is said before the first one trains
+    if choice.multirun:  # find a mistake in the last run before the first one trains
         for each in runs:
             task_of(task, each.overrides)
     for number, each in enumerate(runs, 1):
@@ -80,7 +80,7 @@ def _train(
     *,
     several: bool,
 ) -> None:
-    """One run. `several`: it is one of --multirun."""
+    """Train one run. `several` says that it is one of --multirun."""
     workers = _workers(choice, config)
     from lockstep.launcher.rank import rank_here
 
@@ -130,7 +130,7 @@ def _train(
 
 
 def _workers(choice: RunChoice, config: Config) -> str | None:
-    """As given, else as many as a mesh or a balance has places for."""
+    """Return --workers, or the number of ranks that --mesh or --balance needs."""
     from lockstep.config.balance import Balance
 
     workers = None if choice.workers is None else str(choice.workers)
@@ -148,7 +148,7 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
 
 
 def _ranks(workers: str | None, here: Placement | None, fixed: Nodes | None) -> int:
-    """Over all nodes, as far as is known."""
+    """Return the number of ranks over all nodes, as far as it is known."""
     from lockstep.launcher.supervise import Workers
 
     if here is not None:
@@ -166,7 +166,7 @@ def _listen(here: Placement, launch: Launch) -> None:
     from lockstep.launcher.rank import refuse_watching
     from lockstep.runtime.environment import timeout_for_ranks
 
-    preemption.listen()  # from the first moment on: what it has to load takes seconds
+    preemption.listen()  # at once, because the imports that follow take seconds
     refuse_watching(here, launch)
     os.environ.update(timeout_for_ranks(launch.timeout))
 
@@ -212,8 +212,8 @@ def _train_on_nodes(
 
 
 def _finished(settings: Settings, choice: RunChoice) -> bool:
-    """Whether the run directory holds this training already; its last line is printed again
-    then.
+    """Whether this training is already finished in the run directory. If so, its last line is
+    printed again.
     """
     from lockstep.training import result
     from lockstep.training.run_directory import RESULT, finished_before
@@ -232,9 +232,7 @@ def _finished(settings: Settings, choice: RunChoice) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A training whose ranks this command starts, and starts again, on this host or on a Ray
-    cluster.
-    """
+    """A training whose ranks this command starts and restarts, on this host or on a Ray cluster."""
 
     settings: Settings
     choice: RunChoice
@@ -242,15 +240,13 @@ class _Run:
     ray: str | None
 
     def train(self, task: str, workers: str | None, tuned: AppliedTuning | None) -> None:
-        """All of it, up to the last line. Leaves with the ranks' own exit code where they
-        failed.
-        """
+        """Train, and print the last line. If the ranks fail, exit with their exit code."""
         from lockstep.launcher.supervise import RESTARTS, Workers
         from lockstep.training.run_directory import claimed
 
         choice, settings = self.choice, self.settings
         with claimed(settings, choice.run, resume=choice.resume, fresh=choice.fresh) as directory:
-            if sys.stderr.isatty():  # what is imported now takes seconds
+            if sys.stderr.isatty():  # the imports that follow take seconds
                 ranks = (
                     "the ranks"
                     if workers is None
@@ -280,7 +276,7 @@ class _Run:
             raise typer.Exit(outcome.exit_code)
 
     def _start(self, directory: RunDirectory, allowed: Workers, restarts: int) -> Outcome:
-        """The ranks, until they have left for good."""
+        """Run the ranks until they end and are not restarted."""
         if self.ray is not None:
             return many.train_on_ray(
                 self.ray,
@@ -322,12 +318,10 @@ class _Run:
         )
 
     def _leaves_nothing(self, directory: RunDirectory, failure: Failure) -> bool:
-        """All that it has to say is printed: a run that never trained needs no directory for
-        that.
-        """
+        """Whether a failed run needs no directory: it never trained, and its error is printed."""
         try:
             trained = directory.trained
-        except OSError:  # somebody has removed it, or moved it away
+        except OSError:  # the directory was removed or moved
             return True
         return (
             directory.made_here
@@ -348,8 +342,8 @@ def _say_finished(directory: RunDirectory, task: str) -> None:
 
 
 def _crowded(settings: Settings) -> str | None:
-    """A warning for a busy host: threads of one rank wait at every operation for the one that
-    another program has taken the core from.
+    """Return a warning for a busy host. If another program uses the core of one of a rank's
+    threads, the others wait for this thread at every operation.
     """
     threads = cores() // settings.workers
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
@@ -370,13 +364,13 @@ def _crowded(settings: Settings) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppliedTuning:
-    """A file of tuned settings, and what became of each."""
+    """A file of tuned settings, applied to a configuration."""
 
     tuned: Tuned
     config: Config
-    """With what the file says, but for options that were given."""
+    """The configuration with the file's settings, except where options were given."""
     given: Mapping[str, Any]
-    """Options that were given in place of the file's."""
+    """The given options that replace settings of the file."""
 
     @classmethod
     def read(cls, file: Path, config: Config, given: GivenNames) -> AppliedTuning:
@@ -388,7 +382,7 @@ class AppliedTuning:
         return cls(tuned=tuned, config=config.replaced(taken), given=beaten)
 
     def say(self, settings: Settings) -> None:
-        """One line on stderr for what came from the file, and a warning where it was made for
+        """Print on stderr which settings come from the file, and a warning if it was measured for
         something else.
         """
         from lockstep.launcher.server import gpus
@@ -426,8 +420,8 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _torch_version() -> str:
-    """torch.__version__, build included, read from torch's version.py: importing torch takes
-    over a second.
+    """Return torch.__version__ with its build, read from torch's version.py, because importing
+    torch takes over a second.
     """
     spec = find_spec("torch")
     assert spec is not None

@@ -1,5 +1,5 @@
-"""`lockstep tune`: which settings run a task fastest on this machine, as a table, as a file, and
-as the command to use.
+"""`lockstep tune`: find the settings that run a task fastest on this machine, and show them as a
+table, a file, and a command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.tools.tune.micro_batch import Size
     from lockstep.tools.tune.search import Found
 
-_FOR_SEARCH = 0.7  # of the time; the rest is for the advice on micro_batch
+_FOR_SEARCH = 0.7  # fraction of the time; the rest is for the advice on micro_batch
 
 
 def tune(
@@ -64,7 +64,7 @@ def tune(
     settings = fitted_to(workers, task=place, overrides=overrides, device=config.device)
     warn_if_busy()
     answer = _search(task, settings, _FOR_SEARCH * seconds)
-    from lockstep.tools.tune.search import Found  # torch, which a failed start need not wait for
+    from lockstep.tools.tune.search import Found  # imports torch, only after a successful start
     from lockstep.tools.tune.table import table
     from lockstep.training.metrics import typed
 
@@ -85,7 +85,7 @@ def tune(
 
 
 def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
-    """What rank 0 has to say."""
+    """Search on ranks of this host, and return rank 0's answer."""
     from lockstep.launcher.rank import Target
     from lockstep.launcher.supervise import supervise
 
@@ -147,7 +147,7 @@ def _write(
 
 
 def _command(task: str, settings: Settings, device: str, found: Found, out: Path | None) -> str:
-    """What to type to train with the winner."""
+    """Return the command that trains with the winner."""
     from lockstep.tools.tune.table import spelled
 
     words = ["lockstep", "train", task, "--workers", str(settings.workers)]

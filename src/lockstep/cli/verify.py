@@ -1,5 +1,5 @@
-"""`lockstep verify`: the same bits at any number of workers, or the first difference and why;
-and two finished runs, compared.
+"""`lockstep verify`: check that a task gives the same result at any number of workers, or explain
+the first difference; or compare two finished runs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def verify(
     from lockstep.tools.verify.judge import verify as look
     from lockstep.training.resolve import resolve
 
-    # its mistakes are sentences here, before any rank starts
+    # mistakes in the task are errors here, before any rank starts
     name = resolve(settings.task, settings.overrides).name or "task"
     verdict = look(
         settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True), **start
@@ -108,7 +108,9 @@ def _settings(
     *,
     fits_here: bool,
 ) -> tuple[Settings, list[int]]:
-    """For the largest of the counts, and all of them. `fits_here`: their ranks are this host's."""
+    """Return settings for the largest of the counts, and all counts. `fits_here` says that the
+    ranks run on this host.
+    """
     if Path(task).is_dir():
         raise UsageError("task-or-two-runs", given=f"the folder {task}")
     counts = counts_of(

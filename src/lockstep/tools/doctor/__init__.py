@@ -1,1 +1,1 @@
-"""`lockstep doctor`: is this host, or are these hosts, fit to train?"""
+"""`lockstep doctor`: check whether one host or several are fit to train."""

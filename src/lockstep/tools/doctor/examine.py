@@ -1,9 +1,9 @@
-"""Looking at this host alone, or at several nodes as the ranks of a training meet on them: whoever has
-started this once for each rank (Ray, a launcher on each node, srun, torchrun).
+"""Examine this host alone, or several nodes with one process per rank, as in a training. Any
+launcher may start these processes (Ray, one on each node, srun, torchrun).
 
-every node   says what it has
-all ranks    add up; then each pair is measured, in both directions, while the others wait, and the
-             clocks of nodes are compared
+each node    reports its findings
+all ranks    check the results of collectives; then each pair of nodes is measured in both
+             directions, while the others wait, and the clocks of nodes are compared
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.world.world import World, init
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Of one host, or of several."""
+    """The findings and the measured links of one host or several."""
 
     findings: Sequence[Finding]
     links: Sequence[MeasuredLink]
@@ -45,7 +45,7 @@ class Examined:
         return all(finding.level != "fix" for finding in self.findings)
 
     def text(self) -> str:
-        """A line a check, the table of links, and the verdict last."""
+        """Return one line per check, the table of links, and the verdict."""
         lines = [
             f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
         ]
@@ -53,7 +53,7 @@ class Examined:
         return "\n".join([*lines, *table, "", self.verdict()])
 
     def verdict(self) -> str:
-        """ "fit to train", or what to fix; warnings stand before either."""
+        """Return the warnings, then "fit to train" or what to fix."""
         lines = [
             f"warning: {finding.name}: {finding.fix}"
             for finding in self.findings
@@ -70,12 +70,12 @@ class Examined:
         return {"fit": self.fit, **asdict(self)}
 
 
-_ELEMENTS = 10_007  # divides by nothing
+_ELEMENTS = 10_007  # a prime, so that the ranks' parts differ in size
 
 
 def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) -> list[str]:
-    """What came out wrong on any rank, such as "all_reduce by native". All members call it, and
-    all have the result.
+    """Return the collectives with a wrong result on any rank, such as "all_reduce by native". All
+    members must call it, and all get the result.
     """
     names = [
         (kind, algorithm)
@@ -116,7 +116,7 @@ def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> b
 
 
 def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what: str) -> Finding:
-    """`what`: rank or host."""
+    """Judge the result of `wrong_sums`. `what` is "rank" or "host"."""
     value = (
         f"all_reduce, broadcast, all_gather, reduce_scatter over {members}"
         f" {what}{'s' * (members != 1)} by {' and '.join(algorithms)}"
@@ -130,11 +130,11 @@ def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what
     return judged("sums", value, fix=why)
 
 
-_PATIENCE = timedelta(seconds=120)  # for starting ranks and measuring, on a busy machine
+_PATIENCE = timedelta(seconds=120)  # to start ranks and measure, on a busy machine
 
 
 def examine_host(workers: int) -> Examined:
-    """Look at this host, and start that many ranks on it."""
+    """Examine this host, and start `workers` ranks on it."""
     name = socket.gethostname()
     found = [
         *host.installation(),
@@ -169,14 +169,12 @@ def _on_rank() -> tuple[list[str], list[str], list[MeasuredLink]]:
 
 _APART = 1.0  # seconds between two nodes' clocks from which logs and certificates become confusing
 _SAME = ("Python", "torch", "system", "backends")
-"""Findings that are one line where all nodes say the same, and are to be mended where they do
-not.
-"""
+"""Findings that must be the same on all nodes."""
 
 
 def main(json_file: Path | None) -> bool:
-    """On every rank. The first prints the report, and writes it as JSON; whether the nodes are
-    fit to train, on all of them.
+    """Examine the nodes; every rank calls it. Rank 0 prints the report and writes it as JSON.
+    Return on all ranks whether the nodes are fit to train.
     """
     with init() as world:
         found = examine_nodes(world)
@@ -190,7 +188,7 @@ def main(json_file: Path | None) -> bool:
 
 
 def examine_nodes(world: World) -> Examined:
-    """A collective; what it returns is the same on all ranks."""
+    """Examine the nodes. All ranks must call it, and all get the same result."""
     own = [*host.installation(), *host.findings(world.local_size)]
     address = "127.0.0.1"
     with suppress(OSError, KeyError):
@@ -227,14 +225,14 @@ def examine_nodes(world: World) -> Examined:
 
 
 def _named(names: Sequence[str]) -> list[str]:
-    """Host names, with a number where a host stands for several nodes."""
+    """Return the host names, with a number if several nodes have the same host name."""
     return [
         name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
     ]
 
 
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
-    """One line a check where the nodes must say the same, else a line for each node."""
+    """Return one line for a check on which all nodes agree or must agree, else one per node."""
     lines: list[Finding] = []
     for column in zip(*by_node.values(), strict=True):
         values = {finding.value for finding in column}
@@ -269,8 +267,8 @@ def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def clocks(group: Group) -> list[float]:
-    """By how many seconds each rank's clock is ahead of rank 0's: the best of ten questions. All
-    members call it.
+    """Return how many seconds each rank's clock is ahead of rank 0's, from the shortest of ten
+    round trips. All members must call it.
     """
     offsets = torch.zeros(group.size, dtype=torch.float64)
     for rank in range(1, group.size):
@@ -291,7 +289,7 @@ def clocks(group: Group) -> list[float]:
 
 
 def judge_clocks(offsets: dict[str, float]) -> Finding:
-    """Seconds ahead of the first node, by name."""
+    """Judge the clocks. `offsets` are seconds ahead of the first node, by node."""
     value = ", ".join(f"{name} {1e3 * each:+.1f} ms" for name, each in list(offsets.items())[1:])
     apart = [f"{name} by {each:+.1f} s" for name, each in offsets.items() if abs(each) > _APART]
     warn = (

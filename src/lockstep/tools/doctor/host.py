@@ -1,5 +1,6 @@
-"""What this host gives to its ranks: Python and torch; cores, memory, shared memory, limits, clock;
-names, addresses, interfaces and ports. The files to read are arguments, so tests can plant them.
+"""Examine what this host gives to its ranks: Python and torch; cores, memory, shared memory,
+limits, clock; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass
+files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NO_LIMIT = 2**62
 
 
 def findings(workers: int) -> list[Finding]:
-    """Of this host, for that many ranks on it."""
+    """Examine this host's resources for `workers` ranks."""
     group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     shm = psutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     system = psutil.virtual_memory()
@@ -42,8 +43,8 @@ def findings(workers: int) -> list[Finding]:
 
 
 def cgroup(of_process: Path, root: Path) -> Path:
-    """The directory of this process's control group (version 2); `root` itself where the file
-    names none.
+    """Return the directory of this process's control group (version 2), or `root` if the file names
+    none.
     """
     try:
         named = next(line for line in of_process.read_text().splitlines() if line.startswith("0::"))
@@ -54,13 +55,15 @@ def cgroup(of_process: Path, root: Path) -> Path:
 
 
 def quota(cpu_max: Path) -> float | None:
-    """How many cores' time the control group allows; None for no limit."""
+    """Return how many cores the control group allows; None without a limit."""
     text = _read(cpu_max).split()
     return None if len(text) < 2 or text[0] == "max" else int(text[0]) / int(text[1])
 
 
 def cores(available: int, allowed: float | None, workers: int, threads: str | None) -> Finding:
-    """`available`: cores that this process may run on; `threads`: OMP_NUM_THREADS."""
+    """Judge the cores. `available` are the cores that this process may run on, `allowed` is the
+    quota of the control group, `threads` is OMP_NUM_THREADS.
+    """
     usable = available if allowed is None else min(available, max(1.0, allowed))
     each = int(threads) if threads and threads.isdigit() else max(1, available // workers)
     value = f"{available}" + (
@@ -92,8 +95,8 @@ def cores(available: int, allowed: float | None, workers: int, threads: str | No
 
 
 def memory(free: int, total: int, group: Path, workers: int) -> Finding:
-    """What is `free`, by the system's and the control group's account, and whether something has
-    been killed for want of it.
+    """Judge the free memory, as the system and the control group report it. Warn if a process was
+    killed because memory ran out.
     """
     value = f"{_size(free)} free of {_size(total)}"
     limit = _read(group / "memory.max").strip()
@@ -128,8 +131,8 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """/dev/shm, where DataLoader's workers put their batches. Lockstep's own sums do not need
-    it.
+    """Judge /dev/shm, where DataLoader's workers put their batches. Lockstep's shared-memory
+    reduction does not need it.
     """
     value = f"{_size(free)} free of {_size(size)}"
     remedy = "in a container, start it with --shm-size=8g or --ipc=host"
@@ -145,7 +148,7 @@ def shared_memory(size: int, free: int) -> Finding:
 
 
 def current_limits() -> dict[str, int]:
-    """The soft limits of this process by name; a very large number where there is none."""
+    """Return the soft limits of this process by name; no limit is a very large number."""
     kinds = {
         "open files": psutil.RLIMIT_NOFILE,
         "locked memory": psutil.RLIMIT_MEMLOCK,
@@ -158,7 +161,7 @@ def current_limits() -> dict[str, int]:
 
 
 def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
-    """`ulimit`'s values, in files, bytes and processes."""
+    """Judge `ulimit`'s values, in files, bytes and processes."""
     shown = {
         name: (
             "unlimited"
@@ -191,7 +194,7 @@ def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
 
 
 def clock(resolution: float, monotonic: bool) -> Finding:
-    """The clock by which waits are measured."""
+    """Judge the clock that measures waits."""
     coarse = resolution > 1e-3 or not monotonic
     why = (
         "timeouts and measurements need a monotonic clock with a resolution of 1 ms: this one is"
@@ -215,7 +218,7 @@ Resolve = Callable[[str], Sequence[str]]
 
 
 def addresses_of(name: str) -> list[str]:
-    """Its IPv4 addresses; none where it cannot be resolved."""
+    """Return the IPv4 addresses of a name; none if it cannot be resolved."""
     try:
         return list(
             dict.fromkeys(
@@ -228,7 +231,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each interface that has one."""
+    """Return the IPv4 address of each interface that has one."""
     every = psutil.net_if_addrs().items()
     return {
         name: each.address
@@ -239,7 +242,7 @@ def interfaces() -> dict[str, str]:
 
 
 def own_name(name: str, resolve: Resolve) -> Finding:
-    """What this host's own name resolves to. torchrun tells others to connect to that."""
+    """Judge what this host's own name resolves to. torchrun tells other hosts to connect to it."""
     found = resolve(name)
     value = f"{name} is {', '.join(found) if found else 'unknown'}"
     why = (
@@ -250,8 +253,8 @@ def own_name(name: str, resolve: Resolve) -> Finding:
 
 
 def used(every: Mapping[str, str], address: str, asked: str | None) -> Finding:
-    """The interface over which ranks will talk: that of `address`, or the one that
-    GLOO_SOCKET_IFNAME asks for.
+    """Judge the interface that ranks will use: that of `address`, or the one that
+    GLOO_SOCKET_IFNAME (`asked`) names.
     """
     listed = ", ".join(f"{name} {each}" for name, each in every.items()) or "unknown"
     mine = next(
@@ -281,7 +284,7 @@ def used(every: Mapping[str, str], address: str, asked: str | None) -> Finding:
 
 
 def loopback_port() -> Finding:
-    """Whether processes of this host can connect to each other."""
+    """Check whether processes of this host can connect to each other."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -307,7 +310,7 @@ _COMPARE = {
 
 
 def installation() -> list[Finding]:
-    """Of Python and torch, as they are installed here."""
+    """Examine the installed Python and torch, the system, the backends and the GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -338,8 +341,8 @@ def installation() -> list[Finding]:
 
 
 def required() -> tuple[str, str]:
-    """The versions of Python and torch that the installed package asks for; "" where it is not
-    installed, only on the path.
+    """Return the versions of Python and torch that the installed package requires; "" if the
+    package is only on the path.
     """
     try:
         about = metadata.metadata("lockstep-train")
@@ -354,7 +357,7 @@ def required() -> tuple[str, str]:
 
 
 def version(name: str, found: str, wanted: str) -> Finding:
-    """`wanted`: as in `>=2.11,<2.14`."""
+    """Judge a version. `wanted` is a range such as `>=2.11,<2.14`."""
     outside = [part for part in wanted.split(",") if part and not _satisfies(found, part.strip())]
     why = (
         f"{name} {found} is outside {wanted}, with which this version of Lockstep is tested:"
@@ -365,7 +368,7 @@ def version(name: str, found: str, wanted: str) -> Finding:
 
 
 def system(name: str, machine: str) -> Finding:
-    """Where it runs."""
+    """Judge the operating system and the processor's architecture."""
     warn = (
         ""
         if name == "linux"
@@ -380,7 +383,7 @@ def system(name: str, machine: str) -> Finding:
 
 
 def graphics(gpus: Sequence[str], built_for: str | None, driver: str, nccl: str) -> Finding:
-    """`driver`: what the kernel's module says of itself; "" where there is none."""
+    """Judge the GPUs. `driver` is the version text of the kernel's module; "" without a driver."""
     number = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", driver)
     named = f"driver {number[1]}" if number else "no driver"
     if gpus:

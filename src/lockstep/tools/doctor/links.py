@@ -1,6 +1,4 @@
-"""How fast every pair is: latency and bandwidth between any two ranks, in both directions, and
-which of them is slow.
-"""
+"""Measure latency and bandwidth between any two ranks, in both directions; find slow links."""
 
 from __future__ import annotations
 
@@ -17,23 +15,23 @@ from lockstep.tools.finding import Finding, judged
 from lockstep.tools.timing.output_files import table
 
 _PINGS = 20
-_WORTH = 0.15  # seconds that a direction is measured, about
+_WORTH = 0.15  # seconds of the measurement of a direction, approximately
 _PROBE, _LARGEST = 2**18, 2**26  # bytes
-_AGAIN = 2  # times that a direction is measured again which looks slow
+_AGAIN = 2  # repetitions for a direction that looks slow
 SLOWEST = 60e6
-"""Bytes/s between hosts below which a link is called slow whatever the others are: half of what
+"""A link between hosts is slow below this many bytes/s, whatever the other links have: half of what
 Gigabit Ethernet carries.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """From one to another."""
+    """A link from one rank or node to another, as measured."""
 
     source: str
     target: str
     latency: float
-    """Seconds, half of a small message's way there and back."""
+    """Seconds: half the round trip of a small message."""
     bandwidth: float
     """Bytes a second."""
 
@@ -41,11 +39,11 @@ class MeasuredLink:
 def measure(
     group: Group, names: Sequence[str], device: torch.device, *, hosts: bool
 ) -> list[MeasuredLink]:
-    """Every pair of the group's ranks, one after the other, while the others wait. All members call
-    it, and all have the result.
+    """Measure every pair of the group's ranks, one after another, while the other ranks wait. All
+    members must call it, and all get the result.
 
-    A direction that looks slow (`hosts`: by the rule between hosts) is measured again, and its best
-    counts: a busy machine is slow once, a slow link every time.
+    A direction that looks slow (with `hosts`, by the rule between hosts) is measured again, and the
+    best result counts: a busy machine is slow once, a slow link every time.
     """
     size = group.size
     every = [
@@ -67,7 +65,7 @@ def measure(
 def _measured(
     group: Group, pairs: Sequence[tuple[int, int]], names: Sequence[str], device: torch.device
 ) -> dict[tuple[int, int], MeasuredLink]:
-    """These pairs of ranks, which are the same on all members."""
+    """Measure these pairs of ranks. All members must pass the same pairs."""
     table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     for row, (source, target) in zip(table, pairs, strict=True):
         group.all_reduce(torch.zeros(1, device=device)).wait()
@@ -103,7 +101,7 @@ def _send(group: Group, target: int, octets: int, answer: Tensor) -> float:
     data = torch.zeros(octets, dtype=torch.uint8, device=answer.device)
     begin = time.perf_counter()
     group.send(data, target)
-    group.receive(answer, target)  # it has all arrived
+    group.receive(answer, target)  # the answer says that all bytes have arrived
     answer.item()
     return time.perf_counter() - begin
 
@@ -125,8 +123,8 @@ def _take(group: Group, source: int, octets: int, answer: Tensor) -> None:
 
 
 def slow(links: Sequence[MeasuredLink], *, hosts: bool) -> list[MeasuredLink]:
-    """Those that have less than half of what links usually have here, and between hosts those
-    that are slow by any measure.
+    """Return the links with less than half of the median bandwidth, and between hosts also those
+    below SLOWEST.
     """
     usual = _usual(links)
     return [
@@ -139,7 +137,7 @@ def _usual(links: Sequence[MeasuredLink]) -> float:
 
 
 def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
-    """Names each link that is slow."""
+    """Judge the links, and name each slow link."""
     if not links:
         return judged("links", "none: one rank has no link")
     usual, slowest = _usual(links), slow(links, hosts=hosts)
@@ -163,7 +161,7 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
 
 
 def squares(links: Sequence[MeasuredLink]) -> str:
-    """Two squares, one below the other: MB/s from row to column, and microseconds."""
+    """Return two tables, one below the other: MB/s and microseconds, from row to column."""
     speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
     times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
     return f"{_square('MB/s from', speeds)}\n\n{_square('us from', times)}" if links else ""

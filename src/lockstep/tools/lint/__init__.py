@@ -1,8 +1,8 @@
-"""Mistakes of data-parallel scripts that can be seen without running them: pure functions over
-LibCST's tree, without torch.
+"""Find mistakes in data-parallel scripts without running them. The rules are pure functions over a
+LibCST tree and need no torch.
 
-A rule keeps quiet where it cannot be sure; what each one cannot see is in docs/guide/lint.md.
-LibCST is used as it is, without Fixit: Fixit 2.2 requires click < 8.2, which huggingface-hub (and
+A rule reports nothing if it is not sure; docs/guide/lint.md says what each rule cannot see.
+Lockstep uses LibCST without Fixit: Fixit 2.2 requires click < 8.2, which huggingface-hub (and
 with it accelerate and datasets) forbids.
 """
 

@@ -1,9 +1,8 @@
-"""One file through all rules, less what its comments ask to ignore; and the fixes of what has a
-safe one.
+"""Apply all rules to one file, drop the findings that its comments ignore, and apply safe fixes.
 
-A comment on the reported line, `# lockstep: ignore[rule]` (or several, with commas), takes that
-rule's finding away. A name in it that is no rule's is a finding itself: a misspelt one would
-otherwise do nothing, silently.
+A comment on the reported line, `# lockstep: ignore[rule]` (or several rules, with commas), removes
+the rule's finding. An unknown rule name in the comment is itself a finding: otherwise a misspelt
+name would have no effect, silently.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ _COMMENT = re.compile(r"#\s*lockstep:\s*ignore\[([^\]]*)\]")
 
 @dataclass(frozen=True, order=True, slots=True)
 class LintFinding:
-    """`line` counts from 1; `message` says what goes wrong and how to repair it, in one line."""
+    """A mistake in a file. `line` counts from 1; `message` says in one line what goes wrong and
+    how to repair it.
+    """
 
     file: str
     line: int
@@ -41,16 +42,14 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the rules found in a file, and its source with the safe fixes; None where there is
-    nothing to fix.
-    """
+    """The findings of a file, and its source with the safe fixes applied (None without a fix)."""
 
     findings: list[LintFinding]
     fixed: bytes | None
 
 
 def check_file(path: Path) -> Checked:
-    """Check a Python file. UsageError for one that cannot be read or is not Python."""
+    """Check a Python file. Raise UsageError if it cannot be read or is not Python."""
     try:
         return check_source(path.read_bytes(), str(path))
     except OSError as error:
@@ -60,9 +59,7 @@ def check_file(path: Path) -> Checked:
 
 
 def check_source(source: bytes, file: str = "<text>") -> Checked:
-    """Check source in the encoding that it declares; `file` is only what the findings are to
-    say.
-    """
+    """Check source code in the encoding that it declares. `file` is the name in the findings."""
     try:
         return _checked(Script(_parsed(source, file)), file)
     except RecursionError as error:
@@ -104,8 +101,8 @@ def _ignored(script: Script) -> dict[int, list[str]]:
 def _parsed(source: bytes, file: str) -> cst.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the file: the interpreter's affair
-            ast.parse(source)  # where brackets are nested too deeply, LibCST ends the process
+            warnings.simplefilter("ignore")  # Python shows these itself when it runs the file
+            ast.parse(source)  # raises on deeply nested brackets, where LibCST crashes
         return cst.parse_module(source)
     except SyntaxError as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

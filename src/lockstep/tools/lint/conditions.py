@@ -1,5 +1,5 @@
-"""Under which conditions a line runs: what a test of a counter's remainder says, and tests that hold
-on some ranks only, such as `rank == 0`, `dist.get_rank() != 0`, `is_main_process`.
+"""Find the conditions under which a line runs. Two kinds are understood: tests of a counter's
+remainder, and tests that hold on some ranks only, such as `rank == 0` or `is_main_process`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lockstep.tools.lint.script import Binding, Loop, Script, Value, dotted, las
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """An expression and the truth value that it is to have."""
+    """An expression and the truth value that it must have."""
 
     expression: cst.BaseExpression
     value: bool
 
 
 def conditions(script: Script, node: cst.CSTNode) -> Iterator[Test]:
-    """The tests of `if`, `x if c else y`, `c and x` around `node`, the innermost first. All of
-    them hold there.
+    """Yield the tests of `if`, `x if c else y`, `c and x` around `node`, the innermost first. All
+    of them hold at `node`.
     """
     for above, below in script.ancestors(node):
         match above:
@@ -35,12 +35,12 @@ def conditions(script: Script, node: cst.CSTNode) -> Iterator[Test]:
 
 
 def any_of(script: Script, test: Test) -> list[Test]:
-    """Tests of which at least one holds exactly if `test` does."""
+    """Split `test` into tests of which at least one holds if and only if `test` holds."""
     return _parts(script, test, cst.Or)
 
 
 def all_of(script: Script, test: Test) -> list[Test]:
-    """Tests that hold together exactly if `test` does."""
+    """Split `test` into tests that all hold if and only if `test` holds."""
     return _parts(script, test, cst.And)
 
 
@@ -63,8 +63,8 @@ def _parts(script: Script, test: Test, joined: _Joined, depth: int = 8) -> list[
 
 
 def definition(script: Script, node: cst.BaseExpression) -> Value:
-    """What a name stands for, if only one thing can be meant: bound once in its function, or in
-    the loop around.
+    """Return the value of a name, or None if it is not certain. It is certain if the name is bound
+    once in its function, or once in the innermost loop, and before `node`.
     """
     name = dotted(node)
     found = script.lookup(name, node)
@@ -86,8 +86,8 @@ _MODULO = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Modulo:
-    """True where counter = residue (mod size) if `equal`, everywhere else if not. The last
-    residue is -1.
+    """A test that is true where counter = residue (mod size), or, if not `equal`, everywhere else.
+    The last residue of a window is -1.
     """
 
     counter: str
@@ -97,7 +97,7 @@ class Modulo:
 
 
 def modulo(script: Script, test: Test) -> Modulo | None:
-    """`i % N`, `(i + 1) % N == 0`, `i % N != N - 1` and the like; None for anything else."""
+    """Parse `i % N`, `(i + 1) % N == 0`, `i % N != N - 1` and the like; None for other tests."""
     found = _MODULO.fullmatch(script.text(test.expression).replace(" ", ""))
     if found is None:
         return None
@@ -128,7 +128,7 @@ def counting_loop(script: Script, counter: str, node: cst.CSTNode) -> Loop | Non
 
 
 def first_value(script: Script, counter: str, loop: Loop, node: cst.CSTNode) -> int | None:
-    """What the counter is at `node` on the loop's first turn; None where the text does not tell."""
+    """Return the counter's value at `node` in the loop's first iteration; None if unknown."""
     bound = script.lookup(counter, node)
     within = [each for each in bound if script.inside(each.node, loop)]
     before = [each for each in bound if script.before(each.node, loop)]
@@ -164,7 +164,7 @@ def _integer(script: Script, node: Value) -> int | None:
 
 
 def counted_call(loop: Loop) -> cst.Call | None:
-    """The enumerate(...) or range(...) of a loop, also inside a progress bar:
+    """Return the enumerate(...) or range(...) of a loop, also if a progress bar wraps it:
     `tqdm(enumerate(x), ...)`.
     """
     node = loop.iter if isinstance(loop, cst.For) else None
@@ -194,15 +194,15 @@ _ALONE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The ranks for which `rank == number` is `inside`."""
+    """The rank `number` if `inside` is true; otherwise all ranks but this one."""
 
     number: int
     inside: bool
 
 
 def side(script: Script, test: Test) -> Side | None:
-    """Which ranks pass; None for a test that does not depend on the rank, or that one process
-    alone passes as well.
+    """Return the ranks that pass a test. None if it does not depend on the rank, or if only a run
+    of one process passes it.
     """
     parts = all_of(script, test)
     found = [each for part in parts if (each := _single(script, part)) is not None]
@@ -215,7 +215,7 @@ def side(script: Script, test: Test) -> Side | None:
 
 
 def _means_alone(script: Script, part: Test) -> bool:
-    """`not distributed`, `world_size == 1`."""
+    """Whether a test says that only one process runs: `not distributed`, `world_size == 1`."""
     text = script.text(part.expression)
     if not _ALONE.search(text) or _single(script, part) is not None:
         return False
@@ -254,7 +254,9 @@ def _compared(sign: str, numbers: set[int], value: bool) -> Side | None:
 
 
 def _numbers(text: str) -> set[int]:
-    """The ranks in `0`, `"0"` or `(0, -1)`. Older scripts say -1 where nothing is distributed."""
+    """Return the ranks in `0`, `"0"` or `(0, -1)`, without -1, which in older scripts means that
+    the run is not distributed.
+    """
     try:
         given = ast.literal_eval(text)
         several = given if isinstance(given, (tuple, list, set)) else [given]
@@ -264,8 +266,8 @@ def _numbers(text: str) -> set[int]:
 
 
 def is_rank(script: Script, node: cst.BaseExpression) -> bool:
-    """Is this the number of a rank among all? Not the rank in a group, nor a loop's counter of
-    that name.
+    """Whether an expression is the number of a process. The rank in a group is not, nor a loop
+    variable with the name of a rank.
     """
     bound = [each.node for each in script.lookup(dotted(node), node)]
     counts = any(isinstance(each, (cst.For, cst.CompFor)) for each in bound)

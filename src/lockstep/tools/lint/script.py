@@ -1,9 +1,9 @@
-"""One Python file as the rules see it: its LibCST tree with parents, frames, imports, what each
-name is bound to, and what in it belongs to data-parallel training.
+"""What the rules know about one Python file: its LibCST tree with parents, frames, imports and name
+bindings, and its collectives and DistributedDataParallel wrappers.
 
-A name is dotted text: `x`, `self.model`, `torch.distributed.barrier` (with the file's imports put
-in). Nothing is executed. A frame is what runs at one time: the module, a function, a class body, a
-lambda.
+A name is dotted text: `x`, `self.model`, or `torch.distributed.barrier` with its import resolved.
+Nothing is executed. A frame is code that runs as one unit: the module, a function, a class body
+or a lambda.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake at a node, with the values of its rule's sentence in errors.toml. `fix`, where there
-    is a safe one, replaces the node.
+    """A mistake at a node. `values` fill in the rule's message in errors.toml; `fix` replaces the
+    node, if there is a safe fix.
     """
 
     node: cst.CSTNode
@@ -37,8 +37,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A place where a name gets a value. `value` is None where no expression says it: a
-    parameter, a loop, `+=`.
+    """A place where a name gets a value. `value` is None if no expression gives it: a parameter,
+    a loop, `+=`.
     """
 
     node: cst.CSTNode
@@ -56,7 +56,7 @@ def dotted(node: cst.CSTNode | None) -> str:
 
 
 def last_name(node: cst.CSTNode | None) -> str:
-    """`c` of `a().b.c(...)`; "" for what has no name."""
+    """`c` of `a().b.c(...)`; "" for a node without a name."""
     match node:
         case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
             return name
@@ -66,7 +66,7 @@ def last_name(node: cst.CSTNode | None) -> str:
 
 
 def argument(call: cst.Call, name: str, place: int | None = None) -> Value:
-    """What a call gives for a parameter, by its name or its place."""
+    """Return the argument that a call passes for a parameter, by name or by position, or None."""
     given: dict[str | int, cst.BaseExpression] = {}
     for number, arg in enumerate(call.args):
         given[arg.keyword.value if arg.keyword else number] = arg.value
@@ -74,7 +74,7 @@ def argument(call: cst.Call, name: str, place: int | None = None) -> Value:
 
 
 def parameter(function: cst.FunctionDef, place: int) -> str:
-    """The parameter at a place among the arguments; "" beyond the last."""
+    """Return the name of the parameter at a position; "" beyond the last."""
     named = [*function.params.posonly_params, *function.params.params]
     return named[place].name.value if place < len(named) else ""
 
@@ -115,7 +115,7 @@ class Script(cst.CSTVisitor):
         self._span[original_node] = (self._span[original_node][0], len(self._span))
 
     def line(self, node: cst.CSTNode) -> int:
-        """The first line of a node. To find lines is slow: ask only for what is reported."""
+        """The first line of a node. The lookup is slow: call it for reported nodes only."""
         return self._positions[node].start.line
 
     @cached_property
@@ -130,12 +130,12 @@ class Script(cst.CSTVisitor):
         return first <= self._span[node][0] < end
 
     def before(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Does `node` begin before `other` in the text?"""
+        """Whether `node` begins before `other` in the text."""
         return self._span[node][0] < self._span[other][0]
 
     def within(self, root: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
-        """The nodes of these kinds that run with `root`, itself too: not the bodies of functions
-        and classes in it.
+        """Yield the nodes of these kinds that run when `root` runs, including `root`. The bodies
+        of functions and classes in it are left out.
         """
         frame = root if isinstance(root, _FRAMES) else self.frames[root]
         for node in (node for kind in kinds for node in self.all(kind)):
@@ -143,25 +143,25 @@ class Script(cst.CSTVisitor):
                 yield node
 
     def calls(self, root: cst.CSTNode, *names: str) -> list[cst.Call]:
-        """The calls that run with `root`: all, or those of these last names."""
+        """The calls that run when `root` runs: all calls, or the calls with these last names."""
         calls = self.within(root, cst.Call)
         return [call for call in calls if not names or last_name(call) in names]
 
     def names(self, root: cst.CSTNode) -> set[str]:
-        """Every dotted name in an expression, with its beginnings: `self.x.y` gives self,
-        self.x, self.x.y.
+        """Every dotted name in an expression, with its prefixes: `self.x.y` gives self, self.x,
+        self.x.y.
         """
         chains = self.within(root, cst.Name, cst.Attribute)
         return {dotted(node) for node in chains if not self._is_part(node)}
 
     def _is_part(self, node: cst.CSTNode) -> bool:
-        """The b of `a.b`, or of `f(b=1)`."""
+        """Whether a node is the b of `a.b`, or of `f(b=1)`."""
         above = self.parents[node]
         return node in (getattr(above, "attr", None), getattr(above, "keyword", None))
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-        """Pairs (above, below) up to the frame that `node` runs in: `below` is the child of
-        `above` that holds it.
+        """Yield pairs (above, below) up to the frame that `node` runs in. `below` is the child of
+        `above` that is or contains `node`.
         """
         frame = self.frames[node]
         while node is not frame:
@@ -187,8 +187,8 @@ class Script(cst.CSTVisitor):
         return [loop for loop, body in around if isinstance(loop, Loop) and body is loop.body]
 
     def lookup(self, name: str, node: cst.CSTNode) -> list[Binding]:
-        """What a name at `node` may be bound to, in the order of lines: in the innermost frame
-        that binds it.
+        """The bindings of a name that is used at `node`, in the order of lines: those in the
+        innermost function that binds it, else in the module. For `self.x`: those in the class.
         """
         if name.startswith("self."):
             return self._bound.get((self.home(node), name), [])
@@ -199,19 +199,19 @@ class Script(cst.CSTVisitor):
         return found
 
     def same(self, name: str, node: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Does a name mean the same at both nodes?"""
+        """Whether a name has the same bindings at both nodes."""
         return bool(name) and self.lookup(name, node) == self.lookup(name, other)
 
     def assigned(self, value: cst.BaseExpression) -> str:
-        """The name that a value is assigned to, "" if to none or to several."""
+        """The name that a value is assigned to; "" for no name or several."""
         match self.parents[value]:
             case cst.Assign(targets=[cst.AssignTarget(target=target)]):
                 return dotted(target)
         return ""
 
     def name(self, node: cst.CSTNode | None) -> str:
-        """The dotted name with its import put in; "" for what has none, and for a name imported
-        from several places.
+        """The dotted name with its import resolved; "" for a node without a name, and for a name
+        that is imported from several places.
         """
         first, _, rest = dotted(node).partition(".")
         homes = self.imports.get(first, {"torch.distributed"} if first == "dist" else {first})
@@ -225,11 +225,11 @@ class Script(cst.CSTVisitor):
         return text
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
-        """This file's functions and methods of that name."""
+        """The functions and methods of this name in the file."""
         return [node for node in self.all(cst.FunctionDef) if node.name.value == name]
 
     def called(self, call: cst.Call) -> cst.FunctionDef | None:
-        """The function of this file that `name(...)` calls, where only one has the name."""
+        """The function of this file that `name(...)` calls, if only one function has the name."""
         found = self.functions(dotted(call.func))
         found = [each for each in found if not isinstance(self.frames[each], cst.ClassDef)]
         return found[0] if len(found) == 1 else None
@@ -285,7 +285,7 @@ _PLACES = {
     4: "all_to_all_single",
 }
 _GROUP = {name: place for place, names in _PLACES.items() for name in names.split()}
-"""Collectives, with the place of `group` among the positional arguments."""
+"""The position of `group` among the arguments, by collective."""
 _TORCH = re.compile(r"torch\.distributed\.(distributed_c10d\.)?(?P<last>\w+)")
 _LOCKSTEP = re.compile(r"lockstep\.(evaluate|train|collectives\.(all_reduce|broadcast|all_gather))")
 _WORLDS = ("lockstep.init", "lockstep.World.current", "lockstep.World", "lockstep.world.World")
@@ -294,8 +294,8 @@ _WRAPPERS = ("DistributedDataParallel", "DDP")
 
 
 def collective(script: Script, call: cst.Call) -> str:
-    """What a message calls a call in which every rank takes part; "" for others, and for a
-    collective of a group.
+    """Return the name, for messages, of a call that every rank must make. Return "" for other
+    calls, and for a collective of a group.
     """
     name, last = script.name(call.func), last_name(call)
     if _LOCKSTEP.fullmatch(name):
@@ -325,8 +325,8 @@ def _is_world(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def is_torch_class(script: Script, node: cst.CSTNode, names: Collection[str]) -> bool:
-    """Is this one of torch's (or apex's) classes of that name? Also by a star import from
-    torch's modules.
+    """Whether a node names one of these classes of torch (or apex), also by a star import from a
+    module of torch.
     """
     full = script.name(node)
     known = dotted(node).split(".")[0] in script.imports
@@ -336,7 +336,7 @@ def is_torch_class(script: Script, node: cst.CSTNode, names: Collection[str]) ->
 
 
 def wrapper(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> cst.Call | None:
-    """The call of a DistributedDataParallel, torch's or Lockstep's, that a name at `use` is
+    """Return the call of torch's or Lockstep's DistributedDataParallel that a name at `use` is
     bound to.
     """
     bound = script.lookup(dotted(node), use)
@@ -360,15 +360,15 @@ def _is_ours(script: Script, call: cst.Call) -> bool:
 
 
 def is_torch_wrapper(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> bool:
-    """Is a name at `use` torch's DistributedDataParallel for sure?"""
+    """Whether a name at `use` is certainly torch's DistributedDataParallel."""
     values = [each.value for each in script.lookup(dotted(node), use)]
     ours = any(isinstance(value, cst.Call) and _is_ours(script, value) for value in values)
     return wrapper(script, node, use) is not None and not ours
 
 
 def without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    """Is the line under torch.no_grad(), inference_mode() or set_grad_enabled(False), by a block
-    or a decorator?
+    """Whether a line is under torch.no_grad(), inference_mode() or set_grad_enabled(), in a with
+    block or by a decorator.
     """
     around = list(getattr(script.scope(node), "decorators", ()))
     for above, _ in script.ancestors(node):

@@ -1,3 +1,4 @@
-"""Where a training's time went: in sentences, with who was waited for and what would help; and on
-one page of HTML, self-contained, without scripts, in light and dark, on a phone and on paper.
+"""Report where a training's time went. Sentences name the ranks that others waited for and what
+would help. The HTML page is self-contained and has no scripts; it works in light and dark, on a
+phone and on paper.
 """

@@ -1,5 +1,5 @@
-"""What happened over a run: loss, metrics and throughput; starts and restarts, events, checkpoints;
-and what our own checks cost.
+"""The course of a run: loss, metrics and throughput; starts, restarts, events and checkpoints; and
+the cost of Lockstep's own checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.tools.svg import Plot
 from lockstep.training.timeline import Anatomy, Generation
 
 _POINTS = 400
-"""In one curve: more than a phone or a sheet of paper shows."""
+"""Points in one curve: more than a phone or a sheet of paper can show."""
 _TABLED = 12
 _METRICS = 6
 _OF_STEPS = {"lr": "Learning rate", "grad_norm": "Gradient norm"}
@@ -28,7 +28,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def curves(recorded: Recorded) -> Section:
-    """Empty where no step was recorded."""
+    """Return the curves of the training. The section is empty if no step was recorded."""
     if not recorded.steps:
         return Section("curves", "Training")
     training, width = thinned(_curve(recorded, "loss"), _POINTS)
@@ -71,8 +71,8 @@ def curves(recorded: Recorded) -> Section:
 
 
 def thinned(curve: Curve, points: int) -> tuple[Curve, int]:
-    """At most so many points, each the mean of as many neighbours, at the last one's step; and
-    how many neighbours that are.
+    """Reduce a curve to at most `points` points, and return how many neighbours each one stands
+    for. A point is the mean of these neighbours, at the step of the last one.
     """
     width = max(1, -(-len(curve) // points))
     groups = [curve[start : start + width] for start in range(0, len(curve), width)]
@@ -99,7 +99,7 @@ def _evaluated(recorded: Recorded, name: str) -> Curve:
 def _figure(
     title: str, caption: str, curves: Mapping[str, Curve], unit: str, *, from_zero: bool = False
 ) -> Illustration:
-    """`curves`: of the training, of its evaluations, or both."""
+    """Draw `curves`: those of the training, of its evaluations, or both."""
     steps = [step for curve in curves.values() for step, _ in curve]
     values = [value for curve in curves.values() for _, value in curve if math.isfinite(value)] or [
         0.0
@@ -131,7 +131,7 @@ _MIB = 2**20
 
 
 def history(recorded: Recorded) -> Section:
-    """Of the run."""
+    """Return the tables of the run's starts, events and checkpoints."""
     tables = [
         table
         for table in (_generations(recorded), _events(recorded), _checkpoints(recorded.run))
@@ -141,7 +141,7 @@ def history(recorded: Recorded) -> Section:
 
 
 def checks(recorded: Recorded, judged: Judged | None) -> Section:
-    """What our own checks and this record cost, and what they found."""
+    """Say how long Lockstep's own checks took, and how many steps were skipped."""
     text = []
     if judged is not None:
         times = [place.each("checks") for place in judged.places.values()]
@@ -205,7 +205,7 @@ def _ended(generation: Generation, under_way: bool) -> str:
 
 
 def _events(recorded: Recorded) -> Numbers:
-    """The latest, in order; starts and ends of the training are the first and the last."""
+    """Return a table of the latest events, in order."""
     found = recorded.events[-_ROWS:]
     left = len(recorded.events) - len(found)
     rows = [[str(event["event"]), str(event.get("step", "")), _line(event)] for event in found]
@@ -233,7 +233,7 @@ def _checkpoints(run: Path) -> Numbers:
         try:
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         except FileNotFoundError:
-            continue  # the run is under way, and has removed it meanwhile
+            continue  # the run is under way and has just removed it
         rows.append(
             [
                 folder.name,

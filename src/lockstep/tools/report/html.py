@@ -1,5 +1,5 @@
-"""What the page is made of, and how it becomes HTML: report.html.jinja and style.css filled in,
-every text escaped.
+"""The parts of the page, and their rendering as HTML with report.html.jinja and style.css. Every
+text is escaped.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Illustration:
-    """A figure, and the same in words and numbers for who does not see it."""
+    """A figure, with its content in words and numbers for readers who cannot see it."""
 
     title: str
     svg: str
-    """From tools/svg.py: our own markup, not escaped again."""
+    """Markup from tools/svg.py, which is not escaped again."""
     caption: str
-    """What it shows and in which unit; plain text."""
+    """What the figure shows and in which unit; plain text."""
     table: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     name: str
-    """Its anchor."""
+    """The section's anchor."""
     title: str
     text: Sequence[str] = ()
-    """Paragraphs, plain."""
+    """Paragraphs of plain text."""
     figures: Sequence[Illustration] = ()
     tables: Sequence[Numbers] = ()
     folded: bool = True
-    """Whether only its title is seen at first; on paper all is."""
+    """Whether only the title is visible at first; on paper everything is visible."""
 
     @property
     def empty(self) -> bool:
@@ -50,12 +50,12 @@ class Section:
 
 
 def render(**what: Any) -> str:
-    """The page."""
+    """Render the page."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup, escape
 
     def said(sentence: str) -> Markup:
-        """Options and per cents do not break over lines."""
+        """Escape a sentence; options and percentages in it do not break over lines."""
         text = str(escape(sentence)).replace(" %", "&nbsp;%")
         return Markup(re.sub(r"--[a-z-]+( [\w.]+(?=:))?", r"<code>\g<0></code>", text))
 

@@ -1,5 +1,5 @@
-"""Where time and memory go: a bar a rank and who waits for whom; and of a few steps, when each
-bucket of gradients left and was there, against forward and backward.
+"""Figures of time and memory by rank, and of who waits for whom. For a few steps, also when each
+bucket of gradients was sent and summed, beside forward and backward.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from lockstep.training.timeline import Anatomy, Generation, MemoryLine, StepsLin
 
 _RANKS = 8
 Step = Mapping[int, StepsLine]
-"""One step of every rank."""
+"""One step, by rank."""
 
 
 def section(anatomy: Anatomy | None) -> Section:
-    """Of the latest stretch in which steps were recorded with their times. Empty where none was."""
+    """Draw steps of the latest start that recorded steps with their times. The section is empty if
+    none did.
+    """
     generations = () if anatomy is None else anatomy.generations
     found = next((each for each in reversed(generations) if _recorded(each)), None)
     if anatomy is None or found is None:
@@ -39,7 +41,7 @@ def section(anatomy: Anatomy | None) -> Section:
 
 
 def _recorded(generation: Generation) -> dict[int, Step]:
-    """The steps whose times every rank has kept, by number."""
+    """Return the steps whose times every rank has recorded, by number."""
     spanned = {
         rank: {line.first: line for line in lane.steps if line.spans}
         for rank, lane in generation.lanes.items()
@@ -52,7 +54,7 @@ def _recorded(generation: Generation) -> dict[int, Step]:
 
 
 def _chosen(seconds: Mapping[int, float]) -> dict[int, str]:
-    """A usual step, and the slowest, where that is another; not from the warm-up."""
+    """Choose a typical step and the slowest one, not from the warm-up; they may be the same."""
     numbers = sorted(seconds)
     numbers = numbers[min(WARM_UP, len(numbers) // 2) :]
     middle = statistics.median_low([seconds[number] for number in numbers])
@@ -64,7 +66,7 @@ def _chosen(seconds: Mapping[int, float]) -> dict[int, str]:
 def _aligned(
     generation: Generation, step: Step, behind: Mapping[str, float]
 ) -> dict[int, StepsLine]:
-    """In milliseconds since the step began, on the clock of the first host; the first ranks."""
+    """Return a step in milliseconds since it began, on the clock of the first host."""
     by = {rank: behind[generation.lanes[rank].begin.host] for rank in step}
     origin = min(began + by[rank] for rank, line in step.items() for _, began, _ in line.spans)
     found = {}
@@ -111,7 +113,7 @@ def _figure(number: int, step: Step, what: str) -> Illustration:
 
 
 def _buckets(plot: Plot, row: int, line: StepsLine) -> None:
-    """Thin bars one under the other, so that those that overlap can be told apart."""
+    """Draw thin bars below each other, so that overlapping buckets can be told apart."""
     height = 0.4 / max(1, len(line.buckets))
     for place, (index, left, done) in enumerate(line.buckets):
         if done is None:
@@ -135,14 +137,14 @@ def _table(lines: Mapping[str, StepsLine]) -> Numbers:
 
 
 SHOWN = ("data", "forward", "backward", "moving", "waits", "optimizer", "checks", "other")
-"""Phases in the page's order, each a colour of style.css."""
+"""The phases in the page's order; style.css has a colour for each."""
 NAMES = {phase: phase for phase in SHOWN} | {"moving": "all-reduce", "waits": "waiting"}
 _MOST = 32
-"""Ranks in one figure."""
+"""The largest number of ranks in one figure."""
 _NUMBERED = 8
-"""Ranks up to which a matrix has its figures written into its cells."""
+"""The largest number of ranks for which the cells of the matrix show numbers."""
 _PARTS = dict(parameters="forward", gradients="backward", optimizer="optimizer", activations="data")
-"""Parts of memory, and the phase whose colour each has."""
+"""The parts of memory, each with the phase whose colour it gets."""
 _MIB = 2**20
 
 
@@ -151,8 +153,8 @@ def colour(phase: str) -> str:
 
 
 def _bars(rows: Sequence[str], unit: str, parts: Mapping[str, tuple[str, Sequence[float]]]) -> str:
-    """A bar a row, of parts that lie one behind the other: by name, the phase whose colour each
-    has and its length in every row.
+    """Draw one bar per row from consecutive parts. `parts` gives for each name the phase whose
+    colour it gets, and its length in every row.
     """
     longest = max(map(sum, zip(*(lengths for _, lengths in parts.values()), strict=True)))
     legend = {name: colour(phase) for name, (phase, _) in parts.items()}
@@ -168,7 +170,7 @@ def _bars(rows: Sequence[str], unit: str, parts: Mapping[str, tuple[str, Sequenc
 
 
 def times(judged: Judged | None) -> Section:
-    """Empty where nothing was recorded."""
+    """Draw the time of each rank by phase. The section is empty if nothing was recorded."""
     if judged is None:
         return Section("ranks", "Time by rank")
     figures = [_phases(judged)]
@@ -181,8 +183,8 @@ def times(judged: Judged | None) -> Section:
 
 
 def _drawn(judged: Judged) -> dict[int, str]:
-    """The places that are shown, in order, with their names: all of them, or those for which the
-    others waited longest.
+    """Return the names of the ranks or replicas that are shown, in order: all of them, or those
+    that the others waited for longest.
     """
     numbers = list(judged.places)
     if len(numbers) > _MOST:
@@ -268,7 +270,9 @@ def _waits(judged: Judged) -> Illustration:
 
 
 def memory(anatomy: Anatomy | None) -> Section:
-    """Of the latest stretch in which a rank has told. Empty where none has."""
+    """Draw the memory of each rank, from the latest start that recorded it. The section is empty if
+    none did.
+    """
     found: dict[int, MemoryLine] = {}
     for generation in () if anatomy is None else anatomy.generations:
         found = {

@@ -1,4 +1,4 @@
-"""The steps after the warm-up, and each rank's time in them: what a verdict is made from."""
+"""The time of each rank in the steps after the warm-up: the input of a verdict."""
 
 from __future__ import annotations
 
@@ -11,60 +11,58 @@ from lockstep.config.mesh import Mesh
 from lockstep.training.timeline import PHASES, Begin, Generation, StepsLine
 
 Kept = Mapping[int, Sequence[StepsLine]]
-"""Lines by rank."""
+"""The recorded lines of each rank."""
 _SUMS = ("seconds", "moving", "waits", "micro_batches")
 
 WARM_UP = 3
-"""Lines at the start that are left out where there are twice as many: first allocations,
-threads, file caches.
+"""Lines at the start that are left out, but at most half of all: they contain first allocations,
+the start of threads, cold file caches.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """One rank's; or, on a mesh, those of the ranks with one replica of the model: others wait
-    for them as for one. In seconds.
+    """The times of a place, in seconds. A place is a rank or, on a mesh, the ranks that hold one
+    replica of the model: the others wait for them as for one rank.
     """
 
     ranks: tuple[int, ...]
     steps: int
-    """All of its ranks' together, as all sums here."""
+    """The number of steps, summed over its ranks like all sums here."""
     totals: Mapping[str, float]
-    """By phase, and of "seconds", "moving", "waits" and "micro_batches"."""
+    """Sums by phase, and of "seconds", "moving", "waits" and "micro_batches"."""
     hidden: float | None
-    """None where it is not known."""
+    """Seconds of communication behind computation; None if unknown."""
     lost: Mapping[int, float]
-    """By the place that was waited for."""
+    """Seconds that it waited, by the place it waited for."""
     spread: float | None
-    """Of a step's own time, without waiting: standard deviation over mean. None for less than
-    two steps.
+    """The standard deviation of a step's time without waiting, divided by the mean. None for fewer
+    than two steps.
     """
     error: float
-    """Seconds by which the mean of that time may be off: one standard error, 0 where nothing is
-    known of it.
-    """
+    """The standard error of the mean of that time, in seconds; 0 if unknown."""
 
     def each(self, *names: str) -> float:
-        """A step's mean of these totals together."""
+        """The sum of these totals, per step."""
         return sum(self.totals[name] for name in names) / self.steps
 
     def waited_for(self, who: int) -> float:
-        """Seconds a step."""
+        """Seconds a step that it waited for place `who`."""
         return self.lost.get(who, 0.0) / self.steps
 
     @property
     def hidden_each(self) -> float | None:
-        """Seconds a step; None where it is not known."""
+        """Seconds a step of hidden communication; None if unknown."""
         return None if self.hidden is None else self.hidden / self.steps
 
     @property
     def busy(self) -> float:
-        """Seconds a step in which it was not waiting."""
+        """Seconds a step in which it did not wait."""
         return (self.totals["seconds"] - self.totals["waits"]) / self.steps
 
     @property
     def computing(self) -> float:
-        """Seconds a step."""
+        """Seconds a step in forward and backward."""
         return self.each("forward", "backward")
 
     @property
@@ -75,7 +73,9 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """Never without a place, and no place without a step."""
+    """The steps that are judged and the times of all places. There is at least one place, and each
+    place has at least one step.
+    """
 
     generation: Generation
     first: int
@@ -88,24 +88,24 @@ class Judged:
         return self.generation.begin
 
     def total(self, *names: str) -> float:
-        """Of all places together."""
+        """The sum of these totals over all places."""
         return sum(place.totals[name] for place in self.places.values() for name in names)
 
     @property
     def seconds(self) -> float:
-        """Of all places together, never 0."""
+        """The sum of the seconds of all places, never 0."""
         return self.total("seconds") or 1.0
 
     @property
     def alone(self) -> bool:
-        """Whether ranks step without waiting for each other: at a server, or between two
-        meetings.
+        """Whether ranks step without waiting for each other: with a parameter server, or with
+        local steps.
         """
         return _alone(self.generation)
 
     @property
     def lost_to(self) -> dict[int, float]:
-        """Seconds that the others waited for each place, most first."""
+        """Seconds that the others waited for each place, the largest first."""
         found = dict.fromkeys(self.places, 0.0)
         for number, place in self.places.items():
             for who, seconds in place.lost.items():
@@ -123,10 +123,10 @@ class Judged:
 
 
 def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
-    """None where no step was taken. `mesh`: how the ranks stand, where they hold parts of the
-    model.
+    """Return the times of all places after the warm-up; None if no step was recorded. `mesh` is the
+    mesh of the ranks, if they hold parts of the model.
     """
-    if not generation.begin.method.startswith("server"):  # whose ranks take steps of their own
+    if not generation.begin.method.startswith("server"):  # ranks of a server step independently
         generation = generation.common()
     lanes = generation.lanes.items()
     kept: Kept = {
@@ -168,8 +168,8 @@ def _alone(generation: Generation) -> bool:
 
 
 def _of_replicas(line: StepsLine, mesh: Mesh, rank: int) -> StepsLine:
-    """Whom it waited for as the number of their replica; waits within its own are the
-    pipeline's.
+    """Return the line with its waits by replica instead of by rank. Waits within the rank's own
+    replica are left out: they belong to the pipeline.
     """
     lost: dict[int, float] = {}
     for who, seconds in line.lost.items():
@@ -179,8 +179,8 @@ def _of_replicas(line: StepsLine, mesh: Mesh, rank: int) -> StepsLine:
 
 
 def _with_lost(kept: Kept) -> dict[int, Sequence[StepsLine]]:
-    """Where no rank tells whom it waited for: the last to arrive is who waited least, and the
-    others waited for it so much longer.
+    """Estimate which rank the others waited for, if no rank recorded it. The rank that waited least
+    arrived last, and the others waited for it by so much longer.
     """
     by_rank = {rank: {line.place: line for line in lines} for rank, lines in kept.items()}
     for key in set.intersection(*map(set, by_rank.values())):
@@ -209,7 +209,7 @@ def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]
 
 
 def _spread(lines: Sequence[StepsLine]) -> float | None:
-    """From lines of one step each, if there are any: sums over several steps vary less."""
+    """Return the spread of the lines with the fewest steps: sums over several steps vary less."""
     least = min(line.count for line in lines)
     times = [line.busy / line.count for line in lines if line.count == least]
     if len(times) < 2 or (mean := statistics.fmean(times)) == 0:
@@ -229,8 +229,8 @@ def _error(lines: Sequence[StepsLine]) -> float:
 
 
 def percentages(shares: Sequence[float]) -> list[int]:
-    """Whole per cents that add up as the shares do: what rounding down leaves goes to the
-    largest remainders.
+    """Round shares to whole per cents that add up as the shares do. What rounding down leaves goes
+    to the largest remainders.
     """
     whole = [math.floor(100 * share) for share in shares]
     left = round(100 * sum(shares)) - sum(whole)
@@ -250,5 +250,5 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Without a unit: `212`, `11`, `0.35`."""
+    """Format seconds as milliseconds without a unit: `212`, `11`, `0.35`."""
     return f"{1e3 * seconds:.0f}" if seconds >= 0.00995 else f"{1e3 * seconds:.2g}"

@@ -1,4 +1,4 @@
-"""`lockstep report`: what to do, why, and the details, on one page; and the same as JSON."""
+"""`lockstep report`: advice, its reasons and the details of a run, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NO_STEP = "No step was recorded yet, so there is nothing to judge."
 
 
 def told(recorded: Recorded, found: Verdict | None) -> tuple[Sequence[str], Sequence[str]]:
-    """What to do, and why, in sentences."""
+    """Return the advice and its reasons, in sentences."""
     if found is not None:
         return found.actions(), found.reasons()
     return [], [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
 
 
 def page(recorded: Recorded, found: Verdict | None) -> str:
-    """`found`: what is said on top."""
+    """Return the report as HTML, with the verdict `found` at the top."""
     places = _judged(recorded)
     actions, reasons = told(recorded, found)
     sections = [
@@ -79,8 +79,8 @@ def _judged(recorded: Recorded) -> Judged | None:
 
 
 def _command(settings: Settings) -> str:
-    """One that trains the same: the options that are not the defaults. Empty for a task that the
-    command line does not know, because it was made in Python.
+    """Return a command that trains the same, with the options that differ from the defaults. It is
+    empty for a task that was made in Python and that the command line does not know.
     """
     if settings.task not in BUNDLED and not settings.task.endswith(".py"):
         return ""
@@ -100,7 +100,7 @@ def _command(settings: Settings) -> str:
 
 
 def _facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """What a reader asks first."""
+    """Return the facts for the top of the page: workers, epochs, steps, headline, seconds."""
     result = recorded.result or {}
     last = recorded.steps[-1]["step"] if recorded.steps else None
     found = [
@@ -117,7 +117,7 @@ def _facts(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def _run(recorded: Recorded) -> list[tuple[str, str]]:
-    """On what it ran, and with which numbers."""
+    """Return the machine, the versions and the main numbers of the run."""
     start, begin = recorded.start, None
     if recorded.anatomy is not None:
         lanes = recorded.anatomy.generations[-1].lanes.values()
@@ -159,7 +159,9 @@ def _short(value: Any) -> Any:
 
 
 def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
-    """Times in seconds a step. `ranks` has a row a rank; on a mesh a row a replica."""
+    """Return the report as JSON, with times in seconds a step. `ranks` has one row per rank, or on
+    a mesh one per replica.
+    """
     found = _judged(recorded)
     starts = [
         {
@@ -189,13 +191,13 @@ def _row(place: RankTimes) -> dict[str, Any]:
 
 
 _BY_TASK = ("epochs", "precision", "compile")
-"""What the task decides where nobody else does."""
+"""Settings that the task decides if the user does not."""
 _INSIDE = ("grow", "grow_if_wanted", "settings_file")
-"""Between launcher and ranks; nothing that was asked for."""
+"""Settings that the launcher passes to the ranks; they are not shown."""
 
 
 def settings_table(recorded: Recorded) -> Section:
-    """A row for each setting that is no default; the others in a sentence."""
+    """Return a table of the settings that differ from the defaults; a sentence lists the others."""
     begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
     tuned = _tuned(recorded.settings)
     used = _used(recorded, begin)
@@ -220,7 +222,7 @@ def settings_table(recorded: Recorded) -> Section:
 
 
 def _used(recorded: Recorded, begin: Begin | None) -> dict[str, Any]:
-    """What became of settings that say "auto", or nothing."""
+    """Return the values that were used for settings that are "auto" or not set."""
     found: dict[str, Any] = {}
     if recorded.settings.epochs is None and recorded.start.get("epochs") is not None:
         found["epochs"] = recorded.start["epochs"]
@@ -257,7 +259,7 @@ def _default(name: str) -> Any:
 
 
 def _tuned(settings: Settings) -> Mapping[str, Any]:
-    """What the file of `lockstep tune` gave, if it is still there."""
+    """Return the settings of the `lockstep tune` file, if it can still be read."""
     if settings.settings_file is None:
         return {}
     try:

@@ -1,9 +1,9 @@
-"""Whom the others wait for, and what would make a training's steps shorter, and by how much, where
-that can be computed.
+"""Find the ranks that the others wait for, and the options that would make steps shorter, with the
+gain if it can be computed.
 
-A step is taken to last as long as its slowest rank is busy, and what else all ranks wait for. An
-option changes how long some of them are busy; the rest stays. Nothing is advised that is in use,
-that the method cannot have, or that would gain less than a few per cent.
+The model: a step lasts as long as its slowest rank is busy, plus the time that all ranks wait. An
+option changes how long some ranks are busy, and nothing else. Options are not advised if they are
+in use, if the method does not support them, or if they would gain less than a few per cent.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _CAUSES: Mapping[Cause, tuple[tuple[str, ...], str]] = {
     "network": (("moving",), "its network"),
     "computation": (("forward", "backward"), "its forward and backward"),
 }
-"""The phases of which each consists, and its words."""
+"""The phases of each cause, and its name in sentences."""
 SHARED = "shared memory"
-"""How a reduction's name begins that sends nothing."""
+"""The first words in the name of a reduction that sends nothing."""
 LEAST = 0.02
-"""Of all time: what is lost to less is not worth a word."""
+"""The smallest lost fraction of all time that is mentioned."""
 _STEADY = 0.5
-"""Of what the others wait for a rank, it must be so much behind them on average; else it is only
-its turn to be the last.
+"""A straggler is behind the others on average by at least this fraction of their wait for it.
+Otherwise the ranks are last in turn.
 """
 _SURE = 3
-"""Standard errors by which it must be behind them: in a few steps somebody always happens to be
-slowest.
+"""A straggler is behind the others by at least this many standard errors: in a few steps some rank
+is always slowest by chance.
 """
 _ALIKE = 0.1
-"""Ranks are equally fast that differ by less."""
+"""Ranks whose times differ by less than this fraction count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,12 @@ class Straggler:
 
     place: int
     share: float
-    """Of all ranks' time, that the others waited for it."""
+    """The fraction of all ranks' time that the others waited for it."""
     cause: Cause
     mine: float
-    """Seconds a step in that phase; for "work", micro-batches a step."""
+    """Its seconds a step in the phases of `cause`; for "work", its micro-batches a step."""
     others: float
-    """The median of the other places'."""
+    """The median of the other places, in the same unit."""
 
     def named(self, found: Judged) -> str:
         """`rank 3 (its loader: 212 ms a step, others 11)`."""
@@ -79,8 +79,8 @@ class Straggler:
 
 
 def next_straggler(judged: Judged, named: Sequence[Straggler]) -> Straggler | None:
-    """Who would be waited for if those `named` were as quick as the others: nobody waits for it
-    now, since they come later still.
+    """Return the place that the others would wait for if those in `named` were as fast as the
+    others. Nobody waits for it now, because the named ones arrive later still.
     """
     rest = {
         number: place
@@ -99,7 +99,9 @@ def next_straggler(judged: Judged, named: Sequence[Straggler]) -> Straggler | No
 
 
 def stragglers(judged: Judged) -> list[Straggler]:
-    """Most waited for first. Empty where nobody is, or each in turn."""
+    """Return the stragglers, the largest wait first. The list is empty if the others wait for no
+    rank, or for a different rank in each step.
+    """
     if judged.alone or len(judged.places) < 2:
         return []
     found = []
@@ -118,8 +120,8 @@ def stragglers(judged: Judged) -> list[Straggler]:
 
 
 def _explained(number: int, share: float, place: RankTimes, others: list[RankTimes]) -> Straggler:
-    """Others' times are medians, the lower one of an even number: with three ranks of which two
-    are slow, the third is the measure.
+    """Find the cause of a straggler. It is compared with the median of the others, the lower one of
+    an even number: if two of three ranks are slow, the third is the reference.
     """
 
     def compared(cause: Cause) -> tuple[float, float]:
@@ -148,35 +150,35 @@ def _explained(number: int, share: float, place: RankTimes, others: list[RankTim
 
 
 _LEAST = 0.05
-"""Gain below which a change is not worth advising."""
+"""The smallest gain that is advised."""
 _LEAST_OTHER = 0.15
-"""The same for what changes the training."""
+"""The smallest gain that is advised for an option that changes what is trained."""
 _MOST_LOADERS = 16
 MOST = 3
-"""Advice in one verdict."""
+"""The largest number of advice sentences in one verdict."""
 _BUCKETS = 4
-"""Parts of which the last cannot be hidden."""
+"""The number of buckets to advise; the last one cannot be hidden."""
 _LEAST_BUCKET = 2**20
-"""Bytes: smaller ones are all latency."""
+"""The smallest bucket to advise, in bytes: the time of a smaller one is all latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     option: str
-    """As it is typed."""
+    """The option as the user types it, or another change in words."""
     gain: float | None
-    """Share of samples/s that it would bring; None where nothing can be computed."""
+    """The gain as a fraction of samples/s; None if it cannot be computed."""
     remark: str = ""
-    """What must be known before it is used; there where the gain is not known."""
+    """What to know before using the option; always given if the gain is unknown."""
     changes: bool = False
-    """Whether it makes another training of it."""
+    """Whether it changes what is trained."""
 
     @property
     def is_worth_it(self) -> bool:
         return self.gain is None or self.gain >= (_LEAST_OTHER if self.changes else _LEAST)
 
     def __str__(self) -> str:
-        """One sentence, with the gain that it would bring."""
+        """One sentence with the expected gain."""
         if self.gain is None:
             return f"Try {self.option}: {self.remark} ({UNKNOWN})."
         return f"Use {self.option}: {gained(self.gain)}{self.remark and f'; {self.remark}'}."
@@ -186,15 +188,15 @@ UNKNOWN = "gain unknown: measure it"
 
 
 def gained(gain: float, about: str = "about") -> str:
-    """In words, for a share of samples/s."""
+    """Say in words how much faster, for a gain as a fraction of samples/s."""
     return f"{about} " + (
         f"{100 * gain:.0f} % faster" if gain < 1 else f"{1 + gain:.2g} times as fast"
     )
 
 
 class Case:
-    """What is judged, and its model: seconds that each place is busy in a step, and what is
-    added to the longest of them.
+    """The judged steps and their model: the seconds that each place is busy in a step (`busy`), and
+    the seconds that are added to the longest of them (`common`).
     """
 
     def __init__(
@@ -208,35 +210,39 @@ class Case:
         self.ranks_on = Counter(lane.begin.host for lane in judged.generation.lanes.values())
         together = not judged.alone and len(self.places) > 1 and judged.mesh is None
         self.replicated = together and self.begin.method == "replicated"
-        """Whether all ranks hold and update the whole model, in step with each other."""
+        """Whether all ranks hold and update the whole model, in the same step."""
         lost = [sum(place.lost.values()) / place.steps for place in self.places]
         self.sums = max(0.0, (self.each("exposed") - lost).min()) if together else 0.0
-        """Seconds of communication that is not hidden; 0 where places do not sum."""
+        """Seconds a step of exposed communication without waits for ranks; 0 if `together` is
+        false.
+        """
         self.sends = (
             self.replicated and self.sums > 0 and not self.begin.reduction.startswith(SHARED)
         )
-        """Whether a part of each step is sending whole gradients."""
+        """Whether the ranks send whole gradients in each step and wait for them."""
         plain = settings is not None and settings.compress is None and not settings.exact
         self.may_change = self.sends and plain
-        """Whether sums that round, or that are left out, may be advised."""
+        """Whether the advice may include to round gradients or to skip all-reduces."""
 
     def each(self, *phases: str) -> NDArray[np.float64]:
         """Seconds a step of these phases, by place."""
         return np.array([place.each(*phases) for place in self.places])
 
     def gain(self, saved: NDArray[np.float64] | float, *, least: float = 0.0) -> float:
-        """Of samples/s, where each place saves so many seconds, and the step lasts `least`
-        anyway.
+        """The gain in samples/s if each place saves these seconds a step, and the step lasts at
+        least `least` seconds.
         """
         return float(self.seconds / max((self.busy - saved).max() + self.common, least, 1e-9) - 1)
 
     def less(self, seconds: float) -> float:
-        """Gain, where a step is so much shorter."""
+        """The gain in samples/s if a step is shorter by these seconds."""
         return float(self.seconds / max(self.seconds - seconds, 1e-9) - 1)
 
 
 def advice(judged: Judged, behind: Sequence[Straggler], settings: Settings | None) -> list[Advice]:
-    """Most gain first, what cannot be computed last; nothing from a single step."""
+    """Return the advice with the largest gain first and unknown gains last. A single step gives no
+    advice.
+    """
     if judged.first == judged.last:
         return []
     case = Case(judged, behind, settings)
@@ -247,8 +253,8 @@ def advice(judged: Judged, behind: Sequence[Straggler], settings: Settings | Non
 
 
 def crowded(judged: Judged) -> dict[str, tuple[int, int, int]]:
-    """Hosts whose ranks have less than a core for each of their threads: host -> ranks, threads
-    of each, cores.
+    """Return the hosts with fewer cores than threads of ranks: host -> (ranks, threads per rank,
+    cores).
     """
     lanes = [lane.begin for lane in judged.generation.lanes.values() if lane.begin.device == "cpu"]
     ranks = Counter(begin.host for begin in lanes)
@@ -259,7 +265,7 @@ def crowded(judged: Judged) -> dict[str, tuple[int, int, int]]:
 
 
 def _cores(case: Case) -> Advice | None:
-    """Where ranks share cores. What they would do alone is not known from here."""
+    """Advise fewer workers or threads if ranks share cores. The gain cannot be computed."""
     hosts = crowded(case.judged)
     if len(hosts) != 1 or len(case.ranks_on) != 1:
         return None
@@ -272,7 +278,7 @@ def _cores(case: Case) -> Advice | None:
 
 
 def _loader(case: Case) -> Advice | None:
-    """As many processes as would keep up with the step that is left without the loader."""
+    """Advise as many loader processes as keep up with a step that does not wait for data."""
     waits, now = case.each("data"), case.begin.loader_workers
     left = max(case.seconds / (1 + case.gain(waits)), 1e-9)
     waited = now * case.seconds if now else waits.max()
@@ -288,7 +294,7 @@ def _loader(case: Case) -> Advice | None:
 
 
 def _balance(case: Case) -> Advice | None:
-    """Micro-batches in proportion to speed, where a rank is slower at equal work."""
+    """Advise micro-batches in proportion to speed, if a rank is slower at equal work."""
     begin, count = case.begin, len(case.places)
     pieces = np.array([place.pieces for place in case.places])
     slow = any(each.cause in ("forward", "backward", "computation") for each in case.behind)
@@ -299,7 +305,7 @@ def _balance(case: Case) -> Advice | None:
         return None
     even = begin.micro_batch and -(-begin.global_batch // begin.micro_batch) % count == 0
     if even and len({place.totals["micro_batches"] for place in case.places}) > 1:
-        return None  # they would be equal if they were not balanced
+        return None  # the shares differ although they divide evenly: already balanced
     computing = case.each("forward", "backward")
     piece = np.divide(computing, pieces, out=np.full(count, np.inf), where=pieces > 0)
     rest = case.busy - computing
@@ -309,8 +315,8 @@ def _balance(case: Case) -> Advice | None:
 
 
 def deal(count: int, seconds: Sequence[float], rest: Sequence[float]) -> list[int]:
-    """`count` micro-batches over ranks that take `seconds` for one and `rest` besides: each goes
-    to who would be done first.
+    """Divide `count` micro-batches among ranks. A rank takes `seconds` for each of them and `rest`
+    besides. Each micro-batch goes to the rank that would finish it first.
     """
     dealt = [0] * len(seconds)
     for _ in range(count):
@@ -322,15 +328,15 @@ def deal(count: int, seconds: Sequence[float], rest: Sequence[float]) -> list[in
 
 
 def _sharded(case: Case) -> Advice | None:
-    """Each rank updates its share of the parameters, for the same bytes."""
-    # What holds one rank up in its update is no work that could be shared.
+    """Advise that each rank updates its share of the parameters, for the same bytes."""
+    # The median: a delay of one rank in its update is not work that can be divided.
     usual = statistics.median_low(case.each("optimizer").tolist())
     gain = case.gain((1 - 1 / case.judged.generation.workers) * usual)
     return Advice("--update sharded", gain) if case.replicated else None
 
 
 def _buckets(case: Case) -> Advice | None:
-    """Hide sums behind the backward of the last micro-batch."""
+    """Advise smaller buckets, to hide all-reduces behind the backward of the last micro-batch."""
     size = sum(case.begin.buckets)
     if not case.sends or len(case.begin.buckets) != 1 or size < _BUCKETS * _LEAST_BUCKET:
         return None

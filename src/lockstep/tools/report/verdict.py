@@ -1,13 +1,13 @@
-"""What to do about a training's time, and where it went, in sentences.
+"""The verdict on a training: sentences that say what to do and where the time went.
 
     Use --loader-workers 2: about 17 % faster.
     4 ranks: 71 % efficient. Lost 29 %: 19 % waiting for rank 3 (its loader: 212 ms a step, others
     11), 7 % exposed all-reduce, 3 % other.
 
-Efficient is the share of all ranks' time that went into forward, backward and optimizer. The rest
-is lost: to ranks that came later, to communication that nothing was computed behind, to loaders,
-checks and whatever else lies between two steps. Over TCP a ring is as slow as its slowest link: the
-kernel's figures of each connection say whose that is.
+The efficiency is the fraction of all ranks' time in forward, backward and optimizer. The rest is
+lost: to waits for ranks that arrive later, to exposed communication, to loaders, checks and other
+code between two steps. Over TCP a ring is as slow as its slowest link; the kernel's figures of each
+connection show which link that is.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lockstep.training.timeline import Anatomy, Generation, LinkUse
 
 _USEFUL = ("forward", "backward", "optimizer")
 _LARGE = 0.1
-"""Share of the whole time from which on a pause is told."""
+"""Pauses are mentioned from this fraction of the whole time on."""
 _PAUSES = {"evaluate": "evaluations", "checkpoint": "checkpoints"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Of all ranks' time."""
+    """A lost fraction of all ranks' time, and its cause in words."""
 
     share: float
     what: str
@@ -51,27 +51,27 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Of the longest stretch without a restart."""
+    """The verdict on the longest stretch without a restart."""
 
     ranks: int
     first: int
     last: int
-    """The steps that were judged."""
+    """The last of the judged steps; `first` is the first."""
     efficiency: float
     lost: tuple[Loss, ...]
-    """Largest first, what is too small for a word of its own under "other"; they add up to 1 -
-    efficiency.
+    """The losses, the largest first. Small ones are summed under "other", which comes last; all add
+    up to 1 - efficiency.
     """
     stragglers: tuple[Straggler, ...]
     slow_link: SlowLink | None
     advice: tuple[Advice, ...]
     find_out: tuple[str, ...]
-    """What is slow, and no option mends it: a sentence each."""
+    """Sentences on slow ranks and networks that no option fixes."""
     notes: tuple[str, ...]
-    """What must be known to read the figures."""
+    """Sentences that the reader needs to interpret the figures."""
 
     def actions(self) -> list[str]:
-        """What to do, at most three sentences, each with the gain."""
+        """Say what to do: at most three sentences, each with its gain."""
         same = [str(each) for each in self.advice if not each.changes]
         other = [str(each) for each in self.advice if each.changes]
         return [*same, *self.find_out, *other][:MOST] or [
@@ -79,15 +79,15 @@ class Verdict:
         ]
 
     def shares(self) -> list[tuple[int, str]]:
-        """Whole per cents of all ranks' time that add up to 100: what was efficient, then each
-        loss.
+        """Return whole per cents of all ranks' time that add up to 100: the efficient part first,
+        then each loss.
         """
         useful, *parts = percentages([self.efficiency, *(each.share for each in self.lost)])
         lost = [(part, each.what) for part, each in zip(parts, self.lost, strict=True) if part]
         return [(useful, "forward, backward and optimizer"), *lost]
 
     def reasons(self) -> list[str]:
-        """Where the time went in one sentence, then each note."""
+        """Say in one sentence where the time went, then each note."""
         (efficient, _), *lost = self.shares()
         first = f"{counted(self.ranks, 'rank')}: {efficient} % efficient."
         if lost:
@@ -96,7 +96,7 @@ class Verdict:
         return [first, *self.notes]
 
     def sentences(self) -> list[str]:
-        """What to do, then why."""
+        """Return the actions, then the reasons."""
         return [*self.actions(), *self.reasons()]
 
     def as_json(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class Verdict:
 
 
 def verdict(anatomy: Anatomy, settings: Settings | None = None) -> Verdict | None:
-    """None where no step was taken. `settings`: what the run was asked for, so that nothing is
-    advised that is in use.
+    """Return the verdict; None if no step was recorded. `settings` are those of the run, so that
+    the advice leaves out options in use.
     """
     found = judged(anatomy.longest, None if settings is None else settings.mesh)
     if found is None:
@@ -149,8 +149,8 @@ def _losses(
 def _find_out(
     found: Judged, behind: Sequence[Straggler], slow: SlowLink | None, options: Sequence[Advice]
 ) -> Iterator[str]:
-    """What no option of ours mends. No rank where they share cores: which one is slow is then
-    chance; none from a single step.
+    """Yield sentences on what no option of Lockstep fixes. They name no rank if ranks share cores,
+    because then it is chance which one is slow, and none after a single step.
     """
     if slow is not None:
         yield f"Look at {slow.named()} ({UNKNOWN})."
@@ -165,14 +165,14 @@ def _find_out(
 
 
 def _in_turn(found: Judged, some: bool) -> str:
-    """Waiting that no rank is the cause of. `some`: others are named."""
+    """Name the waiting that no single rank causes. `some` says whether stragglers are named."""
     spreads = [each.spread for each in found.places.values() if each.spread is not None]
     varies = f" (step times vary by {100 * statistics.fmean(spreads):.0f} %)" if spreads else ""
     return f"waiting for {'another' if some else 'a different'} rank in each step{varies}"
 
 
 def _exposed(found: Judged, slow: SlowLink | None) -> str:
-    """Communication that nothing was computed behind."""
+    """Name the exposed communication of the method."""
     method = found.begin.method
     if method.startswith("server"):
         return "exchange with the server"
@@ -189,7 +189,7 @@ def _exposed(found: Judged, slow: SlowLink | None) -> str:
 
 
 def _data(found: Judged, behind: Sequence[Straggler]) -> str:
-    """`waiting for data (11 ms a step)`; of the rank whose loader is slow, if it is one's."""
+    """Return `waiting for data (11 ms a step)`, or name the straggler whose loader is slow."""
     for each in behind:
         if each.cause == "data":
             return (
@@ -200,7 +200,7 @@ def _data(found: Judged, behind: Sequence[Straggler]) -> str:
 
 
 def _notes(anatomy: Anatomy, found: Judged, then: Straggler | None) -> Iterator[str]:
-    """What must be known to read the figures, in sentences. `then`: who would be the next
+    """Yield sentences that the reader needs to interpret the figures. `then` is the next
     straggler.
     """
     generation = found.generation
@@ -243,7 +243,7 @@ def _notes(anatomy: Anatomy, found: Judged, then: Straggler | None) -> Iterator[
 
 
 def _uneven_work(found: Judged) -> Iterator[str]:
-    """Micro-batches that do not divide among the ranks."""
+    """Say so if the micro-batches do not divide evenly among the ranks."""
     begin, count = found.begin, len(found.places)
     pieces = -(-begin.global_batch // begin.micro_batch) if begin.micro_batch else 0
     if count == 1 or found.alone or not pieces % count:
@@ -263,8 +263,8 @@ def _uneven_work(found: Judged) -> Iterator[str]:
 
 
 def _pauses(generation: Generation) -> Iterator[str]:
-    """Evaluations and checkpoints, where they are long. All ranks take part: the longest of each
-    is the run's.
+    """Mention evaluations and checkpoints if they are long. All ranks take part in them, so the
+    time of the slowest rank counts.
     """
     kinds = dict.fromkeys(pause.what for lane in generation.lanes.values() for pause in lane.pauses)
     sums = {what: generation.paused(what) for what in kinds}
@@ -286,9 +286,9 @@ def _seconds(seconds: float) -> str:
 
 
 _SLOW = 0.5
-"""Of the next quicker one's rate."""
+"""A connection is slow if its rate is at most this fraction of the next faster one's."""
 _LEAST = 2**20
-"""Bytes from which on a rate says something."""
+"""The smallest number of bytes that gives a meaningful rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,17 +296,17 @@ class SlowLink:
     """One host whose connections are slow."""
 
     ranks: tuple[int, ...]
-    """On that host; empty where only an address is known."""
+    """The ranks on that host; empty if only its address is known."""
     host: str
-    """Its name, or its address."""
+    """The host's name or address."""
     towards: str | None
-    """Where only the connection of two hosts is slow, the other: it may be that host's network
-    as well.
+    """The other host, if only the connection between two hosts is slow: its network may be the
+    cause as well.
     """
     rate: float
-    """Bytes a second while something was on its way; the median of the slow connections."""
+    """Bytes a second while data was in flight: the median of the slow connections."""
     others: float
-    """The median of the others."""
+    """The median rate of the other connections."""
 
     def named(self) -> str:
         """`rank 3's network towards node-1 (12 MB/s, others 110 MB/s)`."""
@@ -320,14 +320,12 @@ class SlowLink:
 
 
 Ends = tuple[str, str]
-"""The host that sends, and the one that it is sent to: its name where it is known, else its
-address.
-"""
+"""The host that sends and the host that receives; a host without a known name has its address."""
 
 
 def slow_link(generation: Generation) -> SlowLink | None:
-    """The host that all slow connections have in common; None where connections are alike, not
-    known, or slow on several hosts.
+    """Return the host that all slow connections have in common. None if connections are equally
+    fast, unknown, or slow on several hosts.
     """
     links: dict[str, list[LinkUse]] = {}
     for lane in generation.lanes.values():
@@ -349,8 +347,8 @@ def slow_link(generation: Generation) -> SlowLink | None:
 
 
 def _names(hosts: Mapping[str, Sequence[LinkUse]], *, some_are_missing: bool) -> dict[str, str]:
-    """Host by address. Of a host that left no file the address is its name: where all others are
-    connected with it.
+    """Return the host of each address. A host that left no file is named by its address, if all
+    other hosts are connected to it.
     """
     found = {link.here: host for host, links in hosts.items() for link in links}
     if some_are_missing and hosts:
@@ -360,8 +358,8 @@ def _names(hosts: Mapping[str, Sequence[LinkUse]], *, some_are_missing: bool) ->
 
 
 def _rates(hosts: Mapping[str, Sequence[LinkUse]], names: Mapping[str, str]) -> dict[Ends, float]:
-    """Of connections between the training's hosts, not those with a store of checkpoints, say;
-    and of those that sent enough.
+    """Return the rates of connections that sent enough. Connections to hosts outside the training,
+    such as a store of checkpoints, are left out.
     """
     totals: dict[Ends, tuple[int, float]] = {}
     for host, links in hosts.items():
@@ -375,11 +373,11 @@ def _rates(hosts: Mapping[str, Sequence[LinkUse]], names: Mapping[str, str]) -> 
 
 
 def _apart(rates: Mapping[Ends, float]) -> tuple[dict[Ends, float], dict[Ends, float]]:
-    """Slow and fast connections. They are cut where neighbours are far apart, and the slow ones
-    have a host in common: best one, else two.
+    """Split connections into slow and fast ones, where the rates of neighbours are far apart and
+    the slow ones have one host in common, or else two.
 
-    Fast ones may be far apart too: what is under way for a moment only is mostly waiting for its
-    confirmation.
+    Rates of fast connections may be far apart too: a transfer that takes only a moment mostly waits
+    for its confirmation.
     """
     ordered = sorted(rates, key=lambda ends: rates[ends])
     cuts = [
@@ -395,5 +393,5 @@ def _apart(rates: Mapping[Ends, float]) -> tuple[dict[Ends, float], dict[Ends, f
 
 
 def _common(connections: Iterable[Ends]) -> set[str]:
-    """The hosts that are an end of each."""
+    """Return the hosts that are an end of every connection."""
     return set.intersection(*(set(ends) for ends in connections))

@@ -1,1 +1,1 @@
-"""Pictures of what runs."""
+"""Pictures of schedules, steps, meshes and data, computed by the code that a training runs."""

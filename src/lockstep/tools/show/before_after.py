@@ -1,5 +1,5 @@
-"""What every rank holds before a collective and after it, run in one process by the schedule of
-that name.
+"""Show what every rank holds before and after a collective. The named schedule is run in one
+process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def before_and_after(
     algorithm: str | None = None,
     root: int = 0,
 ) -> str:
-    """A line a rank. Row r is rank r's tensor; in a scatter the piece that the root has for it, in
-    an all-to-all an element for each rank.
+    """Return one line per rank. Row r is rank r's tensor. In a scatter it is the piece that the
+    root has for rank r; in an all-to-all it has one element for each rank.
 
-    Raises UsageError for rows that do not fit together, and for a root or an algorithm that there
-    is not.
+    Raises UsageError for rows that do not fit together, and for an unknown root or algorithm.
     """
     _check(kind, rows, algorithm, root)
     whole = all(isinstance(number, int) for row in rows for number in row)

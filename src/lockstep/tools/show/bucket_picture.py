@@ -1,5 +1,5 @@
-"""A step that really ran: when each bucket of gradients was ready, sent and summed on every rank,
-beside the backward.
+"""Draw a recorded training step: when each bucket of gradients was ready, sent and summed on every
+rank, beside the backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.tools.timing.output_files import table
 from lockstep.world.world import init
 
 _WARM, _STEPS = 5, 25
-_WIDTH, _SAMPLES = 512, 64  # of a layer, and of a rank's step
+_WIDTH, _SAMPLES = 512, 64  # features of a layer, samples of a rank's step
 _COLOURS = {
     "forward": "var(--blue)",
     "backward": "var(--green)",
@@ -35,7 +35,9 @@ _READY, _SENT = "var(--gold)", "var(--orange)"
 
 @dataclass(frozen=True, slots=True)
 class BucketMoments:
-    """Seconds: when its last gradient was there, when it left, when its sum was there."""
+    """The times, in seconds, when a bucket's last gradient was computed (`ready`), when the bucket
+    was sent, and when its sum arrived (`done`).
+    """
 
     ready: float
     sent: float
@@ -44,12 +46,12 @@ class BucketMoments:
 
 @dataclass(slots=True)
 class RankMoments:
-    """One rank's step, on a clock that the ranks of a host share."""
+    """The times of one rank's step, on a clock that all ranks of a host share."""
 
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     buckets: Sequence[BucketMoments] = ()
     sizes: Sequence[int] = ()
-    """Bytes of each bucket."""
+    """The bytes of each bucket."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -60,7 +62,7 @@ class RankMoments:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What is drawn."""
+    """The step that is drawn, as all ranks recorded it."""
 
     ranks: Sequence[RankMoments]
     layers: int
@@ -71,7 +73,7 @@ class RecordedStep:
         return min(rank.spans["forward"][0] for rank in self.ranks)
 
     def hidden(self, rank: int) -> float:
-        """The share of the time in which buckets are on their way that lies in the backward."""
+        """The fraction of a rank's communication time that overlaps its backward."""
         over = self.ranks[rank].spans["backward"][1]
         on_way, beside, reached = 0.0, 0.0, 0.0
         for each in self.ranks[rank].buckets:
@@ -83,8 +85,8 @@ class RecordedStep:
 
 
 def recorded(workers: int, layers: int, reduce: str) -> RecordedStep:
-    """Trains a small model for some steps on this host; of these, one of median length. Raises
-    UsageError for a reduction that there is not.
+    """Train a small model for some steps on this host, and return the step of median length.
+    Raises UsageError for an unknown reduction.
     """
     found = launch(_on_rank, workers, (layers, reduce))
     lengths = [step.spans["update"][1] - step.spans["forward"][0] for step in found[0]]
@@ -93,7 +95,7 @@ def recorded(workers: int, layers: int, reduce: str) -> RecordedStep:
 
 
 def _on_rank(layers: int, reduce: str) -> list[RankMoments]:
-    """Every step after the warm-up."""
+    """Record every step after the warm-up."""
     with init() as world:
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -126,7 +128,7 @@ def _on_rank(layers: int, reduce: str) -> list[RankMoments]:
 def _note_rest(
     step: RankMoments, stepper: Stepper, landed: Mapping[str, float], end: float
 ) -> None:
-    """The buckets, the wait for the last sum, and the update."""
+    """Add the buckets, the wait for the last sum, and the update to a recorded step."""
     plans = stepper.reducer.layout.buckets
     step.sizes = [plan.numel * plan.dtype.itemsize for plan in plans]
     moments = []
@@ -141,7 +143,7 @@ def _note_rest(
 
 
 def title(found: RecordedStep) -> str:
-    """In one line."""
+    """Describe the step in one line."""
     shares = " and ".join(f"{found.hidden(rank):.0%}" for rank in range(len(found.ranks)))
     return (
         f"one step of {counted(len(found.ranks), 'rank')}, {found.reduce}:"
@@ -151,7 +153,7 @@ def title(found: RecordedStep) -> str:
 
 
 def text(found: RecordedStep) -> str:
-    """Milliseconds of the step, a line a bucket of each rank."""
+    """Return a table in milliseconds: one line per phase and per bucket of each rank."""
     rows = []
     for rank, step in enumerate(found.ranks):
         for name, (begin, end) in step.spans.items():
@@ -168,7 +170,7 @@ def _ms(found: RecordedStep, at: float) -> str:
 
 
 def drawing(found: RecordedStep) -> Drawing:
-    """A panel a rank: the phases of its step, and below them its buckets."""
+    """Draw one panel per rank: the phases of its step, and below them its buckets."""
     ends = [
         each for rank in found.ranks for each in (rank.spans["update"][1], rank.buckets[-1].done)
     ]

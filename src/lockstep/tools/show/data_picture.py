@@ -1,5 +1,5 @@
-"""`lockstep show data`: which positions each rank gets from the sampler that really runs, and
-whether that is a fair split.
+"""`lockstep show data`: which samples each rank gets from Lockstep's DistributedSampler, and
+whether the split is fair.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from lockstep.tools.drawing import CARD, MARGIN, SERIES, SOFT, TINT, Drawing, wr
 
 _SHOWN = 24  # indices of a rank before the line is cut
 _DRAWN = 128
-"""The most samples of a drawing."""
-_SQUARE, _LEFT, _ROW, _WRAP = 26, 74, 13, 420  # px, and samples in a line
+"""The largest number of samples that is drawn."""
+_SQUARE, _LEFT, _ROW, _WRAP = 26, 74, 13, 420  # px, except _ROW: samples in a line
 Parts = Sequence[Sequence[int]]
 """The samples of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Who gets which samples, epoch by epoch."""
+    """The samples that each rank gets, by epoch."""
 
     title: str
     samples: int
     epochs: Sequence[Parts]
 
     def names(self) -> list[str]:
-        """Of the epochs; of a single one nothing is to be said."""
+        """The names of the epochs; a single epoch has an empty name."""
         return [f"epoch {each}" for each in range(len(self.epochs))] if self.epochs[1:] else [""]
 
 
@@ -46,7 +46,9 @@ def deal(
     shuffle: bool = False,
     seed: int = 0,
 ) -> Deal:
-    """Asks the sampler. Raises UsageError for numbers below 1 and for an unknown split."""
+    """Return the samples that the sampler gives to each rank. Raises UsageError for numbers below 1
+    and for an unknown split.
+    """
     for name, value in (("samples", samples), ("workers", workers), ("epochs", epochs)):
         whole(name, value)
     dataset: Any = range(samples)
@@ -69,9 +71,7 @@ def title(found: Deal) -> str:
 
 
 def text(found: Deal) -> str:
-    """A line a rank and three verdicts an epoch: equal counts, no overlap but the padding, union
-    covers the data.
-    """
+    """Return one line per rank and, for each epoch, the three sentences of `verdicts`."""
     blocks = [found.title]
     for name, parts in zip(found.names(), found.epochs, strict=True):
         width = len(str(len(parts) - 1))
@@ -83,8 +83,8 @@ def text(found: Deal) -> str:
 
 
 def verdicts(parts: Parts, samples: int) -> list[str]:
-    """Three sentences on a split of `samples` samples: equal counts, no overlap but the padding,
-    union covers the data.
+    """Return three sentences about a split of `samples` samples: whether the counts are equal,
+    whether only the padding overlaps, and whether the union covers the data.
     """
     counts = sorted({len(part) for part in parts})
     seen = Counter(index for part in parts for index in part)
@@ -110,8 +110,8 @@ def _listed(indices: Sequence[int]) -> str:
 
 
 def drawing(found: Deal) -> Drawing:
-    """The dataset, each sample in the colour of its rank, and below it what every rank gets.
-    Raises UsageError for more than fit on a page.
+    """Draw the dataset, each sample in the colour of its rank, and below it each rank's samples.
+    Raises UsageError for more samples than fit on a page.
     """
     if found.samples > _DRAWN or max(map(len, found.epochs[0])) > _DRAWN:
         raise UsageError("drawing-too-large", what=f"{found.samples} samples", most=_DRAWN)
@@ -145,8 +145,8 @@ def _squares(
     samples: Sequence[tuple[int, int | None]],
     seen: Counter[int] | None = None,
 ) -> float:
-    """A square a sample, in lines; of None nobody has it. Dashed where `seen` has it already.
-    Returns the y under them.
+    """Draw one square per sample, in lines, and return the y below them. A sample of rank None is
+    on no rank. A sample that `seen` already counts gets a dashed edge.
     """
     sheet.words(MARGIN, y + 18, name, weight="bold")
     for place, (index, rank) in enumerate(samples):

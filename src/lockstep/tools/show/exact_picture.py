@@ -1,5 +1,5 @@
-"""Exact mode's order of addition, from the tree that the gradients are really added along: which
-additions a rank makes by itself, and which join what several ranks bring.
+"""Draw exact mode's order of addition, from the tree that a training uses: which additions one rank
+makes alone, and which add the sums of several ranks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, FAINT, INK, MARGIN, SERIES, SOFT, TINT, Drawing
 
 SHOWN = 32
-"""The most micro-batches of a drawing."""
-_LEAF, _LEVEL, _WRAP = 52, 54, 440  # px: between two leaves, two levels; a line of words
+"""The largest number of micro-batches that is drawn."""
+_LEAF, _LEVEL, _WRAP = 52, 54, 440  # px: between leaves, between levels, a line of text
 
 
 @dataclass(frozen=True, slots=True)
 class ExactStep:
-    """A step of so many micro-batches: the slots of each rank, and the blocks that it brings."""
+    """A step with its number of micro-batches and the slots of each rank."""
 
     micro_batches: int
     slots: tuple[range, ...]
 
     @classmethod
     def of(cls, micro_batches: int, workers: int) -> ExactStep:
-        """As a training shares them. Raises UsageError for numbers below 1."""
+        """Divide the micro-batches among ranks as a training does. Raises UsageError for numbers
+        below 1.
+        """
         whole("micro_batches", micro_batches)
         whole("workers", workers)
         cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
@@ -34,11 +36,11 @@ class ExactStep:
 
     @property
     def tree(self) -> Term:
-        """Over slots."""
+        """The order of addition, as a tree over slots."""
         return tree(tuple(Block(slot, 1) for slot in range(self.micro_batches)))
 
     def owner(self, term: Term) -> int | None:
-        """The rank that adds this by itself; None where several bring its parts."""
+        """The rank that adds this term alone; None if its parts are on several ranks."""
         slots = set(leaves(term))
         return next((rank for rank, mine in enumerate(self.slots) if slots <= set(mine)), None)
 
@@ -49,12 +51,12 @@ def leaves(term: Term) -> list[int]:
 
 
 def said(term: Term) -> str:
-    """`((0+1)+2)`."""
+    """Return the tree as text: `((0+1)+2)`."""
     return str(term) if isinstance(term, int) else f"({said(term[0])}+{said(term[1])})"
 
 
 def title(step: ExactStep) -> list[str]:
-    """What is true of the step as a whole, in lines."""
+    """Describe the step as a whole, in lines."""
     count = counted(step.micro_batches, "micro-batch", "es")
     return [
         f"exact mode: {count} on {counted(len(step.slots), 'rank')}",
@@ -64,7 +66,7 @@ def title(step: ExactStep) -> list[str]:
 
 
 def text(step: ExactStep) -> str:
-    """A line a rank."""
+    """Return the title and one line per rank: its slots and the blocks of slots that it adds."""
     rows = []
     width = max(len(" ".join(map(str, mine))) for mine in step.slots)
     for rank, mine in enumerate(step.slots):
@@ -79,8 +81,8 @@ def _block(block: Block) -> str:
 
 
 def drawing(step: ExactStep) -> Drawing:
-    """Micro-batches at the top, each in its rank's colour, and the additions below them. Raises
-    UsageError for more than fit on a page.
+    """Draw the micro-batches at the top, each in its rank's colour, and the additions below them.
+    Raises UsageError for more micro-batches than fit on a page.
     """
     if step.micro_batches > SHOWN:
         raise UsageError(
@@ -104,7 +106,7 @@ def drawing(step: ExactStep) -> Drawing:
 
 
 def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
-    """The middle of its box, and its level's y."""
+    """Draw a term with its parts; return the x of its box's middle and the y of its level."""
     rank = step.owner(term)
     colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
     if isinstance(term, int):

@@ -1,5 +1,5 @@
-"""The loss of every step, trained with several numbers of workers: in exact mode the curves lie on
-each other, bit for bit.
+"""Draw the loss of every step, for trainings with several numbers of workers. In exact mode the
+curves are equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lockstep.tools.timing.output_files import table
 from lockstep.tools.verify.tracing import train
 
 _ROWS = 12
-"""Steps of the table."""
+"""The number of steps in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """By number of workers."""
+    """The losses and the final weights of trainings, by number of workers."""
 
     task: str
     exact: bool
     losses: Mapping[int, Sequence[float]]
-    """Of each step, before its update."""
+    """The loss of each step, before its update."""
     sha256: Mapping[int, str]
-    """Of the weights at the end."""
+    """The checksum of the final weights."""
 
     @property
     def same(self) -> bool:
@@ -38,7 +38,7 @@ class Losses:
 def trained(
     task: str, counts: Sequence[int], steps: int, overrides: Mapping[str, str], *, exact: bool
 ) -> Losses:
-    """Trains once for each number of workers, on this host."""
+    """Train once for each number of workers, on this host."""
     traces = {
         workers: train(
             Settings(
@@ -62,7 +62,7 @@ def trained(
 
 
 def title(found: Losses) -> str:
-    """In one line."""
+    """Describe the result in one line."""
     steps = len(next(iter(found.losses.values())))
     counts = ", ".join(map(str, found.losses))
     same = "the same bits" if found.same else "other bits"
@@ -71,7 +71,7 @@ def title(found: Losses) -> str:
 
 
 def text(found: Losses) -> str:
-    """A line for some of the steps, and the weights at the end."""
+    """Return a table: one line for each of some steps, and the checksums of the final weights."""
     names = [counted(workers, "worker") for workers in found.losses]
     steps = len(next(iter(found.losses.values())))
     shown = sorted({round(place * (steps - 1) / max(1, _ROWS - 1)) for place in range(_ROWS)})
@@ -84,8 +84,8 @@ def text(found: Losses) -> str:
 
 
 def drawing(found: Losses) -> Drawing:
-    """A curve for each number of workers, the first the widest, so that all can be seen where they
-    lie on each other.
+    """Draw one curve for each number of workers. The first is the widest, so that all can be seen
+    where they coincide.
     """
     every = [loss for losses in found.losses.values() for loss in losses]
     names = {

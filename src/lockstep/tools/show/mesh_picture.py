@@ -1,11 +1,11 @@
-"""Which node and rank holds which layers, and works on which share of the samples: a mesh as text
-and as a drawing.
+"""Show a mesh as text and as a drawing: the layers that each rank holds, its node, and its share of
+the samples.
 
     node 0
       rank 0   share 0 of 2: samples 0-15   stage 0 of 4: bytes, blocks.0
       rank 1   share 0 of 2: samples 0-15   stage 1 of 4: blocks.1
 
-Drawn from the Mesh object and the batch plan that a training asks, so what is shown is what runs.
+The picture comes from the Mesh object and the batch plan that a training uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
 from lockstep.tools.timing.output_files import table
 
 DRAWN = 64
-"""The most ranks that fit in a drawing."""
+"""The largest number of ranks that is drawn."""
 _USES: dict[Axis, str] = {
     "data": "the same layers, other samples: an all-reduce sums the gradients",
     "shard": "a part of each parameter, other samples: parameters are gathered, gradients summed",
@@ -35,21 +35,22 @@ _COLOURS: dict[Axis, str] = {
     "pipeline": "var(--orange)",
     "tensor": "var(--teal)",
 }
-_WIDTH, _GAP, _ROW, _WRAP = 178, 34, 4, 430  # px, and boxes in a row; a line of words
+_WIDTH, _GAP, _ROW, _WRAP = 178, 34, 4, 430  # px, except _ROW: boxes in a row
 
 
 @dataclass(frozen=True, slots=True)
 class MeshRank:
-    """One rank."""
+    """A rank's place in the mesh, its samples and its part of the model."""
 
     number: int
     node: int
     share: int
     samples: range
-    """Of the step's batch."""
+    """Its samples in the step's batch."""
     holds: str
-    """The layers, and how much of each of them; only the layers: all."""
+    """The layers that it holds."""
     part: str
+    """The part of each layer that it holds; empty for the whole layers."""
 
     def said(self, shares: int) -> list[str]:
         samples = f"samples {between(self.samples)}" if self.samples else "no samples"
@@ -63,8 +64,9 @@ def places(
     batch: int = BATCH,
     micro_batch: int | None = None,
 ) -> list[MeshRank]:
-    """Every rank, in order; consecutive ones share a node. `layers` are the names in every
-    stage; `batch` and `micro_batch` are of a step, as in step_picture. Raises UsageError.
+    """Return all ranks in order; consecutive ranks share a node. `layers` are the layer names of
+    each stage; `batch` and `micro_batch` are sizes in samples, as in step_picture. Raises
+    UsageError for sizes that do not fit.
     """
     step = DataParallelStep.of(mesh.replicas, batch, micro_batch)
     if nodes < 1 or mesh.size % nodes:
@@ -100,7 +102,7 @@ def _part(mesh: Mesh, rank: int) -> str:
 
 
 def title(mesh: Mesh, nodes: int = 1) -> str:
-    """In one line."""
+    """Describe the mesh in one line."""
     each = "1 node" if nodes == 1 else f"{nodes} nodes of {mesh.size // nodes}"
     shares = (
         "one model for all micro-batches"
@@ -111,7 +113,9 @@ def title(mesh: Mesh, nodes: int = 1) -> str:
 
 
 def _lines(mesh: Mesh, nodes: int) -> list[tuple[str, str, str]]:
-    """Who talks to whom along each axis, for what, and whether that crosses nodes."""
+    """Return the groups of ranks along each axis, what they communicate, and whether they cross
+    nodes.
+    """
     rows = []
     for axis in AXES:
         if getattr(mesh, axis) == 1:
@@ -127,7 +131,7 @@ def _lines(mesh: Mesh, nodes: int) -> list[tuple[str, str, str]]:
 
 
 def text(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
-    """The whole picture."""
+    """Return the whole picture as text."""
     said = [title(mesh, nodes)]
     rows = [(f"  rank {each.number}", *each.said(mesh.replicas)) for each in every]
     ranks = table(["", "", "", ""], rows, left=range(4), gap=3)
@@ -142,8 +146,8 @@ def text(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
 
 
 def drawing(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
-    """A box a rank, in a box a node; one colour a share of the samples; arrows along each axis
-    between those who talk. Raises UsageError for too many ranks.
+    """Draw a box for each node with a box for each rank, one colour for each share of the samples,
+    and arrows between ranks that communicate. Raises UsageError for too many ranks.
     """
     if mesh.size > DRAWN:
         raise UsageError("drawing-too-large", what=f"{mesh.size} ranks", most=DRAWN)
@@ -151,7 +155,7 @@ def drawing(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
 
 
 def _inside(said: Sequence[str]) -> list[str]:
-    """Of a box: shorter lines."""
+    """Split the lines of a rank into the shorter lines of its box."""
     return [part for line in said for part in re.split(": |, (?=shard)", line) if part]
 
 
@@ -199,7 +203,9 @@ class _MeshDrawing(Drawing):
             self.words(x + 8, y + 36 + 16 * number, line, size=12)
 
     def _arrows(self, mesh: Mesh, axis: Axis) -> None:
-        """Between neighbours along an axis; both ways but from stage to stage."""
+        """Draw arrows between neighbours along an axis: one way between pipeline stages, both ways
+        on other axes.
+        """
         for line in dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)):
             for one, other in pairwise(line):
                 kind = "next" if axis == "pipeline" else axis
@@ -207,8 +213,9 @@ class _MeshDrawing(Drawing):
                 self.arrow(curve, kind, _COLOURS[axis], both=axis != "pipeline")
 
     def _between(self, one: int, other: int, lane: int) -> Curve:
-        """To the box beside it, else below the boxes between them, else down. `lane`: the axis,
-        so that arrows of two axes do not lie on each other.
+        """Return the curve between two boxes: straight to the next box in a row, below the boxes
+        to another box in the row, or down to another row. Each axis has its own `lane`, so that
+        arrows do not overlap.
         """
         (x, y), (to_x, to_y) = self._corner(one), self._corner(other)
         if y == to_y and to_x - x == _WIDTH + _GAP:

@@ -1,12 +1,12 @@
-"""The clock chart of a pipeline, as text and as a drawing: who does what when, worked out from the
-very order in which torch's schedule runs it.
+"""Show the time chart of a pipeline as text and as a drawing: which rank does what when. The order
+of the work is the order in which torch's schedule runs it.
 
     rank 0  F0 F1 F2 ·  ·  ·  B0--- B1--- B2---
     rank 1  ·  F0 F1 F2 B0--- B1--- B2--- ·  ·
 
-All stages are equally long, messages take no time, and a backward takes `backward` forwards (twice
-the matrix products). The halves of a backward, for the inputs and for the weights, are equally
-long. The unit of time is one stage's forward.
+The unit of time is one stage's forward. All stages take equally long, messages take no time, and a
+backward takes `backward` units (default 2: twice the matrix products). The two halves of a
+backward, for the inputs and for the weights, take equally long.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _MEANINGS = {
 }
 _COLOURS = {"F": "blue", "B": "green", "I": "green", "W": "gold"}
 _IDLE = (CARD, 1.0)
-# In px: left of the first row, a row's height, between two.
+# In px: the left margin, the height of a row, the gap between rows.
 _LEFT, _ROW, _GAP = 72, 30, 7
-# In px: of the chart, usually and at most; most, usually least and least of a forward.
+# In px: the usual and the largest width of the chart; the largest, the usual smallest and the
+# smallest width of a forward.
 _LONG, _WIDEST, _UNIT, _SMALL, _NARROWEST = 430, 1500, 40, 13, 9
 _RANKS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A piece of work and its time, in forwards of a stage."""
+    """A piece of work with its start and length, in forwards of a stage."""
 
     work: StageWork
     start: Fraction
@@ -52,7 +53,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What each rank does when; between two pieces it waits."""
+    """The work of each rank with its times. Between two pieces of work the rank is idle."""
 
     schedule: PipelineSchedule
     micro_batches: int
@@ -65,24 +66,24 @@ class Chart:
 
     @property
     def kinds(self) -> list[str]:
-        """Of the work that there is."""
+        """The kinds of work that occur in the chart."""
         every = {placed.work.kind for row in self.rows for placed in row}
         return [kind for kind in _MEANINGS if kind in every]
 
     @property
     def length(self) -> Fraction:
-        """From the first forward to the last backward."""
+        """The time from the first forward to the last backward."""
         return max(row[-1].stop for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they wait."""
+        """The fraction of all ranks' time in which they are idle."""
         busy = sum(placed.length for row in self.rows for placed in row)
         return float(1 - busy / (self.length * self.ranks))
 
     @property
     def held(self) -> tuple[int, ...]:
-        """For each rank: of how many forwards it holds activations at most, waiting for their
+        """For each rank, the largest number of forwards whose activations it holds for their
         backwards.
         """
         return tuple(_most_held([placed.work for placed in row]) for row in self.rows)
@@ -91,8 +92,8 @@ class Chart:
 def chart(
     schedule: PipelineSchedule, ranks: int, micro_batches: int, backward: float = 2.0
 ) -> Chart:
-    """The chart of a step. Raises UsageError for numbers that the schedule cannot run, or a
-    backward that takes no time.
+    """Return the chart of a step. Raises UsageError for numbers that the schedule cannot run, or
+    for a `backward` outside its range.
     """
     knob.number("backward", backward, above=0, below=1000, unit="forwards")
     length = Fraction(backward).limit_denominator(100)
@@ -103,8 +104,8 @@ def chart(
 def placed(
     orders: Sequence[Sequence[StageWork]], stages: int, backward: Fraction
 ) -> tuple[tuple[Placed, ...], ...]:
-    """Each piece as early as it can be: after what its rank did before, and after what it needs
-    from other ranks.
+    """Place each piece of work as early as possible: after its rank's earlier work, and after the
+    work of other ranks that it needs.
     """
     rows: list[list[Placed]] = [[] for _ in orders]
     done: dict[StageWork, Fraction] = {}
@@ -128,8 +129,8 @@ def placed(
 
 
 def _needed(work: StageWork, stages: int, done: dict[StageWork, Fraction]) -> list[StageWork]:
-    """What must be done before: the stage before it for a forward, the stage after it for a
-    backward, and what it continues.
+    """Return the work that `work` needs: for a forward the stage before, for a backward the stage
+    after, and the earlier work of its own stage on the micro-batch.
     """
     stage, each = work.stage, work.micro_batch
     if work.kind == "F":
@@ -152,8 +153,8 @@ def _most_held(row: Sequence[StageWork]) -> int:
 
 
 def title(found: Chart) -> list[str]:
-    """What is true of the chart as a whole, in lines: what runs, and how much of the time
-    nothing does.
+    """Describe the chart as a whole, in lines: the schedule, the idle time, and the activations
+    that ranks hold.
     """
     each = "" if found.schedule.per_rank == 1 else f", {found.schedule.per_rank} stages each"
     length = (
@@ -171,9 +172,9 @@ def title(found: Chart) -> list[str]:
 
 
 def text(found: Chart) -> str:
-    """The picture, a row a rank."""
+    """Return the chart as text, one row per rank."""
     parts = found.backward / 2 if "I" in found.kinds else found.backward
-    # A column of the text. The picture is to scale for lengths such as 1, 1.5, 2.
+    # `cell` is the time of a column of text. The chart is to scale for lengths such as 1, 1.5, 2.
     cell = Fraction(1, parts.limit_denominator(8).denominator)
     width = max(len(label(placed.work, found)) for row in found.rows for placed in row) + 1
     name = len(f"rank {found.ranks - 1}")
@@ -185,15 +186,15 @@ def text(found: Chart) -> str:
 
 
 def label(work: StageWork, found: Chart) -> str:
-    """F3: the forward of micro-batch 3; with several stages a rank F3a is its first stage's, F3b
-    its second's.
+    """Return a label: F3 is the forward of micro-batch 3. If a rank has several stages, F3a is in
+    its first stage and F3b in its second.
     """
     which = "" if found.schedule.per_rank == 1 else chr(ord("a") + work.stage // found.ranks)
     return f"{work.kind}{work.micro_batch}{which}"
 
 
 def legend(found: Chart) -> str:
-    """What the letters mean."""
+    """Explain the letters of the chart."""
     several = (
         "" if found.schedule.per_rank == 1 else "; a, b ... the rank's first, second ... stage"
     )
@@ -202,7 +203,7 @@ def legend(found: Chart) -> str:
 
 
 def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str:
-    """Columns of `width` characters for `cell` of time each."""
+    """Return a rank's row. A column has `width` characters and lasts for `cell`."""
     line, at = "", 0
     for each in row:
         start, stop = round(each.start / cell), round(each.stop / cell)
@@ -213,8 +214,8 @@ def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str
 
 
 def drawing(found: Chart) -> Drawing:
-    """A row a rank, time to the right, empty where a rank waits. Raises UsageError for more than
-    fits on a page.
+    """Draw one row per rank, with time to the right and empty where a rank is idle. Raises
+    UsageError for more than fits on a page.
     """
     length = float(found.length)
     unit = min(_UNIT, max(_SMALL, _LONG / length), _WIDEST / length)
@@ -254,5 +255,5 @@ def _draw(sheet: Drawing, found: Chart, each: Placed, top: float, unit: float) -
 
 
 def _colour(found: Chart, kind: str, which: int) -> tuple[str, float]:
-    """And its strength: the later a rank's stage, the stronger."""
+    """Return a colour and its strength; it is stronger for a later stage of the rank."""
     return f"var(--{_COLOURS[kind]})", TINT + 0.2 * which / max(1, found.schedule.per_rank - 1)

@@ -1,14 +1,14 @@
-"""A schedule as text and as a drawing: who sends what to whom in each round, and what everybody
-holds then.
+"""Show a schedule as text and as a drawing: which rank sends what to which rank in each round, and
+what each rank holds after it.
 
     round 1  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
              rank 0   a 0     b 0     c 0     d 03
 
-Cells are letters; behind each stand the ranks that are counted in it. A `*` marks a cell that is
-complete. The rounds of the schedule that really runs are drawn, one a line.
+A letter is a cell; the digits after it are the ranks whose values it contains. A `*` marks a
+complete cell. The rounds are those of the schedule that a collective runs.
 
-In the drawing a column is a rank and a row a round. Boxes are cells, stronger in colour the more
-ranks are counted in them; arrows are messages.
+In the drawing a column is a rank and a row is a round. A box is a cell; its colour is stronger the
+more ranks it contains. An arrow is a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.tools.drawing import (
 )
 
 SHOWN = 16
-"""The most ranks whose contents are written out."""
+"""The largest number of ranks whose contents are written out."""
 _MEANINGS = {
     "some ranks are counted": ("var(--blue)", TINT),
     "complete: all ranks are counted": ("var(--green)", 0.3),
@@ -42,14 +42,15 @@ _LEGEND = (
     "A box is a cell, with the ranks that are counted in it. An arrow is a message; an orange edge"
     " marks what it has changed"
 )
-# In px: left of the first column, between two, a box's height, between two rows; a line of words.
+# In px: the left margin, the gap between columns, the height of a box, the gap between rows, and
+# the width of a line of text.
 _LEFT, _BETWEEN, _BOX, _GAP, _WRAP = 74, 30, 20, 46, 450
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One round of a schedule, and what everybody holds after it: `held[rank][cell]` is the
-    ranks counted in the cell.
+    """One round of a schedule, and what each rank holds after it: `held[rank][cell]` are the ranks
+    whose values the cell contains.
     """
 
     number: int
@@ -58,14 +59,14 @@ class Snapshot:
 
     @property
     def how(self) -> str:
-        """What receivers do with what arrives: the same in all transfers of a round."""
+        """Whether receivers add or replace cells: the same in all transfers of a round."""
         kinds = {transfer.reduce for transfer in self.transfers}
         assert len(kinds) == 1, "a round adds or replaces"
         return "add" if kinds == {True} else "replace"
 
 
 def rounds(schedule: Schedule) -> Iterator[Snapshot]:
-    """Round 0 is what everybody holds at the start."""
+    """Yield a snapshot of each round. Round 0 is what each rank holds at the start."""
     held = [
         {
             cell: frozenset({rank})
@@ -89,17 +90,17 @@ def rounds(schedule: Schedule) -> Iterator[Snapshot]:
 
 
 def letter(cell: int) -> str:
-    """a .. z, then a1 .. z1, and so on."""
+    """Return a cell's name: a .. z, then a1 .. z1, and so on."""
     return "abcdefghijklmnopqrstuvwxyz"[cell % 26] + (str(cell // 26) if cell >= 26 else "")
 
 
 def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
-    """Whether all that belongs into a cell is in it."""
+    """Whether a cell contains the values of all ranks that it must contain."""
     return len(ranks) == schedule.world if schedule.kind in REDUCING else True
 
 
 def title(schedule: Schedule, proof: Proof) -> list[str]:
-    """What is true of the schedule as a whole, in lines."""
+    """Describe the schedule as a whole, in lines."""
     name = schedule.name.replace("_", "-")
     count = f"{counted(proof.rounds, 'round')}, {counted(proof.messages, 'message')} in all"
     lines = [
@@ -119,7 +120,7 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
 
 
 def text(schedule: Schedule) -> str:
-    """The whole picture. Beyond 16 ranks contents are left out, and said to be."""
+    """Return the whole picture as text. Beyond 16 ranks it says that contents are left out."""
     lines = title(schedule, prove(schedule))
     shown = schedule.world <= SHOWN
     if not shown:
@@ -149,7 +150,7 @@ def _message(transfer: Transfer) -> str:
 def _contents(schedule: Schedule, snapshot: Snapshot) -> list[str]:
     rows = []
     cells = range(schedule.cells)
-    if schedule.kind == "all_to_all":  # cells of others' business are left out
+    if schedule.kind == "all_to_all":  # its world x world cells fit for up to 4 ranks
         cells = range(schedule.cells) if schedule.world <= 4 else range(0)
     for rank, held in enumerate(snapshot.held):
         parts = [_cell(schedule, cell, held.get(cell)) for cell in cells]
@@ -169,7 +170,9 @@ def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
 
 
 def drawing(schedule: Schedule) -> Drawing:
-    """A column is a rank, a row a round. Raises UsageError for more ranks than fit on a page."""
+    """Draw one column per rank and one row per round. Raises UsageError for more ranks or cells
+    than fit on a page.
+    """
     if schedule.world > SHOWN or schedule.cells > SHOWN:
         raise UsageError(
             "drawing-too-large",
@@ -211,7 +214,7 @@ class _ScheduleDrawing(Drawing):
         return self._first + number * (_BOX * self._schedule.cells + _GAP)
 
     def _row(self, snapshot: Snapshot) -> None:
-        """What everybody holds, and the messages that have led to it."""
+        """Draw what each rank holds after a round, and the messages of the round."""
         top, above = self._top(snapshot.number), self._top(snapshot.number) - _GAP
         self.words(
             MARGIN,
@@ -262,7 +265,7 @@ def _content(schedule: Schedule, cell: int, ranks: frozenset[int]) -> str:
 
 
 def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tuple[str, float]:
-    """And how strong it is: the stronger, the more ranks are counted in the cell."""
+    """Return a colour and its strength; it is stronger the more ranks the cell contains."""
     if ranks is None:
         return CARD, 1.0
     if schedule.kind not in REDUCING:

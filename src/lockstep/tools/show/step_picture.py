@@ -1,5 +1,5 @@
-"""A data-parallel step, from the batch plan that a training cuts its steps by: which samples each
-rank holds, and what it does with them.
+"""Show a data-parallel step: which samples each rank gets, and what it does with them. The samples
+come from the batch plan that a training uses.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from lockstep.tools.drawing import CARD, INK, MARGIN, SERIES, SOFT, TINT, Drawin
 from lockstep.tools.timing.output_files import table
 
 BATCH = 32
-"""Samples of a step, where nobody says."""
+"""The default number of samples in a step."""
 SHOWN = 8
-"""The most ranks of a drawing."""
-_WIDE, _GAP, _HIGH, _DOWN = 196, 18, 44, 26  # px: a rank's column, between two; a box, between two
+"""The largest number of ranks that is drawn."""
+_WIDE, _GAP, _HIGH, _DOWN = 196, 18, 44, 26  # px: width and gap of columns, height and gap of boxes
 _WRAP = 420
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelStep:
-    """The first step of an epoch."""
+    """The first step of an epoch, on `workers` ranks."""
 
     plan: Plan
     workers: int
 
     @classmethod
     def of(cls, workers: int, batch: int, micro_batch: int | None) -> DataParallelStep:
-        """`micro_batch`: None for one a rank. Raises UsageError for sizes that cannot be cut."""
+        """Plan a step of `batch` samples. `micro_batch` is None for one micro-batch per rank.
+        Raises UsageError for sizes that cannot be divided.
+        """
         whole("workers", workers)
         whole("batch", batch)
         each = -(-batch // workers) if micro_batch is None else micro_batch
@@ -44,38 +46,38 @@ class DataParallelStep:
         return self.cut.filled(rank, self.workers)
 
     def samples(self, rank: int) -> range:
-        """Of one rank: its micro-batches are neighbours."""
+        """The samples of one rank, a range because its micro-batches are consecutive."""
         parts = [self.cut.positions(slot) for slot in self.slots(rank)]
         return range(parts[0].start, parts[-1].stop) if parts else range(0)
 
 
 def title(step: DataParallelStep) -> str:
-    """How the batch is cut, in a line."""
+    """Describe in one line how the batch is divided."""
     return f"one step of {counted(step.workers, 'rank')}: {step.plan.describe(step.workers)}"
 
 
 def between(numbers: range) -> str:
-    """`0-15`, `7`, `none`."""
+    """Format a range: `0-15`, `7`, `none`."""
     if not numbers:
         return "none"
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
 
 
 def held(step: DataParallelStep, rank: int) -> str:
-    """What a rank has of the batch."""
+    """Describe a rank's samples."""
     if not (samples := step.samples(rank)):
         return "no samples"
     return f"{'samples' if len(samples) > 1 else 'sample'} {between(samples)}"
 
 
 def turns(step: DataParallelStep, rank: int) -> str:
-    """Its micro-batches, by number."""
+    """Describe a rank's micro-batches by their slots."""
     slots = step.slots(rank)
     return f"{'micro-batches' if len(slots) > 1 else 'micro-batch'} {between(slots)}"
 
 
 def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
-    """What happens after a rank has its samples, and what that means."""
+    """Return the phases after a rank has its samples, with their explanations."""
     weight = step.plan.global_batch
     return [
         ("forward", "each rank: the losses of its own samples"),
@@ -86,15 +88,15 @@ def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
 
 
 def text(step: DataParallelStep) -> str:
-    """A line a rank, and a line a phase."""
+    """Return one line per rank and one line per phase."""
     rows = [(f"rank {rank}", held(step, rank), turns(step, rank)) for rank in range(step.workers)]
     phases = table(["", ""], _phases(step), left=range(2), gap=3)
     return "\n".join([title(step), "", table(["", "", ""], rows, left=range(3), gap=3), "", phases])
 
 
 def drawing(step: DataParallelStep) -> Drawing:
-    """A column a rank, from the samples at the top to the update at the bottom. Raises UsageError
-    for more ranks than fit on a page.
+    """Draw one column per rank, from the samples at the top to the update at the bottom. Raises
+    UsageError for more ranks than fit on a page.
     """
     if step.workers > SHOWN:
         raise UsageError("drawing-too-large", what=f"{step.workers} ranks", most=SHOWN)
@@ -126,7 +128,7 @@ def drawing(step: DataParallelStep) -> Drawing:
 
 
 def _shared(sheet: Drawing, y: float, width: float, words: str) -> float:
-    """A box over all ranks. Returns the y under it."""
+    """Draw a box over all ranks and return the y below it."""
     sheet.box(MARGIN, y, width, 32, CARD, stroke=INK, rx=5)
     sheet.words(MARGIN + width / 2, y + 21, words, anchor="middle", weight="bold")
     return y + 32
@@ -140,7 +142,7 @@ def _row(
     *,
     named: bool = False,
 ) -> float:
-    """A box a rank. Returns the y under them."""
+    """Draw one box per rank and return the y below them."""
     high = _HIGH + 18 * named
     for rank, (first, second) in enumerate(boxes):
         x, colour = MARGIN + rank * (_WIDE + _GAP), SERIES[rank % len(SERIES)]

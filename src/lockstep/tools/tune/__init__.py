@@ -1,3 +1,3 @@
-"""Which settings run a task fastest on this machine: what can be tried, a search over it, and
-how a try is timed.
+"""Find the settings that run a task fastest on this machine: the values to try, the search, and how
+a trial is timed.
 """

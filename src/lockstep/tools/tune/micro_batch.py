@@ -1,11 +1,11 @@
-"""Which micro_batch is fastest at the task's global batch, and which is the largest that fits:
+"""Find the fastest micro_batch at the task's global batch, and the largest that fits. The result is
 advice, never a setting.
 
-Another micro_batch is another training: BatchNorm sees other batches, dropout is keyed by slots,
+Another micro_batch changes the training: BatchNorm sees other batches, dropout is keyed by slots,
 and sums are added in another order.
 
-Every size has ranks of its own, since a process's high-water mark of memory never falls. In them
-the size first runs alone, for its memory, then in turns with the task's own size, for its time:
+Every size runs in new processes, because a process's peak of memory never falls. It first runs
+alone, to measure its memory. Then it alternates with the task's own size, to measure its time:
 machines are too noisy to compare one launch with the next.
 """
 
@@ -28,8 +28,8 @@ from lockstep.training.opening import backend_of
 _IMPORTS = ("lockstep.training.train", "lockstep.tools.tune.tune_rank")
 _SMALLER, _MOST = 2, 6  # sizes
 _FOR_MEMORY = 2  # steps: the second has the optimizer's state and the first one's buckets
-_SHARE_OF_FREE = 0.8  # of the memory that the host says is free
-_PATIENCE = 60.0  # seconds beyond a size's own: processes start, models compile
+_SHARE_OF_FREE = 0.8  # of the memory that the host reports as free
+_PATIENCE = 60.0  # extra seconds for a size: processes start, models compile
 _OUT_OF_MEMORY = (
     "OutOfMemoryError",
     "MemoryError",
@@ -41,8 +41,8 @@ _OUT_OF_MEMORY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """One micro_batch, in `comparison` with the task's own (None for that itself); `memory`: the
-    bytes of a rank at its peak.
+    """The result for one micro_batch. `comparison` is with the task's own (None for that one), and
+    `memory` is a rank's peak in bytes.
     """
 
     micro_batch: int
@@ -57,11 +57,11 @@ class Size:
 
 
 def sizes(global_batch: int, micro_batch: int, workers: int) -> list[int]:
-    """What to try, in that order: the task's own, larger ones up to one micro-batch a rank, then
-    two smaller ones.
+    """Return the sizes to try, in order: the task's own, larger sizes up to one micro-batch per
+    rank, then two smaller sizes.
 
-    Those that are the own times or through a power of two and divide the global batch; where there
-    are none, any that divide it.
+    They divide the global batch, and are the task's own size multiplied or divided by a power of
+    two. If there are no such sizes, any size that divides the global batch is tried.
     """
     divisors = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
     powers = [size for size in divisors if _power_of_two(size, micro_batch)]
@@ -80,15 +80,15 @@ def _power_of_two(one: int, other: int) -> bool:
 def advise(
     settings: Settings, global_batch: int, micro_batch: int, seconds: float
 ) -> Iterator[Size]:
-    """Measure each size on fresh ranks, in about so many seconds altogether. A size that fails
-    says so; after the task's own none is tried.
+    """Measure each size on new ranks, in about `seconds` altogether. The note of a failed size says
+    why. If the task's own size fails, no other is tried.
     """
     server((*FOR_TRAININGS, *_IMPORTS)).ready()  # the imports are part of the start
     ends = monotonic() + seconds
     waiting = sizes(global_batch, micro_batch, settings.workers)
     known: Size | None = None  # the largest that ran
-    # of the task's own, from which the others' follow by the ratio: launches differ by more than
-    # turns
+    # Samples/s of the task's own size. The others are computed from it by their ratios, because
+    # launches differ more than turns in one launch.
     rate = 0.0
     for number, size in enumerate(waiting):
         share = (ends - monotonic()) / (len(waiting) - number)
@@ -110,8 +110,8 @@ def advise(
 
 
 def _too_large(size: int, known: Size, settings: Settings) -> str:
-    """Why a size is not tried in the host's memory: what grows with it grows at most in
-    proportion, and a host without memory kills at random.
+    """Say why a size is not tried in the host's memory, or return "". Memory grows at most in
+    proportion to the size, and a host that runs out of memory kills processes at random.
     """
     free = None if settings.device == "cuda" else free_memory()
     needed = known.memory * max(1.0, size / known.micro_batch) * settings.workers
@@ -138,7 +138,7 @@ def _measure(settings: Settings, size: int, own: int, seconds: float) -> Size:
 
 
 def why(failure: str) -> str:
-    """A failed rank's report as a few words."""
+    """Shorten a failed rank's report to its first line."""
     first = failure.partition("\n")[0]
     if any(sign in failure for sign in _OUT_OF_MEMORY):
         return f"out of memory ({first})"
@@ -146,8 +146,8 @@ def why(failure: str) -> str:
 
 
 def on_rank(settings: Settings, size: int, own: int, seconds: float, began: float) -> Size:
-    """One rank's part: the same Size on all. A usage error is told as any other, since a size
-    that cannot work is no mistake of the user's.
+    """Measure a size on this rank, and return the same Size on all ranks. A UsageError counts as
+    any failure here, because the user did not choose the size.
     """
     from lockstep.tools.timing.in_turns import Trial, largest, take_turns
     from lockstep.tools.timing.machine import Peak
@@ -174,8 +174,8 @@ def on_rank(settings: Settings, size: int, own: int, seconds: float, began: floa
 
 
 def fastest(found: Sequence[Size]) -> Size | None:
-    """The one that is faster than the task's own by more than noise, and most so; None where
-    there is none.
+    """Return the fastest size, if it is faster than the task's own by more than noise, else
+    None.
     """
     better = [size for size in found if size.comparison is not None and size.comparison.faster]
     return min(

@@ -1,15 +1,14 @@
-"""One knob at a time: the settings that run a task fastest, found by timing them in turns with the
-best ones so far.
+"""Search for the settings that run a task fastest, one knob at a time. Each candidate alternates
+with the best settings so far.
 
-The search knows neither processes nor models, only a Bench that times two points. Knobs are not
-tried in all combinations, which would multiply; what the order of the knobs may have missed is the
-price. At the end the winner takes turns with the default once more, with figures that nobody has
-chosen it by, and has to be faster there too: the best of many noisy figures looks better than it
-is.
+The search knows no processes and no models, only a Bench that times two points. It does not try all
+combinations of knobs, because their number multiplies; so it may miss the best one. At the end the
+winner alternates with the default again and must be faster in these new figures too: the best of
+many noisy figures looks better than it is.
 
-Turns are compared pairwise, because what else the machine did fell on both of a pair. The noise of
-the median of their ratios is that of a box plot's notch, 1.57 times the interquartile range over
-the root of their number (McGill, Tukey and Larsen, 1978).
+Turns are compared pairwise, because other load on the machine affects both turns of a pair. The
+noise of the median of their ratios is that of a box plot's notch: 1.57 times the interquartile
+range, divided by the root of their number (McGill, Tukey and Larsen, 1978).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from typing import Any, Protocol
 
 Value = str | int | float | None
 Point = Mapping[str, Value]
-_FINAL = 3  # comparisons' worth of time for the last one, which decides
+_FINAL = 3  # the last comparison, which decides, gets the time of this many
 
 NO_TIME = "no time left"
-_LEAST_GAIN = 0.01  # what is not worth a settings file; also where few turns lie together by chance
+_LEAST_GAIN = 0.01  # less is not worth a settings file, and few turns may agree by chance
 _NOTCH = 1.57
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedTimes:
-    """Seconds of a step: medians and 25th percentiles of both; `ratio` is the candidate's over
-    the base's, `noise` what it may be off.
+    """Seconds of a step for the base and the candidate: medians and 25th percentiles. `ratio` is
+    the median ratio of candidate to base, and `noise` is its uncertainty.
     """
 
     turns: int
@@ -45,7 +44,7 @@ class PairedTimes:
 
     @classmethod
     def of(cls, base: Sequence[float], candidate: Sequence[float]) -> PairedTimes:
-        """From the seconds of every turn, at least two of each, equally many."""
+        """Compare the seconds of every turn. There must be at least two turns, as many of each."""
         ratios = [theirs / ours for ours, theirs in zip(base, candidate, strict=True)]
         first, _, third = quantiles(ratios, n=4, method="inclusive")
         return cls(
@@ -66,7 +65,7 @@ class PairedTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tunable:
-    """A setting: its default, what else it may be, and, where there is nothing else, why."""
+    """A setting with its default and the other values to try; `reason` says why there are none."""
 
     name: str
     default: Value
@@ -76,8 +75,8 @@ class Tunable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnobRow:
-    """One value of a knob, beside the best settings before it; without a comparison `note` says
-    why it was not tried.
+    """One value of a knob, compared with the best settings before it. If there is no comparison,
+    `note` says why it was not tried.
     """
 
     knob: str
@@ -89,19 +88,19 @@ class KnobRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """`winner` holds every knob's value; it is the default's own where nothing else was faster
-    in `final`.
+    """The result of a search. `winner` has a value for every knob; it equals the default if nothing
+    was faster in `final`.
     """
 
     default: dict[str, Value]
     winner: dict[str, Value]
     rows: tuple[KnobRow, ...]
     final: PairedTimes | None
-    """The default against what had won knob by knob; None where nothing had."""
+    """The default compared with the combination of all winning values; None if no value won."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the winner has otherwise than the default."""
+        """The values in which the winner differs from the default."""
         return {name: value for name, value in self.winner.items() if value != self.default[name]}
 
 
@@ -110,32 +109,32 @@ class Refused(Exception):
 
 
 class Bench(Protocol):
-    """Times points. Where several ranks search, all its answers are the same on all of them."""
+    """Times points. If several ranks search, its answers are the same on all ranks."""
 
     def time(
         self, base: Point, candidate: Point, seconds: float
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Seconds of each turn of both, in about so many seconds. Raises Refused for a candidate
-        that cannot run.
+        """Return the seconds of each turn of both points, measured in about `seconds` altogether.
+        Raises Refused for a candidate that cannot run.
         """
         ...
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Return the remaining seconds of the search."""
         ...
 
     def least(self, base: Point, candidate: Point) -> float:
-        """Seconds that the shortest comparison of the two takes."""
+        """Return the seconds that the shortest comparison of the two takes."""
         ...
 
 
 def search(
     knobs: Sequence[Tunable], bench: Bench, say: Callable[[KnobRow], None] = lambda row: None
 ) -> Found:
-    """The fastest point that was found. `say` hears of every row as it is known.
+    """Return the fastest point that was found. `say` is called with every row at once.
 
-    Time is shared evenly over what is still to be tried. Where it runs out the rest is not tried,
-    and said; the last comparison is always made.
+    Time is divided evenly among the values that are still to be tried. If it runs out, the rows of
+    the remaining values say so; the last comparison is always made.
     """
     default = {knob.name: knob.default for knob in knobs}
     best, rows = dict(default), []
@@ -162,7 +161,7 @@ def search(
 
 def _try(name: str, value: Value, best: Point, bench: Bench, seconds: float) -> KnobRow:
     candidate = {**best, name: value}
-    if bench.left() < 2 * bench.least(best, candidate):  # this one, and the last if it wins
+    if bench.left() < 2 * bench.least(best, candidate):  # this one, and the last if this wins
         return KnobRow(knob=name, value=value, note=NO_TIME)
     try:
         found = PairedTimes.of(*bench.time(best, candidate, seconds))

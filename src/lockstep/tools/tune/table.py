@@ -1,4 +1,4 @@
-"""What `lockstep tune` prints. No torch: the launcher prints it when the ranks have gone."""
+"""What `lockstep tune` prints. It needs no torch: the launcher prints it after the ranks exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = "knob | value | ms a step | p25 | before | p25 | ratio | noise | turns |
 
 
 def progress(row: KnobRow) -> str:
-    """A row as it is known, while the rest is still to be tried."""
+    """Describe one row in a line, as soon as it is known."""
     what = row.knob if row.value is None else f"{row.knob}={spelled(row.value)}"
     if row.comparison is None:
         return f"{what}: not tried, {row.note}"
@@ -20,7 +20,7 @@ def progress(row: KnobRow) -> str:
 
 
 def table(found: Found) -> str:
-    """A line for everything that was tried, or was not, then the winner beside the default."""
+    """Return a line for every value that was tried or not, then the winner against the default."""
     rows = [_cells(row) for row in found.rows]
     winner = "the default; no setting was faster by more than noise"
     if found.final is not None:
@@ -56,12 +56,12 @@ def _figures(found: PairedTimes) -> list[str]:
 
 
 def said(changes: Mapping[str, Value]) -> str:
-    """update=sharded, threads=2"""
+    """Format changes: `update=sharded, threads=2`."""
     return ", ".join(f"{name}={spelled(value)}" for name, value in changes.items())
 
 
 def spelled(value: Value) -> str:
-    """As the command line takes it."""
+    """Format a value as the command line accepts it."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -90,7 +90,7 @@ def _size_cells(size: Size, own: int) -> list[str]:
 
 
 def advice(sizes: Sequence[Size], own: int, global_batch: int) -> str:
-    """The sizes' table and what to make of it."""
+    """Return the table of sizes and the advice."""
     head = "micro_batch | samples/s | ratio | noise | MiB a rank | "
     rows = [_size_cells(size, own) for size in sorted(sizes, key=lambda size: size.micro_batch)]
     lines = [text_table(head, rows, left=(0, 5))]

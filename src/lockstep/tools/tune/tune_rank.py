@@ -1,11 +1,12 @@
-"""`python -m lockstep.tools.tune.tune_rank DIR SECONDS`: one rank of `lockstep tune`. The settings
-to begin from stand in DIR/settings.json.
+"""`python -m lockstep.tools.tune.tune_rank DIR SECONDS`: one rank of `lockstep tune`. It starts
+from the settings in DIR/settings.json.
 
-Rank 0 tells every comparison on stderr as it is known and leaves DIR/answer.json. What can be tried
-changes nothing of the training beyond the last bits of a sum, the likely gains first. The search's
-Bench is Trials: they are built when they are first needed, on ranks that all decide alike.
+Rank 0 prints every comparison on stderr as soon as it is known, and writes DIR/answer.json. The
+knobs change nothing of the training beyond the last bits of a sum; those with likely gains come
+first. The search's Bench is Trials. It builds a trial when it is first needed, and all ranks decide
+alike.
 
-`micro_batch` is not among them: it belongs to the training (micro_batch.py advises on it).
+`micro_batch` is not a knob, because it changes the training (micro_batch.py gives advice on it).
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from lockstep.world.world import World, init
 _BUCKETS: tuple[float, ...] = (1, 5, 100)
 _LOADER_WORKERS = (1, 2)
 Tried = tuple[Value, ...] | str
-"""Values beside the default; or why there are none."""
+"""The values to try beside the default, or the reason why there are none."""
 
 
 def knobs(default: Settings, reducer: Reducer, world: World) -> list[Tunable]:
-    """All knobs; `reducer` is that of the default settings, and torch's intra-op threads are
-    its.
+    """Return all knobs. `reducer` is that of the default settings, and torch now uses their number
+    of intra-op threads.
     """
     tried = {
         "reduce": _reduces(reducer, world),
@@ -64,7 +65,9 @@ def knobs(default: Settings, reducer: Reducer, world: World) -> list[Tunable]:
 
 
 def _reduces(reducer: Reducer, world: World) -> Tried:
-    """The other one of the two fast ones; central is the naive reference and never fast."""
+    """Return the other one of the two fast reductions. "central" is the naive reference and never
+    fast.
+    """
     if world.size == 1:
         return "one rank has nothing to sum"
     if world.group.memory is None:
@@ -73,8 +76,8 @@ def _reduces(reducer: Reducer, world: World) -> Tried:
 
 
 def _threads(world: World) -> tuple[Value, ...]:
-    """Powers of two up to a rank's share of the cores. More would take them from the other
-    ranks.
+    """Return powers of two up to a rank's share of the cores. More threads would take cores from
+    other ranks.
     """
     share = max(1, cores() // world.local_size)
     found = {2**power for power in range(share.bit_length())} | {share}
@@ -82,11 +85,12 @@ def _threads(world: World) -> tuple[Value, ...]:
 
 
 def _buckets(default: Settings, reducer: Reducer, world: World) -> Tried:
-    """Sizes that lay the gradients in another way than the default.
+    """Return the sizes that put the gradients into other buckets than the default.
 
-    With native sums a bucket leaves while the backward goes on: small ones early, large ones with
-    less latency. In shared memory all are summed at the end, each between two synchronisations, so
-    that the size matters little; it is tried all the same, for it costs one comparison.
+    With the native reduction a bucket is sent during the backward: small buckets go early, large
+    ones have less latency. With shared memory all buckets are summed at the end, each between two
+    synchronizations, so the size matters little. It is tried anyway, because it costs one
+    comparison.
     """
     if world.size == 1:
         return "one rank sends nothing"
@@ -103,7 +107,7 @@ def _buckets(default: Settings, reducer: Reducer, world: World) -> Tried:
 
 
 def _cuts(reducer: Reducer, bucket_mb: float) -> list[int]:
-    """The elements of each bucket, were they of that size."""
+    """Return the number of elements in each bucket for a bucket size."""
     entries = [
         Entry(name, parameter.numel(), parameter.dtype, parameter.device)
         for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
@@ -115,7 +119,7 @@ def _cuts(reducer: Reducer, bucket_mb: float) -> list[int]:
 
 ANSWER = "answer.json"
 FEWEST = 3  # turns
-# turns: the buckets follow the first backward, and the replicas are compared after steps 1 and 2
+# turns: buckets are planned after the first backward, replicas are compared after steps 1 and 2
 WARM_UP = 2
 _MOST = 200  # turns
 _STEADY = 3
@@ -146,8 +150,8 @@ def main(directory: Path, seconds: float) -> None:
 
 
 def tune(task: Task, settings: Settings, world: World, seconds: float) -> Found:
-    """Search on the open world, in about so many seconds: the same answer on all ranks. The
-    settings of a knob are its default.
+    """Search on all ranks of `world` for about `seconds`, and return the same answer on all. A
+    knob's default is its value in `settings`.
     """
 
     def say(row: KnobRow) -> None:
@@ -170,7 +174,7 @@ class Trials:
         self._ends = monotonic() + seconds
         self._alive: dict[tuple[Any, ...], Trial] = {}
         self._step = 0.0  # seconds
-        # seconds that a comparison takes beside its turns: models are built, perhaps compiled
+        # seconds of a comparison outside its turns: models are built, perhaps compiled
         self._before = 0.0
 
     def __enter__(self) -> Trials:
@@ -180,9 +184,7 @@ class Trials:
         self._keep()
 
     def first(self, point: Point) -> Trial:
-        """The trial of that point, after its first steps, from which it is known how long steps
-        are.
-        """
+        """Return the trial of a point, after first steps that show how long a step takes."""
         began = monotonic()
         trial = self._trial(point)
         self._step = max(take_turns({"only": trial.step}, 2, self._world, warm_up=WARM_UP)["only"])
@@ -192,8 +194,8 @@ class Trials:
     def time(
         self, base: Point, candidate: Point, seconds: float
     ) -> tuple[list[float], list[float]]:
-        """Raises Refused for a candidate that Lockstep refuses, which it does on all ranks
-        alike.
+        """Time turns of both points. Raises Refused for a candidate that Lockstep refuses; it
+        refuses on all ranks alike.
         """
         self._keep(base, candidate)
         began = monotonic()
@@ -223,7 +225,7 @@ class Trials:
         return max(0.0, largest(monotonic() - began, self._world) - turns)
 
     def _turn(self, base: Point, candidate: Point) -> float:
-        """Seconds of one turn of both."""
+        """Return the seconds of one turn of both points."""
         return 2 * self._step * (1 + _steady(base, candidate))
 
     def _trial(self, point: Point) -> Trial:
@@ -234,8 +236,8 @@ class Trials:
         return found
 
     def _keep(self, *points: Point) -> None:
-        """Close all other trials. Reducers and hooks refer to each other: their memory goes when
-        the collector comes.
+        """Close all other trials. Reducers and hooks refer to each other, so only the garbage
+        collector frees their memory.
         """
         keys = [_key(point) for point in points]
         for key in [key for key in self._alive if key not in keys]:
@@ -244,11 +246,11 @@ class Trials:
 
 
 def _steady(base: Point, candidate: Point) -> int:
-    """Steps of a turn after one that is not timed, where their Loaders have different workers; else
-    0, and each turn is a step.
+    """Return the timed steps of a turn if the Loaders have different numbers of workers. A step
+    that is not timed comes before them. Otherwise return 0: a turn is one step.
 
-    Loader workers fetch ahead: in the other trial's turn, at its cost and for nothing. In the first
-    step these batches are used up, and from the second on as much is loaded as is consumed.
+    Loader workers fetch batches ahead, also during the other trial's turn and at its cost. The
+    first step uses up these batches; from the second step on, workers load as much as is consumed.
     """
     return _STEADY if base["loader_workers"] != candidate["loader_workers"] else 0
 

@@ -1,3 +1,3 @@
-"""Whether the same task gives the same bits at any number of workers; where not, what differs
-first, and why.
+"""Check that a task gives the same bits at any number of workers; if not, say what differs first
+and why.
 """

@@ -1,8 +1,8 @@
-"""The micro-batch in which two trainings part, run again under other circumstances, one at a time:
-what changes it is the cause.
+"""Repeat the micro-batch where two trainings first differ, and change one circumstance at a time.
+The first circumstance that changes the result is the cause.
 
-Everything is made anew from the task's file for each circumstance, since a task may have asked who
-it is when it was loaded.
+The task is loaded from its file again for each circumstance, because a task may read its rank when
+it is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lockstep.training.opening import computing, intra_op_threads, world_for
 from lockstep.training.resolve import resolve
 from lockstep.world.world import World
 
-_CLOCK_SECONDS = 1.1  # a seed made of whole seconds is another one after that
+_CLOCK_SECONDS = 1.1  # a seed made of whole seconds differs after that
 _THREADS = (1, 2, 4)
 Change = Literal["again", "forward", "reload", "rank", "size", "threads"]
 
@@ -48,18 +48,18 @@ Change = Literal["again", "forward", "reload", "rank", "size", "threads"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the rank that ran the micro-batch found out."""
+    """The findings of the rank that ran the micro-batch."""
 
     seen: Seen
-    """While it ran for the first time."""
+    """Calls during the first run of the micro-batch."""
     loading: Seen
-    """While the task was loaded, and its model built."""
+    """Calls while the task was loaded and its model was built."""
     changed: Change | None
-    """The first circumstance of these under which something else came out:
+    """The first of these circumstances that changed the result; None if none did:
 
     again    run a second time in the same process
-    forward  samples read once more after the model and the loss have had them
-    reload   the task loaded a second time, and run then
+    forward  samples read again after the model and the loss have used them
+    reload   run after the task was loaded a second time
     rank     as another rank
     size     among another number of workers
     threads  with another number of intra-op threads
@@ -69,7 +69,7 @@ class Evidence:
 def experiment(
     settings: Settings, difference: Difference, *, start: Start = start_ranks
 ) -> Evidence:
-    """Repeat the micro-batch of `difference` on the larger of the two worlds, as the rank that
+    """Repeat the micro-batch of `difference` in the larger of the two worlds, on the rank that
     ran it there.
     """
     places = list(zip(difference.workers, difference.ranks or (0, 0), strict=True))
@@ -88,8 +88,8 @@ def experiment(
 def _on_rank(
     settings: Settings, difference: Difference, rank: int, other: tuple[int, int]
 ) -> Evidence | None:
-    """The ranks train together up to the step; then one of them experiments, and the others wait
-    for it at the world's end.
+    """Train on all ranks up to the step, then experiment on `rank`. The other ranks wait for it
+    when they leave the world.
     """
     task = resolve(settings.task, settings.overrides)
     precision = settings.precision or task.precision
@@ -107,7 +107,7 @@ def _on_rank(
 
 
 def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, int]) -> Evidence:
-    """`other`: the size of the other world, and the rank there."""
+    """Run the experiments. `other` is the size of the other world, and the rank there."""
 
     def fresh() -> Repeat:
         return make(resolve(settings.task, settings.overrides), world)
@@ -137,7 +137,7 @@ def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, in
             return "rank"
         if size != world.size and changes(pretending(world, world.rank, size)):
             return "size"
-        # Exact mode has one number everywhere, and others give other bits.
+        # Exact mode always uses one number of threads, and another number gives other bits.
         counts = set() if settings.exact else set(_THREADS) - {torch.get_num_threads()}
         return (
             "threads" if any(changes(intra_op_threads(count)) for count in sorted(counts)) else None
@@ -148,8 +148,8 @@ def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, in
 
 @contextmanager
 def pretending(world: World, rank: int, size: int) -> Iterator[None]:
-    """In the block the environment, torch.distributed and `world` say that this is rank `rank`
-    of `size`. No collective may run in it.
+    """Make the environment, torch.distributed and `world` say in the block that this process is
+    rank `rank` of `size`. No collective may run in the block.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     before = {name: os.environ.get(name) for name in names}
@@ -171,29 +171,28 @@ def pretending(world: World, rank: int, size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# -- what can be done again: build the model, read samples, run forward and backward --------------
+# -- what can be repeated: build the model, read samples, run forward and backward ----------------
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One thing, under one circumstance."""
+    """A piece of work that can be repeated under one circumstance."""
 
     run: Callable[[], Any]
-    """Do it, and return what came out."""
+    """Do the work and return its result."""
     alike: Callable[[Any, Any], bool] = operator.eq
+    """Whether two results are equal."""
     after_forward: Callable[[], Any] | None = None
-    """What comes out when the model and the loss have had a turn in between, where that is
-    asked.
-    """
+    """Run the model and the loss, then repeat the work; None if that does not apply."""
 
 
 Make = Callable[[Task, World], Repeat]
-"""From a task that was just loaded."""
+"""Makes a Repeat from a freshly loaded task."""
 
 
 def prepared(task: Task, settings: Settings, difference: Difference, world: World) -> Make | None:
-    """How to make it. Every rank calls it: they train together up to the step. None: nothing to
-    repeat.
+    """Return what makes the Repeat for `difference`; None if nothing can be repeated. Every rank
+    must call it: the ranks train together up to the step.
     """
     if difference.kind == "start":
         return _building
@@ -230,7 +229,7 @@ def prepared(task: Task, settings: Settings, difference: Difference, world: Worl
 
 
 def _building(task: Task, world: World) -> Repeat:
-    """The model, under the shared stream."""
+    """Build the model, with the shared random stream."""
 
     def run() -> str:
         randomness.shared(task.seed)
@@ -242,7 +241,7 @@ def _building(task: Task, world: World) -> Repeat:
 def _reading(
     task: Task, world: World, *, precision: Precision, keys: tuple[int, list[int]]
 ) -> Repeat:
-    """The samples of one micro-batch, under their own streams."""
+    """Read the samples of one micro-batch, each with its own random stream."""
     dataset = KeyedDataset(task.train_data, task.seed, task.collate, world.rank)
 
     def run() -> str:
@@ -268,7 +267,7 @@ def _forwarding(
     batch: Any,
     same: Callable[[Slot, Slot], bool],
 ) -> Repeat:
-    """Forward and backward of one micro-batch from the weights that it had, under its own
+    """Run forward and backward of one micro-batch, with the weights it had and its own random
     stream.
     """
     randomness.shared(task.seed)

@@ -1,8 +1,7 @@
-"""Two finished runs, by what they left on disk: the numbers of every step and evaluation, and the
+"""Compare two finished runs by their files: the numbers of every step and evaluation, and the
 weights. Every bit counts.
 
-What may differ between two runs of the same training is left alone: times, and what follows from
-the number of workers.
+Times, and values that follow from the number of workers, may differ and are not compared.
 """
 
 from __future__ import annotations
@@ -28,19 +27,21 @@ _STEP = ("loss", "weight", "lr")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What is compared."""
+    """The values of a run that are compared."""
 
     path: Path
     task: str
     steps: Mapping[int, Mapping[str, Any]]
     evaluations: Mapping[int, Mapping[str, Any]]
-    """By the step after which they were made."""
+    """The metrics of each evaluation, by the step it followed."""
     checkpoint: Path
-    """The newest."""
+    """The newest checkpoint."""
 
     @classmethod
     def read(cls, path: Path) -> FinishedRun:
-        """Raises UsageError where its training has not ended, or a file is missing or broken."""
+        """Read a run directory. Raise UsageError if its training has not ended, or if a file is
+        missing or broken.
+        """
         found = read(path)
         if found.state != "finished":
             raise UsageError("run-not-finished", run=path, missing=RESULT)
@@ -64,8 +65,8 @@ class FinishedRun:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """In sentences: the first step, the first evaluation, and the first parameter that differ.
-    Empty: the runs are equal.
+    """Describe the first step, the first evaluation and the first parameter that differ. The list
+    is empty if the runs are equal.
 
     Raises UsageError for runs that cannot be compared.
     """
@@ -81,7 +82,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def summary(run: Path) -> str:
-    """What was compared of a run that has an equal."""
+    """Describe what was compared, for a run that is equal to the other."""
     found = FinishedRun.read(run)
     steps = counted(len(found.steps), "step")
     evaluations = counted(len(found.evaluations), "evaluation")
@@ -116,7 +117,7 @@ def _weights(one: Path, other: Path) -> str | None:
 def tensor_differences(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sides: tuple[str, str]
 ) -> Iterator[str]:
-    """A sentence for each name whose tensors are not equal, bit for bit."""
+    """Yield a sentence for each name whose tensors differ in any bit."""
     for name in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(name), theirs.get(name)
         if one is None or other is None:

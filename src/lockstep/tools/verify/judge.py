@@ -1,8 +1,9 @@
-"""`lockstep verify TASK`: one training after the other, each compared with the first, and the
-first difference explained in sentences.
+"""`lockstep verify TASK`: train at several numbers of workers, compare each training with the
+first, and explain the first difference.
 
-What experiments have seen to change the result is the cause; the lines that asked for it are shown
-beside it. Where nothing changed it, what is left is said, and that it is a guess.
+The cause is the circumstance that changed the result in an experiment; the lines of code that
+depend on it are shown beside it. If no experiment changed it, the explanation names the causes that
+remain.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MOST_LINES = 3
 
 
 def where(found: Difference, *, exact: bool) -> str:
-    """What differs first."""
+    """Describe what differs first."""
     one, other = (counted(count, "worker") for count in found.workers)
     between = f"between {one} and {other}"
     if found.kind == "start":
@@ -75,7 +76,7 @@ def where(found: Difference, *, exact: bool) -> str:
 
 
 def undecided(error: str) -> str:
-    """Where neither a cause was found, nor could the same training be run without rounding."""
+    """Return the explanation if no cause was found and the training does not run with exact."""
     return (
         "not found: repeating it showed no cause. The order of addition cannot be ruled out,"
         f" because the training does not run with --exact: {error.strip().splitlines()[-1]}"
@@ -83,8 +84,8 @@ def undecided(error: str) -> str:
 
 
 def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
-    """The likely cause. `evidence`: None where there was nothing to repeat; `by_hash`: all is
-    equal once text is hashed alike everywhere.
+    """Return the likely cause. `evidence` is None if nothing could be repeated. `by_hash` says that
+    the difference disappears if all processes hash text alike.
     """
     if by_hash:
         return _by_hash(found)
@@ -130,8 +131,8 @@ def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
 
 
 def _restless(found: Difference, seen: Seen, twice: str) -> str:
-    """Two repetitions in one process came out differently: `twice` says of what, `seen` what it
-    asked for meanwhile.
+    """Explain why two repetitions in one process gave different results. `twice` says what was
+    repeated, `seen` what it called meanwhile.
     """
     clock, entropy, own, seeds = (seen.of(what) for what in (CLOCK, ENTROPY, OWN, SEED))
     if clock:
@@ -273,21 +274,21 @@ def _ran(found: Difference) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One training."""
+    """The results of one training."""
 
     workers: int
     steps: int
     loss: float
-    """Of the last step."""
+    """The loss of the last step."""
     sha256: str
-    """Of the weights."""
+    """The checksum of the final weights."""
     same: bool
-    """As the first training, step by step."""
+    """Whether every step agrees with the first training, apart from amplified rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """All of them."""
+    """The results of all trainings, and the first difference between them."""
 
     exact: bool
     rows: Sequence[TrainedRow]
@@ -295,8 +296,8 @@ class Verified:
     where: str | None = None
     why: str | None = None
     amplified: Sequence[Difference] = ()
-    """Differences beyond the tolerance that the order of addition alone makes: trained with
-    exact, the same bits.
+    """Differences beyond the tolerance that come from the order of addition alone: with exact, the
+    trainings have the same bits.
     """
 
     def as_json(self) -> dict[str, Any]:
@@ -322,14 +323,14 @@ def verify(
     say: Callable[[str], None],
     start: Start = start_ranks,
 ) -> Verified:
-    """Train `settings.steps` steps at each count. `settings.exact` asks for equal bits, else for
-    values within the tolerance.
+    """Train `settings.steps` steps at each number of workers and compare. With `settings.exact`
+    the bits must be equal, otherwise the values must agree within the tolerance.
 
-    `say` is told what goes on. `start` has ranks call a function, here or on other machines. Raises
-    WorkerFailed where a rank fails.
+    `say` receives progress messages. `start` runs a function on ranks, here or on other machines.
+    Raises WorkerFailed if a rank fails.
     """
     judge = _Judge(settings, start)
-    # In one of them ranks share no order of text.
+    # In the largest of the other trainings each rank has its own hash seed.
     own_seeds = max(range(1, len(counts)), key=lambda number: counts[number])
     traces = [judge.trained(count, number == own_seeds) for number, count in enumerate(counts)]
     found = [first_difference(traces[0], trace, exact=settings.exact) for trace in traces]
@@ -354,11 +355,11 @@ def verify(
 
 
 Blamed = tuple[Difference, str, str]
-"""A difference that is more than rounding; where it is and why, in sentences."""
+"""A difference that is more than rounding, with a sentence for its place and one for its cause."""
 
 
 class _Judge:
-    """Trains, and finds out why trainings differ."""
+    """Trains, and finds the cause of differences between trainings."""
 
     def __init__(self, settings: Settings, start: Start) -> None:
         self._settings, self._start = settings, start
@@ -369,12 +370,12 @@ class _Judge:
         return train(settings, own_hash_seeds=own_hash_seeds, start=self._start)
 
     def blame(self, difference: Difference) -> Blamed | None:
-        """The cause of `difference`. None: the order of addition alone, whose rounding errors the
-        training amplifies.
+        """Return the cause of `difference`. None means that the training only amplifies rounding
+        errors, which differ with the order of addition.
 
-        An optimizer that divides by the size of a gradient makes a whole step of one that is
-        rounding error (a bias before BatchNorm). How far values are apart then tells nothing. With
-        exact there is one order of addition; what differs then too has another cause.
+        An optimizer that divides by the size of a gradient takes a full step even if the gradient
+        is only a rounding error (a bias before BatchNorm). The size of the difference then tells
+        nothing. With exact there is one order of addition, so a difference there has another cause.
         """
         evidence = self._experiment(difference)
         unexplained = evidence is None or evidence.changed is None
@@ -405,8 +406,8 @@ class _Judge:
         return _Judge(replace(self._settings, exact=True), self._start)
 
     def first_difference(self, workers: tuple[int, int]) -> Difference | None:
-        """Between two trainings, which are kept; in the second each rank has a hash seed of its
-        own.
+        """Return the first difference between two trainings, whose traces are kept. In the second
+        one each rank has its own hash seed.
         """
         for key in zip(workers, (False, True), strict=True):
             self._kept[key] = self._kept.get(key) or self.trained(*key)
@@ -414,14 +415,14 @@ class _Judge:
         return first_difference(one, other, exact=self._settings.exact)
 
     def _experiment(self, difference: Difference) -> Evidence | None:
-        """None where there is nothing to repeat."""
+        """Return the evidence for `difference`; None if nothing can be repeated."""
         no_samples = difference.kind in ("samples", "again") and difference.indices is None
         if no_samples or difference.kind in ("order", "weights"):
             return None
         return experiment(self._settings, difference, start=self._start)
 
     def _ends_with_one_hash_seed(self, difference: Difference) -> bool:
-        """Whether the difference is gone where all processes hash alike."""
+        """Whether the difference disappears if all processes have the same hash seed."""
         with one_hash_seed():
             one, other = (self.trained(count) for count in difference.workers)
         found = first_difference(one, other, exact=self._settings.exact)

@@ -1,8 +1,8 @@
-"""Who asks for what makes runs differ: the clock, the rank, the process, a generator of its own.
-With the line that asks.
+"""Record the user's calls that can make runs differ, with their lines: calls that read the clock,
+the rank or the process, or that draw from another random generator.
 
-Python reports every call of a function to a profiler. Only calls that come from the user's own code
-count: torch reads the clock too.
+Python reports every function call to a profiler. Only calls from the user's own code count, because
+torch reads the clock too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lockstep.tools.verify.trace import digest_of
 
 CLOCK, ENTROPY, PROCESS, RANK = "clock", "entropy", "process", "rank"
 SIZE, THREADS, SEED, OWN = "size", "threads", "seed", "own"
-"""What a call asks for. SEED: it seeds one of the generators that are keyed. OWN: it draws from
-another one.
+"""What a call reads. SEED: it seeds a generator that Lockstep seeds itself. OWN: it draws from
+another generator.
 """
 
 _VARIABLES = {
@@ -66,7 +66,7 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class AskedFor:
-    """Something that was asked for."""
+    """A recorded call: its kind, its name and the line of the caller."""
 
     what: str
     name: str
@@ -79,11 +79,11 @@ class AskedFor:
 
 @dataclass(slots=True)
 class Seen:
-    """While one thing was run."""
+    """The recorded calls of one run of a block."""
 
     calls: list[AskedFor] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
-    """Kinds of generators of the user's own that were drawn from."""
+    """The kinds of the user's own generators whose state changed."""
 
     def of(self, *what: str) -> list[AskedFor]:
         return [call for call in self.calls if call.what in what]
@@ -91,7 +91,7 @@ class Seen:
 
 @contextmanager
 def watching() -> Iterator[Seen]:
-    """Look at what the block's own thread calls, and which generators it draws from."""
+    """Record what the block calls in this thread, and which generators it draws from."""
     seen = Seen()
     before = {id(each): (each, _state(each)) for each in _generators()}
     profiler = sys.getprofile()
@@ -156,8 +156,8 @@ def _function(frame: FrameType) -> tuple[str, str] | None:
 
 
 def _place(frame: FrameType | None) -> str | None:
-    """The line of the user's that asks: through Python's own library, but not through torch's,
-    numpy's or ours.
+    """Return the user's line that makes the call, directly or through the standard library. Return
+    None if torch, numpy or Lockstep makes it.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -193,7 +193,7 @@ def _numpy(seen: Seen) -> Iterator[None]:
 
 
 def _generators() -> list[Any]:
-    """All that are alive, but those that are keyed."""
+    """Return all generators that are alive, except those that Lockstep seeds."""
     kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
     tracked = gc.get_objects()
     keyed = {id(each) for each in (random._inst, torch.default_generator, np.random.mtrand._rand)}

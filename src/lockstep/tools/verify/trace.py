@@ -1,22 +1,20 @@
-"""What a training leaves behind, step by step: enough to say where two trainings part, and small
-enough to keep. And the first place where two of them do.
+"""The trace of a training, step by step, and the first difference between two traces.
 
-Every micro-batch is looked at on the rank that runs it, before anything is added up; `merge` puts
-the ranks' accounts together. Whole gradients of every micro-batch would be the size of the model
-many times over: a digest of a tensor's bits stands for it, and two numbers from which a distance
-can be told. The projection on fixed signs of two tensors that differ by d differs by about the norm
-of d, whatever their length.
+Every micro-batch is traced on the rank that runs it, before gradients are added up; `merge` joins
+the ranks' traces. The gradients of all micro-batches would take many times the size of the model,
+so a trace keeps of each tensor a digest of its bits, its norm, and its projection on fixed random
+signs. If two tensors differ by d, their projections differ by about the norm of d, at any length.
 
 A difference spreads: other samples give another loss, other gradients, other weights, and from then
-on everything differs. So each step is gone through in the order of causes, over all of its
-micro-batches:
+on everything differs. So the traces are compared step by step, and in a step in the order of
+causes, each over all micro-batches:
 
     order       which samples a micro-batch holds
-    samples     what those samples are
-    loss        of equal samples and equal weights
-    gradient    of an equal loss, the micro-batch's own
+    samples     the contents of these samples
+    loss        from equal samples and equal weights
+    gradient    the micro-batch's own gradient, from an equal loss
     weights     after equal gradients were added up and applied
-    again       the first step's samples, read once more after the training
+    again       the first step's samples, read again after the training
 """
 
 from __future__ import annotations
@@ -40,17 +38,17 @@ _BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """One tensor."""
+    """A tensor's digest, norm and projection."""
 
     digest: str
-    """Of dtype, shape and bits."""
+    """The digest of dtype, shape and bits."""
     norm: float
     projection: float
-    """Sum of the elements, each with a sign that depends on its place alone."""
+    """The sum of the elements, each with a sign that depends on its index alone."""
 
     def far(self, other: Sketch) -> float:
-        """About how far apart the two are: the norm of their difference, give or take. Infinite
-        where one is not finite.
+        """Estimate the norm of the difference between the two tensors. It is infinite if the
+        estimate is NaN.
         """
         if self.digest == other.digest:
             return 0.0
@@ -60,52 +58,50 @@ class Sketch:
 
 @dataclass(slots=True)
 class Slot:
-    """One micro-batch."""
+    """The trace of one micro-batch."""
 
     rank: int
-    """That ran it."""
+    """The rank that ran it."""
     indices: tuple[int, ...] | None
-    """The numbers of its samples; None for a stream, whose samples have none."""
+    """The indices of its samples; None for a stream, whose samples have no index."""
     samples: str
-    """Digest of the batch, before the task's functions see it."""
+    """The digest of the batch before the task's functions see it."""
     loss: float = 0.0
     random: Mapping[str, str] = field(default_factory=dict)
-    """The random states after the loss."""
+    """The digests of the random states after the loss, by generator."""
     gradients: dict[str, Sketch] = field(default_factory=dict)
-    """Its own, by parameter, before they are added to others'."""
+    """Its own gradients, by parameter, before they are added to those of other micro-batches."""
 
 
 @dataclass(slots=True)
 class TracedStep:
-    """One optimizer step."""
+    """The trace of one optimizer step."""
 
     epoch: int
     """Counts from 0."""
     slots: dict[int, Slot]
     loss: float
     weights: Mapping[str, Sketch]
-    """Parameters and buffers after it."""
+    """Parameters and buffers after the step."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """One training, or one rank's part of it."""
+    """The trace of a training, or one rank's part of it."""
 
     workers: int
     start: Mapping[str, Sketch]
     """The weights before the first step."""
     steps: list[TracedStep]
     again: Mapping[int, str] = field(default_factory=dict)
-    """By slot: digest of the first step's samples when they are read once more, after the
-    training.
-    """
+    """The digests of the first step's samples, read again after the training, by slot."""
     sha256: str = ""
-    """Of the weights at the end."""
+    """The checksum of the final weights."""
 
 
 def merge(ranks: Sequence[Trace]) -> Trace:
-    """The whole training's trace. The weights are rank 0's: that replicas are equal is the
-    Stepper's affair.
+    """Join the ranks' traces. The weights are those of rank 0: the Stepper checks that replicas
+    are equal.
     """
     first = ranks[0]
     steps = []
@@ -130,7 +126,7 @@ def merge(ranks: Sequence[Trace]) -> Trace:
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """Of a tensor on any device. Waits for it."""
+    """Return the sketch of a tensor on any device. The call waits for the device."""
     tensor = tensor.detach().cpu()
     dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
     values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
@@ -143,8 +139,8 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def digest_of(value: Any) -> str:
-    """16 hexadecimal digits of a batch: tensors, arrays, numbers and text, in any containers. Of
-    other objects only the type counts.
+    """Return a digest, 16 hexadecimal digits, of tensors, arrays, numbers and text in containers
+    and dataclasses. Of other objects only the type counts.
     """
     found = hashlib.blake2b(digest_size=_BYTES)
     _add(found, value)
@@ -152,7 +148,7 @@ def digest_of(value: Any) -> str:
 
 
 def random_states(device: torch.device) -> dict[str, str]:
-    """A digest of each generator that a step's stream seeds, by its name."""
+    """Return a digest of the state of each generator that a step's stream seeds, by name."""
     states = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -203,35 +199,35 @@ Kind = Literal["start", "order", "samples", "loss", "gradient", "weights", "agai
 
 _IN_A_SLOT: tuple[Kind, ...] = ("order", "samples", "loss", "gradient")
 TOLERANCE = 1e-5
-_GROWTH = 2.0  # a step multiplies what the steps before it left
+_GROWTH = 2.0  # a step multiplies the differences that earlier steps left
 _MOST = 1e-2
-# Of a micro-batch's whole gradient: a parameter whose own is below it moves by rounding errors, as
-# a bias before BatchNorm.
+# A fraction of the norm of a micro-batch's whole gradient. A parameter whose gradient is smaller
+# moves by rounding errors, for example a bias before BatchNorm.
 _NOISE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first one between two trainings. Steps count from 1, slots (the micro-batches of a
-    step) from 0.
+    """The first difference between two trainings. Steps count from 1, slots (the micro-batches of
+    a step) from 0.
     """
 
     kind: Kind
     step: int
-    """0: before the first."""
+    """0 means before the first step."""
     workers: tuple[int, int]
     slot: int | None = None
     name: str | None = None
-    """The first parameter (or buffer) that differs; for a loss, the first whose gradient does."""
+    """The first parameter or buffer that differs; for a loss, the first whose gradient differs."""
     ranks: tuple[int, int] | None = None
-    """That ran the micro-batch."""
+    """The ranks that ran the micro-batch, one for each training."""
     values: tuple[float, float] | None = None
     epoch: int = 0
     """Counts from 0."""
     indices: tuple[int, ...] | None = None
     """The samples of the micro-batch."""
     reseeded: tuple[str, ...] = ()
-    """Generators whose state after the loss was not the same."""
+    """Generators whose states after the loss differ."""
 
     @property
     def place(self) -> tuple[int, int | None, Kind]:
@@ -239,8 +235,9 @@ class Difference:
 
 
 def first_difference(one: Trace, other: Trace, *, exact: bool) -> Difference | None:
-    """`exact`: every bit counts. Else samples are compared by bits, and values within a
-    tolerance that grows with the steps.
+    """Return the first difference between two trainings, or None. With `exact` every bit counts.
+    Otherwise samples must have equal bits, and values must agree within a tolerance that grows
+    with the steps.
     """
     workers = (one.workers, other.workers)
     for name in one.start:
@@ -260,8 +257,8 @@ def first_difference(one: Trace, other: Trace, *, exact: bool) -> Difference | N
 
 
 def read_again(trace: Trace) -> Difference | None:
-    """The first micro-batch of the first step whose samples were others after the training. No
-    second training is needed to see it.
+    """Return the first micro-batch of the first step whose samples changed during the training, or
+    None. This needs no second training.
     """
     for slot, digest in trace.again.items():
         first = trace.steps[0].slots[slot]
@@ -281,7 +278,7 @@ def read_again(trace: Trace) -> Difference | None:
 
 
 def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
-    """Whether two runs of a micro-batch agree in what a difference of this kind is about."""
+    """Whether two runs of a micro-batch agree in its order, samples, loss or gradient (`kind`)."""
     if kind == "order":
         return one.indices == other.indices
     if kind == "samples":
@@ -294,7 +291,7 @@ def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
 
 
 def tolerance_at(step: int, *, exact: bool) -> float:
-    """Relative, at step `step` counted from 1. 0 where bits count."""
+    """Return the relative tolerance at step `step`, counted from 1. It is 0 with `exact`."""
     return 0.0 if exact else min(_MOST, TOLERANCE * _GROWTH ** (step - 1))
 
 
@@ -336,7 +333,7 @@ def _in_step(
 def _after(
     ours: TracedStep, theirs: TracedStep, step: int, workers: tuple[int, int], tolerance: float
 ) -> Difference | None:
-    """Weights that differ though nothing before them does."""
+    """Return a difference of the weights in a step whose micro-batches agree, or None."""
     noise = _noise(ours) if tolerance else set()
     for name, one in ours.weights.items():
         other = theirs.weights[name]
@@ -348,8 +345,8 @@ def _after(
 
 
 def _first_gradient(one: Slot, other: Slot, tolerance: float) -> str | None:
-    """By the order in which they arrived: the nearest to the output, which the others are
-    computed from.
+    """Return the parameter of the first gradient that differs, or None. Gradients come in the order
+    of the backward: the first is nearest to the output, and the others are computed from it.
     """
     whole = math.hypot(*(found.norm for found in one.gradients.values()), 0.0)
     for name in dict.fromkeys([*one.gradients, *other.gradients]):
@@ -360,8 +357,8 @@ def _first_gradient(one: Slot, other: Slot, tolerance: float) -> str | None:
 
 
 def _noise(step: TracedStep) -> set[str]:
-    """Parameters whose gradient is rounding error in every micro-batch. Optimizers that divide
-    by its size make a step of it all the same.
+    """Return the parameters whose gradient is a rounding error in every micro-batch. An optimizer
+    that divides by the gradient's size still takes a full step with it.
     """
     found: set[str] | None = None
     for slot in step.slots.values():

@@ -1,7 +1,7 @@
-"""A training that is traced, at one number of workers, on fresh processes: the Training of
-`lockstep train`, whose step notes what it sees.
+"""Run a traced training at one number of workers, in fresh processes. It is the Training of
+`lockstep train` with a step that records a trace.
 
-Nothing of it reaches the mathematics.
+Tracing does not change the computed values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lockstep.world.world import World
 
 _HASH_SEED = "PYTHONHASHSEED"
 Start = Callable[..., list[Any]]
-"""What has ranks call a function: launcher.launch.start_ranks, or the same on other machines."""
+"""Runs a function on ranks: launcher.launch.start_ranks, or its equivalent on other machines."""
 
 
 class Traced(Training):
@@ -55,7 +55,7 @@ class Traced(Training):
                 parameter.register_hook(partial(self._landed, name))
 
     def walk(self) -> Trace:
-        """Take all steps, and look at the first step's samples once more."""
+        """Take all steps, then read the first step's samples again."""
         steps = self.settings.steps
         assert steps is not None, "the command always says how many"
         with matmul_precision(self.precision):
@@ -68,14 +68,14 @@ class Traced(Training):
         return self.trace
 
     def windows(self) -> Iterator[Window]:
-        """One after the other through the epochs, as `lockstep train` walks them."""
+        """Yield the windows of all epochs in the order of `lockstep train`."""
         for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
             yield from epoch
             if self.task.scheduler_per == "epoch" and self.scheduler is not None:
                 self.scheduler.step()
 
     def step(self, window: Window) -> StepResult:
-        """`Training.step`, with a look at every micro-batch."""
+        """Do what `Training.step` does, and record every micro-batch."""
         slots: dict[int, Slot] = {}
         indices = indices_of(self.loader, window)
         for place, batch in enumerate(self.stepper.micro_batches(window)):
@@ -97,13 +97,13 @@ class Traced(Training):
         return result
 
     def _landed(self, name: str, gradient: Tensor) -> None:
-        """Before it is added to what other micro-batches have left in `.grad`."""
+        """Record a gradient before it is added to those of other micro-batches in `.grad`."""
         if self._open is not None:
             self._open.gradients[name] = sketch(gradient)
 
     def _weights(self) -> dict[str, Sketch]:
-        """In the model's order, parameters first: the first that differs is then the one to look
-        at.
+        """Return the weights in the model's order, parameters before buffers, so that the first
+        difference is the most useful one.
         """
         tensors = weights(self.model)
         order = [name for name, _ in self.model.named_parameters() if name in tensors]
@@ -124,7 +124,9 @@ class Traced(Training):
 
 
 def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
-    """The samples of this rank's micro-batches of a window, by slot; empty for a stream."""
+    """Return the sample indices of this rank's micro-batches in a window, by slot. The result is
+    empty for a stream.
+    """
     batch_plan = getattr(loader, "batch_plan", None)
     if batch_plan is None or not window.slots:
         return {}
@@ -134,12 +136,12 @@ def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
 
 
 def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = start_ranks) -> Trace:
-    """Of `settings.steps` steps on `settings.workers` ranks. Raises WorkerFailed where one fails,
-    as in `lockstep train`.
+    """Trace a training of `settings.steps` steps on `settings.workers` ranks. Raise WorkerFailed if
+    a rank fails, as `lockstep train` does.
 
-    Ranks that are forked from one process hash text alike. With `own_hash_seeds` each is a fresh
-    interpreter and hashes in its own way, as ranks of several hosts do, unless the user has fixed
-    the seed.
+    Ranks that are forked from one process hash text alike. With `own_hash_seeds` each rank is a
+    fresh interpreter with its own hash seed, as ranks on several hosts are, unless the user has
+    fixed the seed.
     """
     seeds = (
         (lambda rank: {_HASH_SEED: str(1 + rank)})
@@ -167,7 +169,7 @@ def _on_rank(settings: Settings) -> Trace:
 
 @contextmanager
 def one_hash_seed() -> Iterator[None]:
-    """Processes that are started in the block hash text alike, so that a set of text has one
+    """Make processes that start in the block hash text alike, so that a set of text has the same
     order in all of them.
     """
     before = os.environ.get(_HASH_SEED)
@@ -182,5 +184,5 @@ def one_hash_seed() -> Iterator[None]:
 
 
 def hash_seed_is_fixed() -> bool:
-    """Whether the user has fixed it for all processes."""
+    """Whether the user has fixed the hash seed for all processes."""
     return os.environ.get(_HASH_SEED, "random") != "random"

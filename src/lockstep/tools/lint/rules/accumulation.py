@@ -1,8 +1,9 @@
-"""A remainder decides which backward communicates, and which steps: it picks the wrong one, or
-forgets the last.
+"""Rules for gradient accumulation where a test such as `i % N` decides which backward communicates
+or which micro-batch steps. The test selects the wrong micro-batch, or misses the last window.
 
-i % 4 != 0         0 S   1 .   2 .   3 .  |  4 S   5 .   6 .   7 .  |  8 S   9 .      S: gradients are exchanged
-(i + 1) % 4 != 0   0 .   1 .   2 .   3 S  |  4 .   5 .   6 .   7 S  |  8 .   9 .      the short last window never is
+S: gradients are exchanged. In the second line, a short last window is never exchanged.
+no_sync() if i % 4 != 0:         0 S  1 .  2 .  3 .  |  4 S  5 .  6 .  7 .  |  8 S  9 .
+no_sync() if (i + 1) % 4 != 0:   0 .  1 .  2 .  3 S  |  4 .  5 .  6 .  7 S  |  8 .  9 .
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _ENDLESS = re.compile(r"cycle|infinite|forever|repeat|islice|count|endless|\*", 
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """Where a remainder decides. `others`: the tests beside it. `place`: the micro-batch in the
-    window, if known.
+    """A node where a remainder decides, with the other tests there. `place` is the micro-batch in
+    the window, if known: 0 is the first, -1 the last.
     """
 
     node: cst.CSTNode
@@ -44,7 +45,7 @@ class _Decision:
 
     @property
     def right(self) -> dict[str, str]:
-        """The window's size and the test that is right, for a sentence."""
+        """The window's size and the correct test, for the rule's message."""
         size, counter, shift = self.modulo.size, self.modulo.counter, 1 - (self.start or 0)
         shifted = f"({counter} + {shift})" if shift > 0 else counter
         return {
@@ -75,7 +76,7 @@ def accumulation_tail(script: Script) -> Iterator[Problem]:
 
 
 def _held_back(script: Script) -> Iterator[_Decision]:
-    """What holds gradients back, with the tests of which one must hold for them to be exchanged."""
+    """Yield each block or flag that skips the exchange of gradients because of a remainder."""
     for node in script.all(cst.Attribute):
         tests = [Test(test.expression, not test.value) for test in on.conditions(script, node)]
         call = script.parents[node]
@@ -90,7 +91,7 @@ def _held_back(script: Script) -> Iterator[_Decision]:
 
 
 def _steps(script: Script, calls: list[cst.Call]) -> Iterator[_Decision]:
-    """Each `optimizer.step()`, `scaler.step(optimizer)` that a remainder decides."""
+    """Yield each `optimizer.step()` or `scaler.step(optimizer)` under a test of a remainder."""
     for call in calls:
         if re.search(r"(opt|scaler)[^.]*\.step$", script.text(call.func), re.IGNORECASE):
             yield from _window(script, call, list(on.conditions(script, call)))
@@ -128,8 +129,8 @@ def _wrong_place(script: Script, window: _Decision) -> str:
 
 
 def _is_constant(script: Script, test: Test, loop: Loop | None) -> bool:
-    """Is the test the same in every turn of the loop, so that it can say nothing about the last
-    one?
+    """Whether the test has the same value in every iteration, so that it cannot detect the last
+    one.
     """
     called = [last_name(call) for call in script.calls(test.expression)]
     names = script.names(test.expression)
@@ -140,8 +141,8 @@ def _is_constant(script: Script, test: Test, loop: Loop | None) -> bool:
 
 
 def _stepped_elsewhere(script: Script, window: _Decision) -> bool:
-    """Does another residue of the same counter decide an optimizer step after the node, in the
-    same turn?
+    """Whether an optimizer step later in the same iteration depends on another residue of the
+    same counter.
     """
     modulo = window.modulo
     for step in _steps(script, script.calls(window.loop or script.scope(window.node), "step")):
@@ -157,8 +158,8 @@ def _stepped_elsewhere(script: Script, window: _Decision) -> bool:
 
 
 def _loses_its_tail(script: Script, window: _Decision) -> bool:
-    """Not where the number of turns may be a multiple of N by construction, or the loop may end
-    early.
+    """Whether the last, short window is lost. False if the number of iterations may be a multiple
+    of N by construction, or if the loop may end early.
     """
     loop, modulo = window.loop, window.modulo
     counted = on.counted_call(loop) if loop is not None else None
@@ -180,7 +181,7 @@ def _loses_its_tail(script: Script, window: _Decision) -> bool:
 
 
 def _divides(script: Script, node: cst.BinaryOperation, modulo: Modulo) -> bool:
-    """`len(loader) % N` or `n // N * N` somewhere: the script has thought of it."""
+    """Whether the script computes `len(loader) % N` or `n // N * N`, and so may handle the tail."""
     left, right = script.text(node.left), script.text(node.right)
     if isinstance(node.operator, cst.Multiply):
         return "//" in left or "//" in right

@@ -1,5 +1,5 @@
-"""What ranks train and measure on: data drawn differently, copies that block, samples counted twice,
-an order that is never told the epoch.
+"""Rules for data: random data that differs between ranks, copies that block, samples counted twice,
+and an order that is the same in each epoch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ONLY_WALKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A DistributedSampler and its loader. `name` is "" for one that is made inside the loader's
-    own call.
+    """The calls that make a DistributedSampler (`call`) and its loader (`made`), with their names.
+    `name` is "" for a sampler that is made inside the loader's call.
     """
 
     call: cst.Call
@@ -58,8 +58,8 @@ def forgotten_set_epoch(script: Script) -> Iterator[Problem]:
 
 
 def distributed_samplers(script: Script) -> Iterator[Sampler]:
-    """Of the loaders that have no other value anywhere: a wrapper of accelerate's may call
-    set_epoch itself.
+    """Yield the samplers of loaders whose names have one binding only. A loader that is bound
+    again may be accelerate's wrapper, which may call set_epoch itself.
     """
     for made in script.all(cst.Call):
         loader = script.assigned(made)
@@ -87,8 +87,8 @@ def _shuffles(script: Script, call: cst.Call) -> bool:
 
 
 def _may_be_told(script: Script, sampler: Sampler, others: set[str]) -> bool:
-    """Is there a set_epoch that is not for sure another sampler's, or `.epoch = ...`, which is
-    the same?
+    """Whether the sampler may be given the epoch: by a set_epoch that is not certainly for another
+    sampler, or by `.epoch = ...`.
     """
     methods = [node for node in script.all(cst.Attribute) if last_name(node) == "set_epoch"]
     written = [dotted(node.target) for node in script.all(cst.AssignTarget)]
@@ -98,8 +98,8 @@ def _may_be_told(script: Script, sampler: Sampler, others: set[str]) -> bool:
 
 
 def _is_epochs(script: Script, loop: Loop, sampler: Sampler) -> bool:
-    """Does the loop train on the loader again and again, and hand it to no code that cannot be
-    seen here?
+    """Whether the loop trains on the loader repeatedly, and passes it to no function outside this
+    file.
     """
     once = isinstance(loop, cst.For) and re.fullmatch(r"range\((.*, ?)?1\)", script.text(loop.iter))
     made, loader = sampler.made, sampler.loader
@@ -123,7 +123,7 @@ def _is_epochs(script: Script, loop: Loop, sampler: Sampler) -> bool:
 
 
 def _trains_on(script: Script, root: cst.CSTNode, loader: str) -> bool:
-    """Is there a loop over the loader with a backward in it?"""
+    """Whether `root` has a loop over the loader with a backward in it."""
     loops = [loop for loop in script.within(root, cst.For) if loader in script.names(loop.iter)]
     return any(script.calls(loop, "backward") for loop in loops)
 
@@ -139,7 +139,9 @@ def unseeded_data(script: Script) -> Iterator[Problem]:
 
 
 def _draws(script: Script, node: cst.BaseExpression, depth: int = 4) -> Iterator[cst.Call]:
-    """The random tensors in an expression and in what its names stand for."""
+    """Yield the random tensors without a generator in an expression and in the values of its
+    names.
+    """
     for call in script.calls(node):
         if _DRAWS.fullmatch(script.name(call.func)) and argument(call, "generator") is None:
             yield call
@@ -166,7 +168,7 @@ def _loops_over(script: Script, made: cst.Call) -> list[cst.For]:
 
 
 def _copies(script: Script, loop: cst.For) -> Iterator[cst.Call]:
-    """Copies of the batch to a device that wait."""
+    """Yield the blocking copies of the batch to a device."""
     batch = script.names(loop.target)
     for parts in script.within(loop, cst.CompFor):
         batch |= script.names(parts.target) if batch & script.names(parts.iter) else set()

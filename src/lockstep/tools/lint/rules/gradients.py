@@ -1,5 +1,5 @@
-"""Gradients that only some ranks reduce, that are clipped before they are complete, that go past the
-wrapper; and losses whose scale depends on the number of ranks.
+"""Rules for gradients that only some ranks reduce, that are clipped before they are complete, or
+that bypass the wrapper; and for losses whose scale depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def gradient_conditional_collective(script: Script) -> Iterator[Problem]:
 
 
 def _tests(script: Script, call: cst.Call) -> Iterator[Test]:
-    """What holds at a call, by a condition or by `if ...: continue` earlier in the loop."""
+    """Yield the tests that hold at a call: its conditions, and those of an earlier
+    `if ...: continue` in the loop.
+    """
     for test in conditions(script, call):
         yield from all_of(script, test)
     for loop in script.loops(call)[:1]:
@@ -80,7 +82,7 @@ def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
 
 
 def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
-    """Does the block hold gradients back whenever it clips?"""
+    """Whether the block skips the exchange of gradients whenever it clips."""
     held = [item.item for item in block.items if _holds_back(script, item.item)]
     before = [each for each in script.calls(block) if script.before(each, call)]
     reduced = any(_BY_HAND.search(last_name(each)) for each in before)
@@ -90,8 +92,8 @@ def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
 
 
 def _holds_back(script: Script, expression: cst.BaseExpression) -> bool:
-    """`model.no_sync()`, also as one branch of a conditional, or a name that is bound to such a
-    thing.
+    """Whether an expression is `model.no_sync()`, a conditional with it as a branch, or a name
+    that is bound to either.
     """
     named = expression.func if isinstance(expression, cst.Call) else expression
     bound = script.lookup(named.value, named) if isinstance(named, cst.Name) else []
@@ -105,7 +107,7 @@ def _holds_back(script: Script, expression: cst.BaseExpression) -> bool:
 
 
 def _reduced_later(script: Script, clip: cst.Call) -> bool:
-    """Does a reduction by hand follow in the same turn of the loop, after a backward?"""
+    """Whether the iteration runs a backward before `clip` and reduces gradients by hand after."""
     choices = {test.expression: test.value for test in conditions(script, clip)}
     for loop in script.loops(clip)[:1]:
         if not any(script.before(each, clip) for each in script.calls(loop, "backward")):
@@ -119,7 +121,7 @@ def _reduced_later(script: Script, clip: cst.Call) -> bool:
 
 
 def _reduces(script: Script, call: cst.Call) -> bool:
-    """`all_reduce(p.grad)`, or a function of this file that does it."""
+    """Whether a call is `all_reduce(p.grad)`, or calls a function of this file that does it."""
     if collective(script, call).endswith(".all_reduce"):
         return dotted(argument(call, "tensor", 0)).endswith((".grad", ".grad.data"))
     function = script.called(call)
@@ -141,8 +143,8 @@ def forward_through_module(script: Script) -> Iterator[Problem]:
 
 
 def _trains(script: Script, node: cst.Call, name: str) -> bool:
-    """Does a backward follow from it? Not without gradients, in eval mode, or detached; nor if
-    the script reduces itself.
+    """Whether a forward of `.module` leads to a backward that nothing reduces. False without
+    gradients, in eval mode, if detached, or if the script reduces gradients itself.
     """
     around = script.calls(script.scope(node))
     if without_gradients(script, node) or last_name(script.parents[node]) == "detach":
@@ -150,7 +152,7 @@ def _trains(script: Script, node: cst.Call, name: str) -> bool:
     if not any(last_name(call) == "backward" for call in around):
         return False
     for call in around:
-        # a forward of the wrapper prepares the reduction, or the gradients are another model's
+        # the wrapper's forward prepares the reduction, or the backward is of another model
         forward = is_torch_wrapper(script, call.func, call) and not without_gradients(script, call)
         if forward or _by_hand(script, call, name):
             return False
@@ -161,8 +163,8 @@ def _trains(script: Script, node: cst.Call, name: str) -> bool:
 
 
 def _by_hand(script: Script, call: cst.Call, name: str) -> bool:
-    """Gradients that the script reduces, or switches off, itself: by the call's name, what it is
-    given, or a `.grad` nearby.
+    """Whether a call reduces or disables gradients by hand, as far as its name, its arguments or a
+    `.grad` in the same function tell.
     """
     if not _REDUCES.search(last_name(call)):
         return _OF_GRADIENTS.search(last_name(call)) is not None

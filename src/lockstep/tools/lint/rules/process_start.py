@@ -1,4 +1,4 @@
-"""How a process joins the others: seed, port, timeout, device."""
+"""Rules for the start of a process: seed, port, timeout, device."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def device_from_rank(script: Script) -> Iterator[Problem]:
 
 
 def _devices(script: Script) -> Iterator[Value]:
-    """What says which device to use."""
+    """Yield the expressions that select a device."""
     for call in script.all(cst.Call):
         match call.func:
             case cst.Attribute(attr=cst.Name("to" | "cuda" | "set_device")):

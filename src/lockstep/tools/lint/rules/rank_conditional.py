@@ -1,4 +1,4 @@
-"""Some ranks call what all must call: they wait for the others for ever."""
+"""A rule for calls that all ranks must make but only some make: these wait forever."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _KNOWN = sys.stdlib_module_names | {"torch", "numpy"}
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A call in which all ranks take part, made by the ranks of one side only. `key` is the same
-    on both sides.
+    """A call that all ranks must make, and the ranks that make it (`side`). The same call by the
+    other ranks has the same `key`.
     """
 
     call: cst.Call
@@ -63,7 +63,7 @@ def _parts(script: Script) -> Iterator[_Part]:
 
 
 def _joint(script: Script, call: cst.Call) -> tuple[str, str] | None:
-    """If all ranks have to take part in a call: what it is, in words and as a key."""
+    """Return a description and a key of a call that all ranks must make; None for other calls."""
     if what := collective(script, call):
         return f"{what}()", what
     if name := _forward(script, call):
@@ -75,8 +75,8 @@ def _joint(script: Script, call: cst.Call) -> tuple[str, str] | None:
 
 
 def _ranks(script: Script, node: cst.CSTNode) -> Side | None:
-    """The ranks that reach `node`: by the outermost condition around it that depends on the
-    rank, or by a return before it.
+    """Return the ranks that reach `node`, by the outermost condition around it that depends on
+    the rank, or by a return before it.
     """
     known: Side | None = None
     for test in conditions(script, node):
@@ -88,7 +88,7 @@ def _ranks(script: Script, node: cst.CSTNode) -> Side | None:
 
 
 def _after_return(script: Script, node: cst.CSTNode) -> Side | None:
-    """`if rank != 0: return` above: what follows in the function runs on the other side."""
+    """Return the ranks that are left after `if rank != 0: return` (or continue) above `node`."""
     around = [above for above, _ in script.ancestors(node)]
     for statement in script.within(script.frames[node], cst.If):
         if statement in around or script.parents[statement] not in around or statement.orelse:
@@ -103,8 +103,8 @@ def _after_return(script: Script, node: cst.CSTNode) -> Side | None:
 
 
 def _elsewhere(script: Script, part: _Part) -> bool:
-    """May the other ranks make the same call out of sight: in a function of this file, or in one
-    that is imported?
+    """Whether the other ranks may make the same call inside a function, of this file or
+    imported.
     """
     for node in script.within(part.scope, cst.If):
         found = side(script, Test(node.test, True))
@@ -119,8 +119,8 @@ def _elsewhere(script: Script, part: _Part) -> bool:
 
 
 def _calls_unseen(script: Script, root: cst.CSTNode) -> bool:
-    """Does it call a function that is neither in this file nor known to be without collectives?
-    Methods of other objects are.
+    """Whether `root` calls a function that is neither in this file nor known to be without
+    collectives. Methods of other objects count as known.
     """
     for call in script.calls(root):
         name = dotted(call.func)
@@ -133,8 +133,8 @@ def _calls_unseen(script: Script, root: cst.CSTNode) -> bool:
 
 
 def _contains(script: Script, call: cst.Call, seen: set[str]) -> set[str]:
-    """All collectives in this file's functions and methods of the called name, also through
-    others that they call.
+    """Return all collectives in this file's functions and methods of the called name, and in the
+    functions that they call.
     """
     found: set[str] = set()
     name = last_name(call)
@@ -147,8 +147,8 @@ def _contains(script: Script, call: cst.Call, seen: set[str]) -> set[str]:
 
 
 def _unconditional(script: Script, call: cst.Call) -> str:
-    """A collective that the called function of this file makes each time, at its top level or in
-    loops and with blocks.
+    """Return a collective that the called function of this file always makes: at its top level,
+    or in loops and with blocks.
     """
     function = script.called(call)
     if function is None or function.decorators:
@@ -167,14 +167,14 @@ def _unconditional(script: Script, call: cst.Call) -> str:
 
 
 def _forward(script: Script, call: cst.Call) -> str:
-    """The name of the wrapper if its forward runs here: by `ddp(x)`, or by `evaluate(ddp, ...)`."""
+    """Return the name of the wrapper whose forward a call runs: `ddp(x)`, `evaluate(ddp, ...)`."""
     if (made := wrapper(script, call.func, call)) is not None:
         return dotted(call.func) if _sends_buffers(script, made) else ""
     function = script.called(call)
     for place, arg in enumerate(call.args) if _EVALUATES.fullmatch(last_name(call)) else ():
         made = wrapper(script, arg.value, call)
         if function is not None and not script.calls(function, parameter(function, place)):
-            continue  # it calls the model's .module, or nothing
+            continue  # the function calls the model's .module, or no model
         if made is not None and _sends_buffers(script, made):
             return dotted(arg.value)
     return ""
