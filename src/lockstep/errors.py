@@ -200,7 +200,7 @@ class CollectiveTimeout(LockstepError):
 
 class CorruptResult(LockstepError):
     """In a step, `ranks` have another value of `parameter` than the other ranks that computed the
-    same (`witness`). Raised on every rank, before the step's update.
+    same (`witness`). Raised on every rank.
     """
 
     def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:

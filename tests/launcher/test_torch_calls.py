@@ -295,7 +295,7 @@ def test_who_has_called_something_since_waits_in_native_code_no_more(plain: Page
     assert plain.after(99) is None
 
 
-@pytest.mark.parametrize("ranks", [(), (0,), (3, 1023), (1, 1024)])
+@pytest.mark.parametrize("ranks", [(), (0,), (3, 1023), (1, 1024), (0, 3, 3)])
 def test_members_of_a_call_fit_on_a_page_or_are_all(ranks: tuple[int, ...]) -> None:
     mask = status.mask(ranks)
-    assert list(status.members(mask)) == ([] if 1024 in ranks else list(ranks))
+    assert list(status.members(mask)) == ([] if 1024 in ranks else sorted(set(ranks)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.errors import LockstepError, LockstepWarning
-from lockstep.training.metrics import MetricsFile, TelemetryFile, finite
+from lockstep.training.metrics import MetricsFile, TelemetryFile, finite, typed
 from tests.refused import refused
 
 STEP = {
@@ -86,3 +87,9 @@ def test_what_is_open_is_not_written_to_another_folder_of_that_name(tmp_path: Pa
         file.write(STEP)
     assert not list(run.iterdir())
     assert json.loads((tmp_path / "moved" / "metrics.jsonl").read_text()) == STEP
+
+
+@pytest.mark.parametrize(("kind", "value"), [(int | str | None, 1.5), (int | None, "1")])
+def test_a_value_of_none_of_the_kinds_is_refused(kind: Any, value: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        typed(kind, value)

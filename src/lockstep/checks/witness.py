@@ -333,7 +333,7 @@ def _of_shares(level: int, differing: Differing) -> tuple[str, dict[str, Any]]:
     code = {_MICRO_BATCH: "corrupt-micro-batch", _BLOCK: "corrupt-share"}.get(
         level, "corrupt-update"
     )
-    return code, _told(place, name, list(suspects), {number for _, number in own})
+    return code, _told(place, name, sorted(suspects), {number for _, number in own})
 
 
 def _of_reads(

@@ -396,9 +396,11 @@ def _served(environment: Mapping[str, str], control: socket.socket) -> psutil.Pr
     with socket.socket(socket.AF_UNIX) as caller, suppress(OSError, psutil.NoSuchProcess):
         caller.connect(path)
         file = seats.anonymous_file()
-        seats.write_whole(file, pickle.dumps(Seat(work=Serve(), environment=dict(environment))))
-        socket.send_fds(caller, [b"."], [file, *_STREAMS, control.fileno()])
-        os.close(file)
+        try:
+            seats.write_whole(file, pickle.dumps(Seat(work=Serve(), environment=dict(environment))))
+            socket.send_fds(caller, [b"."], [file, *_STREAMS, control.fileno()])
+        finally:
+            os.close(file)
         if said := caller.recv(32):
             return psutil.Process(int(said))
     return None

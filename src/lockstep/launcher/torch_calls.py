@@ -173,7 +173,7 @@ class _Describer:
         given: Callable[[str], Any] = {**dict(zip(self._names, args, strict=False)), **keywords}.get
         group, numbered, ranks = given("group"), self._of_all, None
         if self._name == "batch_isend_irecv":
-            ranks = [each.peer for each in given("p2p_op_list")]
+            ranks = sorted({each.peer for each in given("p2p_op_list")})
         elif given("use_local_synchronization"):
             ranks = given("ranks")
         if group is not None and group is not self._c10d.group.WORLD:

@@ -386,7 +386,7 @@ def mask(ranks: Iterable[int]) -> bytes:
     """Return the mask of `ranks`, the members of a call. Ranks too high for a mask give the mask of
     all ranks.
     """
-    bits = sum(1 << rank for rank in ranks)
+    bits = sum(1 << rank for rank in set(ranks))
     return EVERYBODY if bits.bit_length() > 8 * _MEMBERS else bits.to_bytes(_MEMBERS, "little")
 
 

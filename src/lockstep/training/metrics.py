@@ -155,7 +155,9 @@ def typed(kind: Any, value: Any) -> Any:
     if origin in (Union, UnionType):
         if value is None or len(inside) == 2:
             return None if value is None else typed(inside[0], value)
-        return next(value for each in inside if isinstance(value, each))
+        if not isinstance(value, inside):
+            raise TypeError(f"{value!r} is no {kind}")
+        return value
     if origin is tuple and inside[-1] is not ...:
         return tuple(typed(each, part) for each, part in zip(inside, value, strict=True))
     if origin in (tuple, Sequence):

@@ -93,6 +93,11 @@ def test_what_must_be_the_same_is_one_line_and_the_rest_is_named_with_its_node()
     ]
 
 
+def test_what_is_wrong_in_the_same_way_on_all_nodes_keeps_its_fix() -> None:
+    old = [finding("torch", "2.1", "install torch 2.11 or newer")]
+    assert merged({"anna": old, "bert": old}) == old
+
+
 def test_clocks_that_differ_are_named() -> None:
     assert judge_clocks({"anna": 0.0, "bert": 0.002}).level == "ok"
     late = judge_clocks({"anna": 0.0, "bert": -3.2})

@@ -90,6 +90,9 @@ def test_memory_that_is_little_or_has_run_out_before(tmp_path: Path) -> None:
     found = _memory(tmp_path, 32 * GIB, 2, events="low 0\noom 4\noom_kill 3\n")
     assert found.level == "warn"
     assert found.fix.startswith("memory ran out here 3 times before")
+    both = _memory(tmp_path, GIB, 2, events="oom_kill 3\n").fix
+    assert "ran out here 3 times" in both
+    assert "512 MiB for each of 2 ranks" in both
 
 
 @pytest.mark.parametrize(

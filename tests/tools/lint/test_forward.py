@@ -57,11 +57,22 @@ def train():
     model.module(x).backward()  # <- forward-through-module
 """
     ),
+    "with gradients, as the call says": (
+        """
+model = DDP(net)
+with torch.set_grad_enabled(True):
+    model.module(x).backward()  # <- forward-through-module
+"""
+    ),
 }
 RIGHT = {
     "through the wrapper": "model = DDP(net)\nmodel(x).backward()\n",
     "without gradients": (
         "model = DDP(net)\nloss.backward()\nwith torch.no_grad():\n    model.module(x)\n"
+    ),
+    "perhaps without gradients": (
+        "model = DDP(net)\nloss.backward()\nwith torch.set_grad_enabled(training):\n"
+        "    model.module(x)\n"
     ),
     "a decorator": (
         "model = DDP(net)\n@torch.inference_mode()\ndef f():\n    model.module(x)\n   "

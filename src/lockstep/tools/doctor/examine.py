@@ -237,7 +237,8 @@ def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     for column in zip(*by_node.values(), strict=True):
         values = {finding.value for finding in column}
         name = column[0].name
-        if len(values) == 1 and all(finding.level == "ok" for finding in column):
+        ok = all(finding.level == "ok" for finding in column)
+        if len(values) == 1 and (ok or name in _SAME):
             lines.append(column[0])
         elif name in _SAME:
             told = ", ".join(

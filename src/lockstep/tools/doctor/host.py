@@ -116,18 +116,18 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
             " torch alone takes: free memory, or start fewer ranks"
         )
         return judged("memory", value, fix=why)
-    warn = ""
+    warnings = []
     if killed:
-        warn = (
+        warnings.append(
             f"memory ran out here {killed} times before, and processes were killed: raise the"
             " limit, or start fewer ranks"
         )
     if per_rank < GIB:
-        warn = (
+        warnings.append(
             f"{_size(per_rank)} for each of {workers} ranks is little: the model, its gradients"
             " and the optimizer's state must fit into it"
         )
-    return judged("memory", value, warn=warn)
+    return judged("memory", value, warn="; ".join(warnings))
 
 
 def shared_memory(size: int, free: int) -> Finding:

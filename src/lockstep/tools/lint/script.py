@@ -367,11 +367,11 @@ def is_torch_wrapper(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> boo
 
 
 def without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a line is under torch.no_grad(), inference_mode() or set_grad_enabled(), in a with
-    block or by a decorator.
+    """Whether a line is under torch.no_grad(), inference_mode() or set_grad_enabled(), except
+    set_grad_enabled(True), in a with block or by a decorator.
     """
     around = list(getattr(script.scope(node), "decorators", ()))
     for above, _ in script.ancestors(node):
         around += above.items if isinstance(above, cst.With) else ()
-    words = r"no_grad|inference_mode|set_grad_enabled"
+    words = r"no_grad|inference_mode|set_grad_enabled(?!\((mode\s*=\s*)?True\))"
     return any(re.search(words, script.text(each)) for each in around)

@@ -102,7 +102,8 @@ class AllShards:
             answers = self._lines.ask(peers, header, leaving or nothing, arriving or nothing)
         except PeerGone as error:
             raise self.missing(error.rank) from error
-        status.waits(False)
+        finally:
+            status.waits(False)
         return answers
 
     def look_after_threads(self) -> None:
