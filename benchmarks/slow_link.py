@@ -63,7 +63,7 @@ class Found:
     median: float | None = None
     """Seconds a step on rank 0."""
     mean: float | None = None
-    """The same, which counts meetings that are far apart."""
+    """The same, which counts synchronizations that are far apart."""
     curve: Sequence[tuple[float, float]] = ()
     """(seconds of training so far, metric) at every evaluation."""
     problem: str | None = None

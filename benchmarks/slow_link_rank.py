@@ -43,7 +43,7 @@ GIVEN = "LOCKSTEP_SLOW_LINK"  # JSON: task, set, notes (a folder), interface
 
 
 class Notes:
-    """Lines of JSON, one a step, one a meeting before an evaluation, and one an evaluation."""
+    """Lines of JSON: one a step, one a synchronization before an evaluation, one an evaluation."""
 
     def __init__(self, folder: Path, interface: str) -> None:
         self._file = (folder / f"notes-{os.environ.get('RANK', '0')}.jsonl").open("w", buffering=1)
@@ -74,7 +74,7 @@ def task() -> Task:
     def optimizer(model: nn.Module) -> Optimizer:
         return fused(found.optimizer(model))
 
-    _note_meetings(notes)
+    _note_synchronizations(notes)
     return replace(
         found,
         optimizer=optimizer,
@@ -86,19 +86,19 @@ def task() -> Task:
     )
 
 
-def _note_meetings(notes: Notes) -> None:
-    """The meeting of local steps that precedes an evaluation belongs to the training, and not to
+def _note_synchronizations(notes: Notes) -> None:
+    """The synchronization of local steps before an evaluation belongs to the training, and not to
     the evaluation.
     """
-    meet = Stepper.meet
+    synchronize = Stepper.synchronize
 
     def noted(stepper: Stepper) -> bool:
         before = stepper.everyone.bytes_sent
-        found = meet(stepper)
+        found = synchronize(stepper)
         notes.write("met", sent=stepper.everyone.bytes_sent - before)
         return found
 
-    setattr(Stepper, "meet", noted)  # noqa: B010
+    setattr(Stepper, "synchronize", noted)  # noqa: B010
 
 
 def _given() -> tuple[Task, Notes]:

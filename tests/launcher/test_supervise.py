@@ -25,7 +25,7 @@ import pytest
 from lockstep.launcher import ending
 from lockstep.launcher.failures import Failure, Kind
 from lockstep.launcher.rank import Target
-from lockstep.launcher.supervise import Outcome, Workers, run_generations, supervise
+from lockstep.launcher.supervise import Outcome, Workers, run_with_restarts, supervise
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.test_launch import cut_connections
 from tests.refused import refused
@@ -401,7 +401,7 @@ def played(workers: Workers, restarts: int, *endings: Ending) -> tuple[list[int]
         last[0] = next(script)
         return outcome(last[0])
 
-    found = run_generations(start, workers, restarts, lambda: last[0] == "grow")
+    found = run_with_restarts(start, workers, restarts, lambda: last[0] == "grow")
     assert list(script) == [], "it went on for as long as it should"
     return counts, found.exit_code
 

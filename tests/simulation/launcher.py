@@ -12,7 +12,7 @@ from lockstep.launcher.engine import Ended, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.preemption import Stop
 from lockstep.launcher.seat import Seat
-from lockstep.launcher.supervise import Outcome, Workers, conclude, run_generations
+from lockstep.launcher.supervise import Outcome, Workers, conclude, run_with_restarts
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.machine import Machine, Process, Violation
 from tests.simulation.ranks import Generation, Store
@@ -100,7 +100,7 @@ class Launcher:
     def _run(self) -> None:
         workers = Workers(1, self._size)
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            self.outcome = run_generations(self._start, workers, self.restarts, lambda: False)
+            self.outcome = run_with_restarts(self._start, workers, self.restarts, lambda: False)
         self.machine.note(said.getvalue().strip())
 
     def _start(self, count: int) -> Outcome:

@@ -42,7 +42,7 @@ class Meetings:
         barrier = ranks, name
         self.came.setdefault(barrier, set()).add(rank)
         try:
-            store_barrier.meet(store, name, rank, ranks.size, TIMEOUT, clock=self.machine)  # type: ignore[arg-type]
+            store_barrier.wait(store, name, rank, ranks.size, TIMEOUT, clock=self.machine)  # type: ignore[arg-type]
         except BarrierTimeout as error:
             self._compare(barrier, tuple(error.values["missing"]))
             raise

@@ -88,7 +88,11 @@ def ranks_train(
     stepper = lockstep.Stepper(model, make(model), **how)
     results = [one_step(stepper, world, step) for step in range(steps)]
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return state, [result.together for result in results], [result.bytes_sent for result in results]
+    return (
+        state,
+        [result.synchronized for result in results],
+        [result.bytes_sent for result in results],
+    )
 
 
 def one_step(stepper: lockstep.Stepper, world: World, step: int) -> StepResult:
@@ -289,10 +293,10 @@ def statistics(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         )
         for each in stepper.micro_batches([x]):
             stepper.backward(model(each).sum(), weight=float(1 + world.rank))
-        assert not stepper.step().together
+        assert not stepper.step().synchronized
         before = {name: value.clone() for name, value in model.named_buffers()}
-    stepper.meet()
-    assert stepper.together
+    stepper.synchronize()
+    assert stepper.synchronized
     return before, {name: value.clone() for name, value in model.named_buffers()}
 
 
@@ -337,7 +341,7 @@ def asked_to_stop(world: World) -> list[tuple[bool, bool]]:
         if world.rank == 1 and step == 0:
             stepper.request_stop()
         result = one_step(stepper, world, step)
-        found.append((result.stop, result.together))
+        found.append((result.stop, result.synchronized))
     return found
 
 
@@ -535,9 +539,9 @@ def meets_between(world: World) -> list[bool]:
     stepper = lockstep.Stepper(model, sgd(model), sync_every=3)
     found = []
     for step in range(9):
-        found.append(one_step(stepper, world, step).together)
+        found.append(one_step(stepper, world, step).synchronized)
         if step == 4:
-            stepper.meet()
+            stepper.synchronize()
     return found
 
 

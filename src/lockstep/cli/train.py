@@ -287,7 +287,7 @@ class _Run:
                 restarts=restarts,
             )
         from lockstep.launcher.rank import Target
-        from lockstep.launcher.supervise import run_generations, supervise
+        from lockstep.launcher.supervise import run_with_restarts, supervise
 
         path = directory.path.absolute()
         target = Target(
@@ -309,7 +309,7 @@ class _Run:
                 passing=lambda failure: self._leaves_nothing(directory, failure),
             )
 
-        return run_generations(
+        return run_with_restarts(
             generation,
             allowed,
             restarts,

@@ -31,7 +31,7 @@ class Clock(Protocol):
     def sleep(self, seconds: float, /) -> None: ...
 
 
-def meet(
+def wait(
     store: dist.Store,
     name: str,
     rank: int,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DynamicSlots:
     """The next work of this rank: `slots` of the step at `place` in its epoch. If `slots` is empty,
     all ranks synchronize instead.
 
@@ -29,12 +29,12 @@ class Drawn:
     over: bool = False
 
 
-class Draws(Protocol):
+class SlotSource(Protocol):
     """Assigns slots to ranks dynamically. Every rank walks the same epochs, but the number of
     windows may differ between ranks.
     """
 
-    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
+    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> DynamicSlots:
         """Return this rank's next slots in an epoch. `first` is the number of the epoch's first
         step over all epochs; this run does the epoch's steps from `begin` on.
         """
@@ -66,7 +66,9 @@ class Epoch:
         loader = self._loader
         steps = len(self)
         loader._position = Position(self.number, self.begin)
-        yield from self._shared(steps) if loader.draws is None else self._drawn(loader.draws)
+        yield from (
+            self._shared(steps) if loader.slot_source is None else self._drawn(loader.slot_source)
+        )
 
     def _shared(self, steps: int) -> Iterator[Window]:
         """Yield windows of this rank's shares. If the shares move, batches fetched ahead belong to
@@ -93,14 +95,14 @@ class Epoch:
             yield window
             window.drain()
 
-    def _drawn(self, draws: Draws) -> Iterator[Window]:
+    def _drawn(self, source: SlotSource) -> Iterator[Window]:
         """Yield a window for each range of slots assigned to this rank, and an empty window where
         all ranks synchronize. The last one is at the epoch's end.
         """
-        loader, drawn = self._loader, Drawn(self.begin, range(0))
+        loader, drawn = self._loader, DynamicSlots(self.begin, range(0))
         plan, first = self._plan
         while not drawn.over:
-            drawn = draws.draw(self.number, first, self.begin, plan)
+            drawn = source.draw(self.number, first, self.begin, plan)
             place = drawn.place if drawn.slots else max(0, drawn.place - 1)
             cut = plan.at(place, self.number, first + place)
             if drawn.slots:

@@ -67,26 +67,26 @@ class Reduction(ABC):
 
 
 class Alone(Reduction):
-    """The reduction of a rank that steps alone: a gradient is its own sum. `meeting` allocates the
-    buckets, and sums over all ranks when they synchronize.
+    """The reduction of a rank that steps alone: a gradient is its own sum. `over_all_ranks`
+    allocates the buckets, and sums when all ranks synchronize.
     """
 
-    def __init__(self, meeting: Reduction) -> None:
-        self.meeting, self.name = meeting, meeting.name
+    def __init__(self, over_all_ranks: Reduction) -> None:
+        self.over_all_ranks, self.name = over_all_ranks, over_all_ranks.name
 
     def memory(self, layout: Layout) -> list[Tensor]:
-        return self.meeting.memory(layout)
+        return self.over_all_ranks.memory(layout)
 
     def start(self, bucket: Bucket) -> Work:
         return Done()
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        return self.meeting.kept()
+        return self.over_all_ranks.kept()
 
     def take_back(
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        self.meeting.take_back(common, by_rank)
+        self.over_all_ranks.take_back(common, by_rank)
 
 
 class Native(Reduction):

@@ -387,8 +387,8 @@ def _missing(
             texts.update(sights[rank].view.collectives)
         where = f"in #{missing} ({texts[missing]})" if missing in texts else f"in #{missing}"
         messages = [rank for rank in waiting if sights[rank].view.messages]
-        meeting = [rank for rank in waiting if rank not in messages]
-        places = {where: meeting, "for messages of other ranks": messages}
+        elsewhere = [rank for rank in waiting if rank not in messages]
+        places = {where: elsewhere, "for messages of other ranks": messages}
     who = ", ".join(
         f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}"
         for place, ranks in places.items()

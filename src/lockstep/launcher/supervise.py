@@ -112,7 +112,7 @@ def supervise(
         )
         variables = {**(environment or {}), **timeout_for_ranks(launch.timeout)}
         cold = launch.cold or launch.debug
-        generation = _Generation(
+        start = _Start(
             rank=rank,
             watch=watch,
             environment=variables,
@@ -121,7 +121,7 @@ def supervise(
             to_warm=again and not cold,
         )
         try:
-            outcome = generation.run(workers)
+            outcome = start.run(workers)
         except Stopped:
             outcome = (
                 Outcome(128 + (stop.number or 0))
@@ -229,7 +229,7 @@ def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Generation:
+class _Start:
     """This host's ranks from their start to their end."""
 
     rank: Rank
@@ -410,7 +410,7 @@ class Workers:
         return self.least < self.most
 
 
-def run_generations(
+def run_with_restarts(
     start: Callable[[int], Outcome],
     workers: Workers,
     restarts: int,

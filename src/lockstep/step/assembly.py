@@ -226,10 +226,10 @@ def reducer_of(
         # fragments consist of whole buckets
         octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
         bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
-    meeting = Alone(chosen)
+    own = Alone(chosen)
     if method.server is not None:
-        meeting.name = "messages"
-    return Reducer(model, group.alone(), meeting, bucket_bytes=bucket_bytes), model
+        own.name = "messages"
+    return Reducer(model, group.alone(), own, bucket_bytes=bucket_bytes), model
 
 
 def _said_alone(method: Parallelism) -> str:

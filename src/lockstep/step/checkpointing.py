@@ -121,7 +121,7 @@ class Checkpoints:
         self._world = world
         self._saver = self._new_saver()
         self._next = FIRST if every is None else 0
-        stepper.meet_before(self._due())
+        stepper.synchronize_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
         self._saved = stepper.steps
         self.newest: tuple[int, float] | None = None
@@ -180,7 +180,7 @@ class Checkpoints:
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
         if self._every is None:
             self._next = self._stepper.steps + FIRST
-        self._stepper.meet_before(self._due())
+        self._stepper.synchronize_before(self._due())
         return checkpoint
 
     def _due(self) -> int:
@@ -275,7 +275,7 @@ class Checkpoints:
             Whether it saved.
         """
         steps, self._extra = self._stepper.steps, extra
-        if self._stepper.between_meetings:
+        if self._stepper.between_synchronizations:
             return False
         due = steps >= self._next if self._every is None else steps % self._every == 0
         if due:
@@ -291,7 +291,7 @@ class Checkpoints:
             extra: JSON values to save too.
             best: (metric, value): mark this checkpoint as the best so far.
         """
-        if self._stepper.between_meetings:
+        if self._stepper.between_synchronizations:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):
             self._save(extra, best)
@@ -328,7 +328,7 @@ class Checkpoints:
         self._saved = steps
         if self._every is None:
             self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
-        self._stepper.meet_before(self._due())
+        self._stepper.synchronize_before(self._due())
 
     def _tidy(
         self, folder: Path, best: tuple[str, float] | None, compared: int | None
@@ -415,7 +415,7 @@ class Checkpoints:
         """
         if (
             self._stepper.steps > self._saved
-            and not self._stepper.between_meetings
+            and not self._stepper.between_synchronizations
             and sys.exception() is None
         ):
             self.save(_now(self._extra))

@@ -18,7 +18,7 @@ from lockstep.collectives.schedule import BLOCK
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
 from lockstep.updates.optimizer_state import CutOptimizer
-from lockstep.updates.shards import Dealt, Shards, elementwise
+from lockstep.updates.shards import Shards, WholeParameters, elementwise
 from lockstep.world.world import World
 
 
@@ -75,7 +75,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 instead="leave it out, or use a Stepper with update='sharded'",
             )
         self._group = World.current().group if process_group is None else resolve(process_group)
-        self._cut: CutOptimizer[Shards | Dealt] | None = None
+        self._cut: CutOptimizer[Shards | WholeParameters] | None = None
         # The class checks all groups and fills in defaults; then it gets only this rank's part.
         whole = optimizer_class(params, **defaults)
         if needs_closure(whole):
@@ -107,7 +107,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             id(each) for each in self._all_params if each.requires_grad or id(each) in self._ever
         ]
 
-    def _shards(self) -> Shards | Dealt:
+    def _shards(self) -> Shards | WholeParameters:
         """Return the division of the parameters among the ranks."""
         parameters = self._all_params
         for each in parameters:
@@ -122,7 +122,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         trained = [each for each in parameters if id(each) in self._ever]
         size = sum(each.numel() for each in trained)
         if not elementwise(type(self.optim)) or size < self._group.size * BLOCK:
-            return Dealt(parameters, self._group)
+            return WholeParameters(parameters, self._group)
         entries = [
             Entry(f"parameter {number}", each.numel(), each.dtype, each.device)
             for number, each in enumerate(trained)
@@ -132,7 +132,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return Shards(trained, layout, self._group)  # type: ignore[arg-type]
 
     @property
-    def _pieces(self) -> CutOptimizer[Shards | Dealt]:
+    def _pieces(self) -> CutOptimizer[Shards | WholeParameters]:
         """The divided optimizer, after the options of the outer groups (which a scheduler may have
         changed) are copied to `optim`.
         """
@@ -166,7 +166,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         pieces = self._pieces
         pieces.follow()
         self._consolidated = None
-        if isinstance(pieces.shards, Dealt):
+        if isinstance(pieces.shards, WholeParameters):
             loss = self.optim.step(**({} if closure is None else {"closure": closure}), **options)
         else:
             loss = None

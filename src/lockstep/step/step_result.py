@@ -48,7 +48,7 @@ class StepResult:
     """
     outcome: Applied
     """The object from which `norm`, `applied` and `reason` are read."""
-    together: bool = True
+    synchronized: bool = True
     """Whether all ranks hold the same model now."""
     gradient_age: float | None = None
     """With a server: the number of updates between this rank's pull of the parameters and its push
@@ -83,6 +83,11 @@ class StepResult:
     def reason(self) -> str | None:
         """Why the optimizer did not step; None if it did."""
         return self.outcome.reason
+
+    @property
+    def together(self) -> bool:
+        """The name of `synchronized` in 0.1, for one release."""
+        return self.synchronized
 
 
 class Outcomes:

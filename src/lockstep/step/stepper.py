@@ -506,7 +506,7 @@ class Stepper:
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
         self._outcomes.skipped(ended.windows)
-        stop = self.update.meet_if_due(ended)
+        stop = self.update.synchronize_if_due(ended)
         if self.replicas is not None and self.replicas.due(self.steps):
             self.check_replicas()
         if self.witness is not None and opened.record is not None:
@@ -520,7 +520,7 @@ class Stepper:
             samples_by_rank=opened.samples or facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
-            together=self.together,
+            synchronized=self.synchronized,
             gradient_age=ended.gradient_age,
             windows=ended.windows,
             times=self.clock.end(ended.number, opened.backwards, hidden),
@@ -534,33 +534,33 @@ class Stepper:
 
         Every rank calls it once, before the first epoch. Each rank then gets as many windows as it
         can compute. It gets an empty window whenever all ranks synchronize: at the end of an epoch,
-        at a step given to `meet_before`, and after a request to stop. `StepResult.together` is
-        then true.
+        at a step given to `synchronize_before`, and after a request to stop.
+        `StepResult.synchronized` is then true.
 
         Args:
             loader: a Loader over a map-style data set.
         """
-        if self.update.dealer is not None:
+        if self.update.slot_source is not None:
             check_drawn(loader, self.method, self.everyone)
             if self._options.checks != "off":
                 compare_start(self.everyone, loader.recipe)
-            loader.draws = self.update.dealer
+            loader.slot_source = self.update.slot_source
 
-    def meet_before(self, step: int) -> None:
+    def synchronize_before(self, step: int) -> None:
         """With update="server": make all ranks synchronize after `step` steps, for a checkpoint.
         All ranks call it with the same value.
 
         Args:
             step: the number of steps, counted from the start of the training.
         """
-        self.update.meet_before(step)
+        self.update.synchronize_before(step)
 
     @property
-    def between_meetings(self) -> bool:
+    def between_synchronizations(self) -> bool:
         """Whether this rank's model cannot be saved now: true with a server, except when all ranks
         have just synchronized.
         """
-        return self.update.between_meetings
+        return self.update.between_synchronizations
 
     @property
     def applied(self) -> int:
@@ -570,13 +570,13 @@ class Stepper:
         return self._outcomes.applied
 
     @property
-    def together(self) -> bool:
+    def synchronized(self) -> bool:
         """Whether all ranks hold the same model: always, except between two synchronizations of
         local steps or of a server's workers.
         """
-        return self.update.together
+        return self.update.synchronized
 
-    def meet(self) -> bool:
+    def synchronize(self) -> bool:
         """With local steps: synchronize the replicas, for an evaluation or at the end. Every rank
         calls it.
 
@@ -585,10 +585,14 @@ class Stepper:
         Returns:
             Whether a rank has asked to stop.
         """
-        if self.between_meetings:
-            raise UsageError("workers-not-together", call="Stepper.meet()")
+        if self.between_synchronizations:
+            raise UsageError("workers-not-together", call="Stepper.synchronize()")
         self._outcomes.settle()
-        return self.update.meet(stop=self._wants_stop())
+        return self.update.synchronize(stop=self._wants_stop())
+
+    # the names of 0.1, for one release
+    meet, meet_before = synchronize, synchronize_before
+    between_meetings, together = between_synchronizations, synchronized
 
     def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
@@ -628,7 +632,7 @@ class Stepper:
         """Compare the replicas now: every bit of weights, buffers and optimizer state. Every rank
         calls it, between steps.
 
-        It does nothing without checks="full", or while replicas may differ (`together` is
+        It does nothing without checks="full", or while replicas may differ (`synchronized` is
         False). State that is divided among the ranks is not compared.
 
         Args:
@@ -637,7 +641,7 @@ class Stepper:
         Raises:
             ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
-        if self.replicas is not None and self.together:
+        if self.replicas is not None and self.synchronized:
             with status.inside("checks"):
                 alike = self.model_shard.alike(self.alike, self._replicated())
                 self.replicas.compare(alike, self.steps, when or f"after step {self.steps}")

@@ -144,10 +144,10 @@ def _add(
     whole("rank", rank, 0)
     whole("step", step, 0)
     _faults.append(_Fault(rank, step, phase, strike, lasting))
-    status.on_phase(_meet)
+    status.on_phase(_strike_due)
 
 
-def _meet(step: int, phase: str) -> None:
+def _strike_due(step: int, phase: str) -> None:
     for fault in _faults:
         if (
             fault.phase == phase

@@ -310,7 +310,7 @@ class AssembledTraining:
         )
         stepper.draws(self.loader)
         if self.length.steps is not None:
-            stepper.meet_before(self.length.steps)
+            stepper.synchronize_before(self.length.steps)
         return stepper
 
     def new_evaluation(self) -> Evaluation | None:

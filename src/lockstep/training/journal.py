@@ -243,7 +243,7 @@ def _how(training: AssembledTraining) -> str:
     buckets = (
         "" if settings.bucket_mb == BUCKET / 2**20 else f" in buckets of {settings.bucket_mb:g} MiB"
     )
-    what = "meetings" if method.local is not None else "gradients"
+    what = "synchronizations" if method.local is not None else "gradients"
     replicas = training.placed.replicas(training.world.group).size
     silent = method.server is not None or (replicas == 1 and method.compress is None)
     reduction = "" if silent else f"{what} by {training.stepper.reducer.reduction.name}{buckets}, "

@@ -190,7 +190,7 @@ class Training(AssembledTraining):
         raise Preempted(steps, command is not None)
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
-        self.stepper.meet()  # an evaluation or a result needs equal replicas
+        self.stepper.synchronize()  # an evaluation or a result needs equal replicas
         steps = self.stepper.steps
         self.stepper.check_replicas(f"before the evaluation after step {steps}")
         if self.evaluation is None:

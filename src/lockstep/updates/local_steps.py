@@ -1,16 +1,16 @@
 """Local steps: every rank steps alone with its own optimizer, and the replicas synchronize every H
-steps. Such a synchronization is a *meeting*.
+steps.
 
-    step        forward, backward, inner optimizer: on this rank's micro-batches, without messages
-    meeting     the movements of all replicas since the last meeting are averaged, and all replicas
-                continue from one place (OuterStep)
-    fragment    some buckets of the parameters, which synchronize together; several fragments are
-                spread over the H steps
+    step         forward, backward, inner optimizer: on this rank's micro-batches, without messages
+    synchronize  average the movements of all replicas since the last synchronization; all replicas
+                 continue from one place (OuterStep)
+    fragment     some buckets of the parameters, which synchronize together; several fragments are
+                 spread over the H steps
 
 A movement's weight is what the replica has learned from since then (samples, tokens). So an idle
-rank does not hold the others back, and with H = 1 and plain SGD a meeting is gradient averaging.
-The inner optimizers' states stay where they are. With `overlap` a fragment's sum travels while the
-next steps are computed. When it arrives, the replica continues from halfway between itself and the
+rank does not hold the others back, and with H = 1 and plain SGD synchronizing is gradient
+averaging. The inner optimizers' states stay where they are. With `overlap` a fragment's sum travels
+while the next steps are computed. When it arrives, the replica continues from halfway between itself and the
 new place (Streaming DiLoCo, Douillard et al., 2025).
 """
 
@@ -29,13 +29,15 @@ from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reductions import Alone
 from lockstep.runtime import status
-from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
 from lockstep.updates.replicated_and_sharded import Replicated
 from lockstep.updates.shards import places
+from lockstep.updates.synchronized_buffers import SynchronizedBuffers
 from lockstep.updates.update import EndedWindow, Updated
 
-_MIXED = 0.5  # with overlap, the share of the replica's own values that stays after a meeting
+_MIXED = (
+    0.5  # with overlap, the share of the replica's own values that stays after a synchronization
+)
 
 
 @dataclass(slots=True)
@@ -50,8 +52,8 @@ class _Flight:
 
 
 class OuterStep:
-    """How a meeting combines the replicas: it moves the flat tensors `starts` by a step against
-    the replicas' mean movement.
+    """How a synchronization combines the replicas: it moves the flat tensors `starts` by a
+    step against the replicas' mean movement.
 
     average    start - movement                   parameter averaging, local SGD (Stich, ICLR 2019)
     nesterov   SGD with Nesterov momentum, with   DiLoCo (Douillard et al., 2023)
@@ -94,7 +96,7 @@ class RankZeros(WholeOptimizer):
 
 
 class LocalSteps(Replicated):
-    """This rank's own update, and the meetings: each fragment synchronizes once in `every` steps.
+    """This rank's own update. Each fragment synchronizes once in `every` steps.
 
     Every rank takes the same number of steps, even if it has nothing to learn from.
     """
@@ -107,11 +109,11 @@ class LocalSteps(Replicated):
         assert isinstance(reducer.reduction, Alone)
         self.optimizer = RankZeros(updated)
         self._everyone, self._every, self._outer = updated.everyone, every, outer
-        self._reducer, self._meeting = reducer, reducer.reduction.meeting
-        self._buffers = MeetingBuffers(updated.model, self._everyone)
+        self._reducer, self._reduction = reducer, reducer.reduction.over_all_ranks
+        self._buffers = SynchronizedBuffers(updated.model, self._everyone)
         self.taken = 0
         """Local steps so far."""
-        self._parted_at = 0  # `taken` at the last meeting of all fragments, without overlap
+        self._parted_at = 0  # `taken` at the last synchronization of all fragments, without overlap
         self._flights: list[_Flight] = []
         # fix the order of buckets, the same on all ranks: no bucket leaves early
         reducer.lay(reducer.order)
@@ -129,7 +131,7 @@ class LocalSteps(Replicated):
         self._moving: list[Bucket] = list(reducer.buckets)
         if self._outer.overlap:
             # separate memory: the next steps' gradients need the buckets while sums travel
-            memory = self._meeting.memory(reducer.layout)
+            memory = self._reduction.memory(reducer.layout)
             self._moving = [
                 Bucket(plan, reducer.parameters, room)
                 for plan, room in zip(reducer.layout.buckets, memory, strict=True)
@@ -151,7 +153,7 @@ class LocalSteps(Replicated):
             # new layout of the same parameters: happens only before the first step
             self._lay()
             return
-        if not self.together:
+        if not self.synchronized:
             raise UsageError("layers-changed-between-meetings")
         known = set(self._names)
         for name, parameter in self._parameters:
@@ -165,22 +167,22 @@ class LocalSteps(Replicated):
         self._fill(self._step.momenta, momenta)
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
-        """The outer momenta. Inner states differ between meetings, so they are left out."""
+        """The outer momenta. Inner states differ between synchronizations, so they are left out."""
         return [
             (f"outer/momentum/{name}", value)
             for name, value in self._named(self._step.momenta).items()
         ]
 
-    # -- meetings ---------------------------------------------------------------------------------
+    # -- synchronization --------------------------------------------------------------------------
 
     @property
-    def together(self) -> bool:
-        """Whether all ranks hold the same model: no rank has taken a step since the last meeting
-        of all fragments. The same on all ranks.
+    def synchronized(self) -> bool:
+        """Whether all ranks hold the same model: no rank has taken a step since the last
+        synchronization of all fragments. The same on all ranks.
         """
         return not self._flights and self._parted_at == self.taken
 
-    def meet_if_due(self, ended: EndedWindow) -> bool:
+    def synchronize_if_due(self, ended: EndedWindow) -> bool:
         assert ended.outcome is not None
         weight = ended.weight if ended.outcome.applied else 0.0
         self.taken += 1
@@ -202,11 +204,11 @@ class LocalSteps(Replicated):
             self._parted_at = self.taken
         return heard
 
-    def meet(self, *, stop: bool = False) -> bool:
+    def synchronize(self, *, stop: bool = False) -> bool:
         """Synchronize all fragments now, if any rank has taken a step since. Every rank calls it.
         Return whether one of them asks to stop.
         """
-        if self.together:
+        if self.synchronized:
             return False
         self._land(lambda flight: True)
         heard = False
@@ -228,18 +230,18 @@ class LocalSteps(Replicated):
                 [weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64
             )
             self._everyone.host.all_reduce(
-                facts, place=f"for the facts of a meeting after local step {self.taken}"
+                facts, place=f"for the facts of a synchronization after local step {self.taken}"
             ).wait()
             total, stops, *changed = facts.tolist()
             works = []
             for index in self._fragments[fragment]:
                 bucket = self._moving[index]
                 self._movement(bucket, self._step.starts[index], weight)
-                works.append(self._meeting.start(bucket))
+                works.append(self._reduction.start(bucket))
             self._flights.append(_Flight(fragment, lands, total, works))
             self._since[fragment] = 0.0
             if buffers:
-                self._buffers.meet(changed, total)
+                self._buffers.synchronize(changed, total)
         return bool(stops > 0)
 
     def _movement(self, bucket: Bucket, start: Tensor, weight: float) -> None:
@@ -274,10 +276,10 @@ class LocalSteps(Replicated):
     # -- what a checkpoint keeps ------------------------------------------------------------------
 
     def model(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model that all ranks agree on: that of the last meeting, if any rank has taken steps
-        since.
+        """The model that all ranks agree on: that of the last synchronization, if any rank has
+        taken steps since.
         """
-        if self.together:
+        if self.synchronized:
             return dict(weights)
         return {**weights, **self._named(self._step.starts), **self._buffers.starts()}
 
@@ -296,7 +298,7 @@ class LocalSteps(Replicated):
                 bucket = self._moving[index]
                 for name, _, place in places(bucket.sum, bucket):
                     common[f"outer/flying/{name}"] = place
-        if not self.together:
+        if not self.synchronized:
             own |= {f"replica/{name}": each.detach() for name, each in self._parameters}
             own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
             own["since"] = torch.tensor([*self._since, self._buffers.since], dtype=torch.float64)
@@ -313,7 +315,7 @@ class LocalSteps(Replicated):
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
     ) -> None:
         """A rank that was in the checkpoint resumes from its own replica, a new one from the last
-        meeting. Checkpoints from before local steps hold no such state.
+        synchronization. Checkpoints from before local steps hold no such state.
         """
         self.taken, self._parted_at = (
             int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist()

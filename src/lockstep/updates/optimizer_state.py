@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
-from lockstep.updates.shards import Dealt, Shards, State, check_elementwise
+from lockstep.updates.shards import Shards, State, WholeParameters, check_elementwise
 
-Cut = TypeVar("Cut", bound=Shards | Dealt)
+Cut = TypeVar("Cut", bound=Shards | WholeParameters)
 
 
 class OptimizerState(Protocol):
@@ -98,7 +98,9 @@ class CutOptimizer(Generic[Cut]):
         self._wholes += [list(group["params"]) for group in groups[len(self._wholes) :]]
         old, frozen = self.shards, self._frozen()
         moving: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
-        if isinstance(old, Dealt):  # its pieces are whole parameters, which lose their state below
+        if isinstance(
+            old, WholeParameters
+        ):  # its pieces are whole parameters, which lose their state below
             moving = list(moving)
         self._cut(frozen)
         for number, state in moving:

@@ -329,7 +329,7 @@ class Shards:
         }
 
 
-class Dealt:
+class WholeParameters:
     """Whole parameters, each of which one rank of a group owns and updates. Every rank makes it and
     calls its methods alike.
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
-from lockstep.data.epoch import Draws
+from lockstep.data.epoch import SlotSource
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import Norm
@@ -160,7 +160,7 @@ class Update(ABC):
     """Applies the gradients of one reducer with one optimizer.
 
     The defaults here are for updates in which all ranks take every step in common. An update whose
-    ranks step alone between meetings overrides them.
+    ranks step alone between synchronizations overrides them.
     """
 
     name: str
@@ -183,22 +183,22 @@ class Update(ABC):
         self.optimizer.load_state_dict(state)
 
     @property
-    def together(self) -> bool:
+    def synchronized(self) -> bool:
         """Whether all ranks hold the same model. The same on all ranks."""
         return True
 
     @property
-    def dealer(self) -> Draws | None:
+    def slot_source(self) -> SlotSource | None:
         """The source of a step's slots if ranks have no fixed share of them, else None."""
         return None
 
     @property
-    def between_meetings(self) -> bool:
+    def between_synchronizations(self) -> bool:
         """Whether this rank's model is no state of the training that a checkpoint could keep."""
         return False
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
-        """The update's own state, by name, that is equal on all ranks whenever `together` is
+        """The update's own state, by name, that is equal on all ranks whenever `synchronized` is
         true.
         """
         return ()
@@ -215,19 +215,19 @@ class Update(ABC):
         """Before the first forward of a window, `steps` after the training's begin."""
         return
 
-    def meet_if_due(self, ended: EndedWindow) -> bool:
+    def synchronize_if_due(self, ended: EndedWindow) -> bool:
         """After the step is counted: synchronize if it is time. Every rank calls it. Return whether
         any rank is known to ask to stop.
         """
         return ended.stop
 
-    def meet(self, *, stop: bool = False) -> bool:
+    def synchronize(self, *, stop: bool = False) -> bool:
         """Synchronize replicas that have stepped alone. Every rank calls it. Return whether any
         rank is known to ask to stop.
         """
         return False
 
-    def meet_before(self, step: int) -> None:
+    def synchronize_before(self, step: int) -> None:
         """Have ranks that step alone synchronize when `step` steps are taken. Every rank calls it
         alike.
         """

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives import store_barrier as meeting
+from lockstep.collectives import store_barrier
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.runtime.cores import cores
@@ -125,7 +125,7 @@ def _store_among_siblings(
     at_end.callback(host.close)
     publish_port(key, host.port)
     try:
-        meeting.wait_for_count(host.store, "found", place.size - 1, timeout)
+        store_barrier.wait_for_count(host.store, "found", place.size - 1, timeout)
     finally:
         withdraw_port(key)
     return host.store

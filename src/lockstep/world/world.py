@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives import store_barrier as meeting
+from lockstep.collectives import store_barrier
 from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.fingerprints import call_site
 from lockstep.collectives.group import Group
@@ -44,7 +44,7 @@ from lockstep.world.rendezvous import (
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_generations = itertools.count()  # numbers the worlds that this process opens, equally on all ranks
+_opened = itertools.count()  # numbers the worlds that this process opens, equally on all ranks
 
 
 class World:
@@ -93,7 +93,7 @@ class World:
         self.adopted = adopted
         self._store = store
         self._at_end = at_end or ExitStack()  # closed after the last use of the store
-        self._meetings = 0
+        self._barriers = 0
         self._depth = 0
         self._owned: list[Closable] = []
         self._determinism: Determinism | None = None
@@ -207,12 +207,12 @@ class World:
             # Before it comes here, another rank may wait for a collective in which this rank's part
             # is not done.
             self.group.memory.finish_all(timeout)
-        self._meet(timeout)
+        self._wait_for_all(timeout)
 
-    def _meet(self, timeout: timedelta) -> None:
-        self._meetings += 1
-        meeting.meet(
-            self._store, f"barrier/{self._meetings}", self.rank, self.size, timeout, self.group.look
+    def _wait_for_all(self, timeout: timedelta) -> None:
+        self._barriers += 1
+        store_barrier.wait(
+            self._store, f"barrier/{self._barriers}", self.rank, self.size, timeout, self.group.look
         )
 
     def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
@@ -229,8 +229,10 @@ class World:
         Args:
             timeout: how long rank 0 may show no sign of life; default 30 seconds.
         """
-        self._meetings += 1
-        return meeting.first(self._store, f"first/{self._meetings}", self.rank, self.size, timeout)
+        self._barriers += 1
+        return store_barrier.first(
+            self._store, f"first/{self._barriers}", self.rank, self.size, timeout
+        )
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return a Group of some ranks. All its members call this, and no other rank does.
@@ -334,7 +336,7 @@ class World:
                     # on several hosts ranks compare over groups that are gone then
                     self.group.say("end of the world (close)")
                     self.group.wait_for_all(self.group.number)
-                self._meet(self.timeout)
+                self._wait_for_all(self.timeout)
         except BaseException:
             failed = True
             raise
@@ -363,7 +365,9 @@ class World:
             with suppress(dist.DistError, LockstepError):
                 self._store.add("left", 1)
                 if self.rank == 0:
-                    meeting.wait_for_count(self._store, "left", self.size, timedelta(seconds=10))
+                    store_barrier.wait_for_count(
+                        self._store, "left", self.size, timedelta(seconds=10)
+                    )
         self._at_end.close()
 
     def _at_exit(self) -> None:
@@ -459,10 +463,12 @@ def init(
         # A launcher's store outlives a world: a second world of the same processes must not find
         # the keys of the first.
         store = dist.PrefixStore(
-            f"lockstep/{next(_generations)}", find_store(place, init_method, timeout, at_end)
+            f"lockstep/{next(_opened)}", find_store(place, init_method, timeout, at_end)
         )
         patience = timeout or _DEFAULT_TIMEOUT
-        meeting.meet(store, "start", place.rank, place.size, patience, what="call lockstep.init()")
+        store_barrier.wait(
+            store, "start", place.rank, place.size, patience, what="call lockstep.init()"
+        )
         with loopback(place.local_size == place.size):
             dist.init_process_group(
                 backend,
@@ -529,7 +535,7 @@ def _adopt() -> World:
             rank=rank, size=size, local_rank=local, local_size=size, node=0, source="adopted"
         )
     store = dist.PrefixStore(
-        f"lockstep/adopted/{next(_generations)}", dist.distributed_c10d._get_default_store()
+        f"lockstep/adopted/{next(_opened)}", dist.distributed_c10d._get_default_store()
     )
     return World(
         found, device, store=store, timeout=timeout_of_launcher() or _DEFAULT_TIMEOUT, adopted=True

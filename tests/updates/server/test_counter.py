@@ -17,8 +17,8 @@ from lockstep.updates.server.counter import (
     Counter,
     Draw,
     EpochCourse,
-    Meet,
     Pushed,
+    Synchronize,
     WindowDone,
 )
 
@@ -46,7 +46,7 @@ class Run:
         self.computed: Count[tuple[int, int]] = Count()
         self.applied: list[WindowDone] = []
         self.begun: set[int] = set()
-        self.met: dict[int, list[Meet]] = {rank: [] for rank in range(ranks)}
+        self.met: dict[int, list[Synchronize]] = {rank: [] for rank in range(ranks)}
 
     def epoch(
         self, course: EpochCourse, dying: dict[int, int] | None = None, stop: int | None = None
@@ -77,7 +77,7 @@ class Run:
         elif isinstance(work, Apply):
             self.applied.append(self.counter.applied(rank))
         answer = self.counter.next(rank, course)
-        if isinstance(answer, Meet):
+        if isinstance(answer, Synchronize):
             self.met[rank].append(answer)
             if answer.over:
                 inside.discard(rank)
@@ -128,7 +128,7 @@ def test_every_slot_counts_once(
     last = min(last, slots)
     run = Run(ranks, bound, random.Random(seed))
     if meeting is not None:
-        run.counter.meet_before(meeting)
+        run.counter.synchronize_before(meeting)
     for epoch in range(2):
         course = EpochCourse(epoch, epoch * windows, 0, windows, slots, last)
         run.epoch(
@@ -216,7 +216,7 @@ def test_what_a_dead_rank_was_to_apply_is_applied_by_another() -> None:
     assert isinstance(counter.next(0, course), Apply)
     counter.applied(0)
     met = counter.next(0, course)
-    assert isinstance(met, Meet)
+    assert isinstance(met, Synchronize)
     assert (met.living, met.over) == ((0,), True)
 
 

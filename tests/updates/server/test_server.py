@@ -105,9 +105,9 @@ def train(
             if result.gradient_age is not None:
                 ages.append(result.gradient_age)
             if checkpoints is not None:
-                assert checkpoints.step() <= result.together
+                assert checkpoints.step() <= result.synchronized
         if "update" in method:
-            assert result.together
+            assert result.synchronized
     if checkpoints is not None:
         checkpoints.wait()  # as if it were killed: close() would save the end
     trained = Trained(stepper, scheduler)
@@ -267,14 +267,14 @@ def refused(world: lockstep.World, what: str) -> str:
             elif what == "share":
                 (epoch,) = lockstep.Loader(data(), global_batch=10, micro_batch=2).epochs(1)
                 list(stepper.micro_batches(next(iter(epoch))))
-            elif what in ("meet", "save"):
+            elif what in ("synchronize", "save"):
                 loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
                 stepper.draws(loader)
                 (epoch,) = loader.epochs(1)
                 next(iter(epoch))
                 if what == "save":
                     lockstep.Checkpoints("never", stepper, loader).save()
-                stepper.meet()
+                stepper.synchronize()
     except UsageError as error:
         return str(error)
     return "nothing was said"
@@ -299,7 +299,7 @@ def test_what_cannot_work_is_refused() -> None:
         "share": "[slots-not-drawn]",
         "stream": "[slots-cannot-be-drawn]",
         "save": "Checkpoints.save() was called while the workers' models differ",
-        "meet": "Stepper.meet() was called while the workers' models differ",
+        "synchronize": "Stepper.synchronize() was called while the workers' models differ",
     }
     (found,) = run_ranks(refused_each, 1, args=([*words],))
     for what, said in words.items():

@@ -101,13 +101,13 @@ class Exchange(ABC):
     def complete(self) -> None:
         """Do the rest of the collective, waiting for the others."""
         while self._taken < self.pieces:
-            self._meet(self._taken)
+            self._wait_for_piece(self._taken)
             self.take(self._taken)
             self._taken += 1
             self.slots.read.post(self.first + self._taken)
         self._end()
 
-    def _meet(self, piece: int) -> None:
+    def _wait_for_piece(self, piece: int) -> None:
         """Return when all ranks have written this piece. At the first piece, check that they call
         the same collective.
         """
@@ -174,7 +174,7 @@ class AllReduceBySlices(AllReduce):
     def complete(self) -> None:
         while self._collected < self.pieces:
             if self._taken < min(self._collected + 2, self.pieces):
-                self._meet(self._taken)
+                self._wait_for_piece(self._taken)
                 self.take(self._taken)
                 self._taken += 1
             else:

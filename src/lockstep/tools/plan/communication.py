@@ -285,7 +285,7 @@ def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshSha
     if method.server is not None:
         return _with_server(method, rank, ranks)
     if method.local is not None:
-        return _meeting(method, rank, ranks)
+        return _synchronization(method, rank, ranks)
     return _every_step(method, rank, ranks)
 
 
@@ -319,7 +319,7 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
     )
 
 
-def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
     """Return the communication of local steps: every H steps, after the backward, replicas send the
     change of their weights. With `overlap`, the next steps are computed at the same time.
     """

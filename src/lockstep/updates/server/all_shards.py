@@ -17,7 +17,7 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import status
 from lockstep.updates.server.counter import Draw
 from lockstep.updates.server.messages import APPLY, PULL, PUSH, SQUARES, PeerGone, PeerLines
-from lockstep.updates.server.serving import Desk, Serving
+from lockstep.updates.server.serving import Dispatcher, Serving
 from lockstep.updates.server.shard import Masters, ServerShard
 from lockstep.updates.shards import places
 from lockstep.world.world import World
@@ -40,7 +40,7 @@ class AllShards:
         """How many steps the optimizer had taken before the last pull."""
 
     def cut(self, reducer: Reducer) -> Masters:
-        """Cut the parameters between two meetings."""
+        """Cut the parameters between two synchronizations."""
         self.masters = Masters(reducer.parameters, reducer.layout, self._group, self.owners)
         plans = reducer.layout.buckets
         self._room = [
@@ -56,7 +56,7 @@ class AllShards:
         if self._rank < self.owners:
             self.mine = ServerShard(self.masters, optimizer, by_age=by_age, stepped=stepped)
 
-    def serve(self, world: World, desk: Desk | None) -> None:
+    def serve(self, world: World, dispatcher: Dispatcher | None) -> None:
         """Answer the other ranks' questions from now on. Every rank calls it."""
         size = self._group.size
         if size > 1:
@@ -66,7 +66,7 @@ class AllShards:
                 if self.mine is not None
                 else []
             )
-            self._serving = Serving(self._lines, peers, desk, self.mine)
+            self._serving = Serving(self._lines, peers, dispatcher, self.mine)
         self._world = world
         world.own(self)
 

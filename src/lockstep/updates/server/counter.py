@@ -6,7 +6,7 @@
                 0 is synchronous training
     apply       a window whose draws have all been pushed is applied by the next rank that asks. It
                 is one window at a time, so that all shards apply windows in one order
-    meeting     everything that was handed out has been applied, and every rank knows: at an epoch's
+    synchronize everything that was handed out has been applied, and every rank knows: at an epoch's
                 end, a checkpoint, a request to stop. Nothing is handed out before all ranks have
                 come back from it
 
@@ -62,7 +62,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class Synchronize:
     """The answer "synchronize": everything before `place` has been applied."""
 
     place: int
@@ -76,7 +76,7 @@ class Meet:
     """The sum of losses of that window."""
 
 
-Answer = Draw | Apply | Meet
+Answer = Draw | Apply | Synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +124,15 @@ class Counter:
         self.version = 0
         """How many windows have been applied."""
         self._course: EpochCourse | None = None
-        self._limits: set[int] = set()  # numbers of windows before which all ranks meet
+        self._limits: set[int] = set()  # numbers of windows before which all ranks synchronize
         self._stop = False
-        self._meeting: Meet | None = None
-        self._hear: set[int] = set()  # ranks that have still to be told of the meeting
-        # ranks that have come back from it; the start before the first window counts as a meeting
+        self._synchronization: Synchronize | None = None
+        self._hear: set[int] = set()  # ranks that have still to be told of the synchronization
+        # ranks that have come back from it; the start before the first window counts as one
         self._back: set[int] = set()
         self._open = False
         self._place, self._slot = 0, 0  # of the next draw that was never handed out
-        self._began = 0  # the place of the first window after the last meeting
+        self._began = 0  # the place of the first window after the last synchronization
         self._again: deque[Draw] = deque()
         self._out: dict[int, Draw] = {}
         self._windows: dict[int, _Draws] = {}  # windows begun, and not applied
@@ -147,7 +147,7 @@ class Counter:
         if not self._open:
             if rank in self._hear:
                 self._hear.discard(rank)
-                return self._meeting
+                return self._synchronization
             self._back.add(rank)
             self._expect(course)
             if self._hear or not self._back >= self.living:
@@ -169,14 +169,14 @@ class Counter:
             return self._hand(rank, draw)
         if self._windows or not self._at_limit():
             return None
-        return self._meet(rank)
+        return self._synchronize(rank)
 
-    def meet_before(self, window: int) -> None:
-        """Have all ranks meet when the windows below this number have been applied."""
+    def synchronize_before(self, window: int) -> None:
+        """Make all ranks synchronize when the windows below this number have been applied."""
         self._limits.add(window)
 
     def ask_to_stop(self) -> None:
-        """Have all ranks meet as soon as all windows that have begun are applied."""
+        """Make all ranks synchronize as soon as all windows that have begun are applied."""
         self._stop = True
 
     # -- what is said -----------------------------------------------------------------------------
@@ -227,14 +227,14 @@ class Counter:
             if course != self._course:
                 raise ValueError(f"ranks walk different epochs: {course} and {self._course}")
             return
-        if course != self._course or self._meeting is None or self._meeting.over:
+        if course != self._course or self._synchronization is None or self._synchronization.over:
             self._course, self._place = course, course.begin
 
     def _begin(self) -> None:
-        self._open, self._back, self._meeting, self._began = True, set(), None, self._place
+        self._open, self._back, self._synchronization, self._began = True, set(), None, self._place
 
     def _limit(self) -> int:
-        """The place of the first window before which all ranks meet."""
+        """The place of the first window before which all ranks synchronize."""
         course = self._course
         assert course is not None
         places = [window - course.first for window in self._limits]
@@ -266,13 +266,15 @@ class Counter:
         self._out[rank] = draw
         return draw
 
-    def _meet(self, rank: int) -> Meet:
+    def _synchronize(self, rank: int) -> Synchronize:
         assert self._course is not None
         over = self._place >= self._course.windows
-        self._meeting = Meet(self._place, self._stop, over, tuple(sorted(self.living)), *self._last)
+        self._synchronization = Synchronize(
+            self._place, self._stop, over, tuple(sorted(self.living)), *self._last
+        )
         self._open, self._stop = False, False
         self._limits = {
             window for window in self._limits if window > self._course.first + self._place
         }
         self._hear, self._back = self.living - {rank}, set()
-        return self._meeting
+        return self._synchronization

@@ -22,7 +22,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import PeerFailed
 
 NEXT, PULL, PUSH, SQUARES, APPLY, BYE = range(6)
-"""Kinds of questions: NEXT to the `Desk`, then four to a shard. BYE: no more questions."""
+"""Kinds of questions: NEXT to the `Dispatcher`, then four to a shard. BYE: no more questions."""
 BROKEN = -1.0
 """Sent instead of an answer."""
 HEADER = 20  # numbers in a header, besides one for each rank

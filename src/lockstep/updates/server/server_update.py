@@ -5,7 +5,7 @@ draw        ask for the next slots; a complete window is applied first, by the r
 pull        get the newest parameters of every shard, before the first forward
 push        send sums, not means, to every shard: a window's divisor is known only when its last
             draw has arrived
-meet        get the same parameters and buffers on all ranks
+synchronize get the same parameters and buffers on all ranks
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from lockstep.config.parallelism import Parallelism
-from lockstep.data.epoch import Drawn
+from lockstep.data.epoch import DynamicSlots
 from lockstep.data.windows import Plan, Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.launcher import preemption
 from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
-from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import CutOptimizer, elementwise_pieces
 from lockstep.updates.server.all_shards import AllShards
 from lockstep.updates.server.counter import (
@@ -35,12 +34,13 @@ from lockstep.updates.server.counter import (
     Counter,
     Draw,
     EpochCourse,
-    Meet,
     Pushed,
+    Synchronize,
     WindowDone,
 )
-from lockstep.updates.server.serving import Desk, answer_of, question_header
+from lockstep.updates.server.serving import Dispatcher, answer_of, question_header
 from lockstep.updates.server.shard import Masters, ServerShard
+from lockstep.updates.synchronized_buffers import SynchronizedBuffers
 from lockstep.updates.update import NOTHING, AppliedWindow, EndedWindow, Update, Updated
 
 WHY = {
@@ -73,14 +73,14 @@ class ServerUpdate(Update):
         )
         self._reducer.lay(self._reducer.order)  # keeps this order: shards are slices of buckets
         self._generation = self._reducer.generation
-        self._buffers = MeetingBuffers(updated.model, everyone)
-        self._together = True
-        # windows that were applied before the last meeting, over all epochs; None before the first
+        self._buffers = SynchronizedBuffers(updated.model, everyone)
+        self._synchronized = True
+        # windows applied before the last synchronization, over all epochs; None before the first
         self._steps: int | None = None
         self._step = 0  # the last step that this rank was known to be at
         # this rank's windows, counted from the step at which it began
         self._windows: int | None = None
-        self._current: Draw | Meet | None = None
+        self._current: Draw | Synchronize | None = None
         self._course: EpochCourse | None = None
         self._said: Pushed | str | None = None
         self._followed = 0  # how many steps of the optimizer this rank's scheduler has followed
@@ -88,7 +88,7 @@ class ServerUpdate(Update):
         self._shards.own(
             updated.optimizer, by_age=method.server.lr == "by-age", stepped=self._step_scheduler
         )
-        self._desk: Desk | None = None
+        self._dispatcher: Dispatcher | None = None
         self._open(Counter(everyone.size, method.bound))
 
     def _open(self, counter: Counter) -> None:
@@ -99,11 +99,11 @@ class ServerUpdate(Update):
         ).tolist()
         here = world.local_size == world.size
         if self._rank == 0:
-            self._desk = Desk(
+            self._dispatcher = Dispatcher(
                 counter, self._shards.owners, lambda rank: here and state(pids[rank]) == DEAD
             )
         self._missable = here and self._rank >= self._shards.owners
-        self._shards.serve(world, self._desk)
+        self._shards.serve(world, self._dispatcher)
 
     def follow(self) -> None:
         if self._reducer.generation != self._generation:
@@ -120,14 +120,14 @@ class ServerUpdate(Update):
 
     # -- what is next -----------------------------------------------------------------------------
 
-    def meet_before(self, window: int) -> None:
-        """Have all ranks meet when the windows below this number are applied. Every rank calls it
-        alike.
+    def synchronize_before(self, window: int) -> None:
+        """Make all ranks synchronize when the windows below this number are applied. Every rank
+        calls it alike.
         """
-        if self._desk is not None:
-            self._desk.meet_before(window)
+        if self._dispatcher is not None:
+            self._dispatcher.synchronize_before(window)
 
-    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
+    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> DynamicSlots:
         if self._current is not None:
             raise UsageError("window-still-open")
         last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
@@ -136,30 +136,32 @@ class ServerUpdate(Update):
         )
         self._step = max(self._step, first + begin + 1 if self._steps is None else self._steps + 1)
         status.step(self._step)
-        if self._together:
+        if self._synchronized:
             self._may_be_missed(True)
         while isinstance(answer := self._ask(course), Apply):
             self._apply_window(answer)
         self._current = answer
-        if isinstance(answer, Meet):
+        if isinstance(answer, Synchronize):
             self._may_be_missed(False)
-            return Drawn(answer.place, range(0), answer.over)
-        self._together = False
-        return Drawn(answer.place, range(answer.first, answer.last))
+            return DynamicSlots(answer.place, range(0), answer.over)
+        self._synchronized = False
+        return DynamicSlots(answer.place, range(answer.first, answer.last))
 
     def _ask(self, course: EpochCourse) -> Answer:
         said, self._said = self._said, None
         stop = self._updated.wants_stop()
         with status.inside("reduce"):
-            if self._desk is not None:
+            if self._dispatcher is not None:
                 status.waits(True, messages=True)
-                answer: Answer | int | None = self._desk.ask(self._rank, course, said, stop=stop)
+                answer: Answer | int | None = self._dispatcher.ask(
+                    self._rank, course, said, stop=stop
+                )
                 status.waits(False)
-                answer = self._desk.gone if answer is None else answer
+                answer = self._dispatcher.gone if answer is None else answer
             else:
                 (header,) = self._shards.ask([0], question_header(course, said, stop=stop))
                 answer = answer_of(header)
-        if isinstance(answer, Draw | Apply | Meet):
+        if isinstance(answer, Draw | Apply | Synchronize):
             self._shards.look_after_threads()
             return answer
         raise self._shards.missing(answer)
@@ -172,17 +174,17 @@ class ServerUpdate(Update):
     # -- a draw -----------------------------------------------------------------------------------
 
     @property
-    def dealer(self) -> ServerUpdate:
+    def slot_source(self) -> ServerUpdate:
         return self
 
     @property
-    def together(self) -> bool:
-        """Whether this rank is between a meeting and its next draw."""
-        return self._together
+    def synchronized(self) -> bool:
+        """Whether this rank is between a synchronization and its next draw."""
+        return self._synchronized
 
     @property
-    def between_meetings(self) -> bool:
-        return not self._together
+    def between_synchronizations(self) -> bool:
+        return not self._synchronized
 
     def begin(self, window: object, steps: int) -> None:
         if not isinstance(window, Window) or not window.drawn or self._current is None:
@@ -195,14 +197,14 @@ class ServerUpdate(Update):
         self._windows = steps if self._windows is None else self._windows
 
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        """Push the gradients of the draw; if there was none, meet the other ranks. Shards apply a
+        """Push the gradients of the draw; if there was none, synchronize. Shards apply a
         window when all of it has arrived.
         """
         assert self._windows is not None
         self._windows += 1
         now, self._current = self._current, None
-        if isinstance(now, Meet):
-            steps = self._meet(now)
+        if isinstance(now, Synchronize):
+            steps = self._synchronize(now)
             told = EndedWindow(
                 steps=steps,
                 number=self._windows,
@@ -252,23 +254,27 @@ class ServerUpdate(Update):
 
     def _note_applied(self) -> None:
         """On rank 0: record the windows that were applied since the last call."""
-        if self._desk is not None and self._shards.mine is not None and self._course is not None:
+        if (
+            self._dispatcher is not None
+            and self._shards.mine is not None
+            and self._course is not None
+        ):
             self._records += [
                 _record(each, at, self._shards.mine, self._course)
-                for each, at in self._desk.applied()
+                for each, at in self._dispatcher.applied()
             ]
 
-    # -- a meeting --------------------------------------------------------------------------------
+    # -- synchronization --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _meet(self, met: Meet) -> int:
+    def _synchronize(self, now: Synchronize) -> int:
         """Synchronize: all ranks are here, and everything is applied. Continue without the ranks
         that have died. Return the number of steps taken.
         """
         assert self._course is not None
         with status.inside("reduce"):
-            if len(met.living) < self._everyone.size:
-                self._everyone = self._updated.world.go_on_among(met.living)
+            if len(now.living) < self._everyone.size:
+                self._everyone = self._updated.world.go_on_among(now.living)
                 self._shards.move(self._everyone)
                 self._buffers.move(self._everyone)
             self._shards.pull(self._reducer.buckets)
@@ -278,14 +284,14 @@ class ServerUpdate(Update):
                 self._followed = self._shards.steps
             changed = self._buffers.changed(wanted=True)
             facts = torch.tensor([self._buffers.since, *changed], dtype=torch.float64)
-            self._everyone.host.all_reduce(facts, place="for the facts of a meeting").wait()
+            self._everyone.host.all_reduce(facts, place="for the facts of a synchronization").wait()
             total, *moved = facts.tolist()
-            self._buffers.meet(moved, total)
+            self._buffers.synchronize(moved, total)
         self._note_applied()
         if self._shards.mine is not None:
             self._shards.mine.forget_rates()
-        self._steps = self._course.first + met.place
-        self._together = True
+        self._steps = self._course.first + now.place
+        self._synchronized = True
         return self._steps
 
 

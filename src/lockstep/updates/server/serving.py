@@ -1,9 +1,9 @@
-"""Who answers the ranks' questions: the `Desk`, which lets many ranks ask the Counter at once, and
-the threads of a rank for its `Desk` and its shard.
+"""Who answers the ranks' questions: the `Dispatcher`, which lets many ranks ask the Counter at once,
+and the threads of a rank for its `Dispatcher` and its shard.
 
 There is one thread for each other rank, asleep until that rank asks. A rank's questions are
 answered in order, and no question waits for another rank's. A rank that has to wait does so at the
-`Desk`, which also learns of a rank's death.
+`Dispatcher`, which also learns of a rank's death.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lockstep.updates.server.counter import (
     Counter,
     Draw,
     EpochCourse,
-    Meet,
     Pushed,
+    Synchronize,
     WindowDone,
 )
 from lockstep.updates.server.messages import (
@@ -38,7 +38,7 @@ from lockstep.updates.server.messages import (
 )
 from lockstep.updates.server.shard import ServerShard
 
-_DRAW, _APPLY, _MEET, _GONE = range(4)
+_DRAW, _APPLY, _SYNCHRONIZE, _GONE = range(4)
 _NOTHING, _PUSHED, _APPLIED = range(3)
 REASONS = ("", "weight", "loss", "norm")
 """Why a window was left out; a header holds the index."""
@@ -46,7 +46,7 @@ _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # between two checks for dead ranks
 
 
-class Desk:
+class Dispatcher:
     """The dispatcher on rank 0. Its own worker asks it, and so do the threads for the others'.
 
     `needed`: the ranks below this number hold parameters and must live. `dead(rank)` checks whether
@@ -109,9 +109,9 @@ class Desk:
         else:
             self._counter.died(rank)
 
-    def meet_before(self, window: int) -> None:
+    def synchronize_before(self, window: int) -> None:
         with self._changed:
-            self._counter.meet_before(window)
+            self._counter.synchronize_before(window)
 
     def applied(self) -> list[tuple[WindowDone, float]]:
         """Return the windows that were applied since the last call, and when they were
@@ -126,9 +126,13 @@ class Serving:
     """The serving threads. Each ends when its rank has said BYE, or has gone."""
 
     def __init__(
-        self, lines: PeerLines, peers: Sequence[int], desk: Desk | None, shard: ServerShard | None
+        self,
+        lines: PeerLines,
+        peers: Sequence[int],
+        dispatcher: Dispatcher | None,
+        shard: ServerShard | None,
     ) -> None:
-        self._lines, self._desk, self._shard = lines, desk, shard
+        self._lines, self._dispatcher, self._shard = lines, dispatcher, shard
         self.error: Exception | None = None
         """An error in a thread, for example in an optimizer."""
         self._threads = [
@@ -152,8 +156,8 @@ class Serving:
             while self._answered(peer, self._lines.listen(peer)):
                 pass
         except PeerGone:
-            if self._desk is not None:
-                self._desk.lost(peer)
+            if self._dispatcher is not None:
+                self._dispatcher.lost(peer)
         except Exception as error:
             # the main thread raises the error; the answer keeps the peer from waiting forever
             self.error = error
@@ -163,10 +167,13 @@ class Serving:
     def _answered(self, peer: int, question: Sequence[float]) -> bool:
         kind = int(question[0])
         if kind == NEXT:
-            assert self._desk is not None
+            assert self._dispatcher is not None
             said, course, stop = _question(question)
             self._lines.answer(
-                peer, answer_header(self._desk.ask(peer, course, said, stop=stop), self._desk)
+                peer,
+                answer_header(
+                    self._dispatcher.ask(peer, course, said, stop=stop), self._dispatcher
+                ),
             )
         elif kind == BYE:
             return False
@@ -213,16 +220,16 @@ def _question(header: Sequence[float]) -> tuple[Pushed | str | None, EpochCourse
     return said, course, bool(header[1])
 
 
-def answer_header(answer: Answer | None, desk: Desk) -> list[float]:
+def answer_header(answer: Answer | None, dispatcher: Dispatcher) -> list[float]:
     if isinstance(answer, Draw):
         return [_DRAW, *astuple(answer)]
     if isinstance(answer, Apply):
         return [_APPLY, *astuple(answer)]
-    if isinstance(answer, Meet):
+    if isinstance(answer, Synchronize):
         living = [float(rank in answer.living) for rank in range(max(answer.living) + 1)]
         told = [answer.place, answer.stop, answer.over, answer.weight, answer.loss]
-        return [_MEET, *told, len(living), *living]
-    return [_GONE, math.nan if desk.gone is None else desk.gone]
+        return [_SYNCHRONIZE, *told, len(living), *living]
+    return [_GONE, math.nan if dispatcher.gone is None else dispatcher.gone]
 
 
 def answer_of(header: Sequence[float]) -> Answer | int | None:
@@ -234,7 +241,7 @@ def answer_of(header: Sequence[float]) -> Answer | int | None:
         return Draw(*map(int, rest[:5]))
     if kind == _APPLY:
         return Apply(int(rest[0]), rest[1], rest[2])
-    if kind == _MEET:
+    if kind == _SYNCHRONIZE:
         living = tuple(rank for rank, here in enumerate(rest[6 : 6 + int(rest[5])]) if here)
-        return Meet(int(rest[0]), bool(rest[1]), bool(rest[2]), living, rest[3], rest[4])
+        return Synchronize(int(rest[0]), bool(rest[1]), bool(rest[2]), living, rest[3], rest[4])
     return None if math.isnan(rest[0]) else int(rest[0])

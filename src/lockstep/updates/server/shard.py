@@ -116,7 +116,7 @@ class ServerShard:
     def place(self, masters: Masters) -> None:
         """Hold these parameters from now on. No window may be open."""
         with self._lock:
-            assert not self._windows, "a shard is cut between meetings"
+            assert not self._windows, "a shard is cut between synchronizations"
             self._masters, self._snapshot = masters, None
 
     def like(self) -> list[Tensor]:

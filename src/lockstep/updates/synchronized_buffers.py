@@ -15,13 +15,13 @@ from lockstep.collectives.group import Group
 from lockstep.gradients.buffers import moved_by, movement, real
 
 
-class MeetingBuffers:
-    """The buffers of one model. All ranks call `changed`, `meet` and `restart` alike."""
+class SynchronizedBuffers:
+    """The buffers of one model. All ranks call `changed`, `synchronize` and `restart` alike."""
 
     def __init__(self, model: nn.Module, everyone: Group) -> None:
         self._model, self._everyone = model, everyone
         self.since = 0.0
-        """The weight of this rank's steps since the last meeting."""
+        """The weight of this rank's steps since the last synchronization."""
         self.restart()
 
     def move(self, everyone: Group) -> None:
@@ -42,7 +42,7 @@ class MeetingBuffers:
         return {name: buffer.detach() for name, buffer in self._model.named_buffers()}
 
     def starts(self) -> dict[str, Tensor]:
-        """The buffers as they were at the last meeting."""
+        """The buffers as they were at the last synchronization."""
         return {name: value for name, value in self._start.items() if name in self.now()}
 
     def take(self, values: Mapping[str, Tensor]) -> None:
@@ -52,8 +52,8 @@ class MeetingBuffers:
                 buffer.copy_(values[name])
 
     def changed(self, wanted: bool) -> list[float]:
-        """For each buffer, 1.0 if this rank's has moved, for the facts of a meeting. Empty if not
-        `wanted`.
+        """For each buffer, 1.0 if this rank's has moved, for the facts of a synchronization. Empty
+        if not `wanted`.
         """
         if not wanted:
             return []
@@ -62,7 +62,7 @@ class MeetingBuffers:
         ]
 
     @torch.no_grad()
-    def meet(self, changed: Sequence[float], total: float) -> None:
+    def synchronize(self, changed: Sequence[float], total: float) -> None:
         """Synchronize the buffers. `changed` is, for each buffer, how many ranks have moved it;
         `total` is the weight of all ranks. A cache whose shape changes is left alone.
         """
@@ -84,7 +84,7 @@ class MeetingBuffers:
                 for name in moving
             ]
             flat = torch.cat(moved)
-            self._everyone.all_reduce(flat, place="for the buffers of a meeting").wait()
+            self._everyone.all_reduce(flat, place="for the buffers of a synchronization").wait()
             flat.mul_(1 / total if total > 0 else 0.0)
             for name, mean in zip(
                 moving, flat.split([each.numel() for each in moved]), strict=True
