@@ -365,7 +365,10 @@ class Stepper:
         if self.reducer.generation != self._buffers.generation:
             # layers, perhaps with buffers, were added, replaced or frozen
             self._buffers = self._assembly.moving_buffers(self.world)
-        facts = self._begin(ours)
+        # exact mode keeps values of slots separate, and adds them along a tree
+        slots = ours.cut.slots if self.method.exact and ours is not None else 0
+        self._buffers.begin(slots)
+        facts = FactsMessage(self._assembly.told, self.world.device, slots)
         self.clock.tell(facts)
         self._window = OpenWindow(
             ours,
@@ -378,13 +381,6 @@ class Stepper:
         )
         status.enter("data")
         return self._window
-
-    def _begin(self, ours: Window | None) -> FactsMessage:
-        """Save the values from which buffers start in this step, and return a new FactsMessage."""
-        # exact mode keeps values of slots separate, and adds them along a tree
-        slots = ours.cut.slots if self.method.exact and ours is not None else 0
-        self._buffers.begin(slots)
-        return FactsMessage(self._assembly.told, self.world.device, slots)
 
     def _compare_data(self, window: object) -> None:
         """At the first window, check that all ranks have the same data set, batches and seed."""

@@ -81,12 +81,12 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Moved:
     """Shapes that are moved together, by (x, y)."""
 
     x: float
     y: float
-    shapes: Sequence[Shape | Placed]
+    shapes: Sequence[Shape | Moved]
 
     def markup(self, alone: bool) -> str:
         inside = (shape.markup(alone) for shape in self.shapes)
@@ -105,7 +105,7 @@ class Drawing:
     ) -> None:
         self.title, self.description = title, description
         self._right, self._low = width, height
-        self._shapes: list[Shape | Placed] = []
+        self._shapes: list[Shape | Moved] = []
         self.zoom = 1.0
         """Pixels per unit in a standalone file."""
 
@@ -225,7 +225,7 @@ class Drawing:
 
     def place(self, other: Drawing, x: float, y: float) -> None:
         """Place another drawing with its top left corner at (x, y)."""
-        self._shapes.append(Placed(x, y, other._shapes))
+        self._shapes.append(Moved(x, y, other._shapes))
         self._right = max(self._right, 2 * x + other.width)
         self._low = max(self._low, y + other.height)
 
