@@ -91,7 +91,7 @@ NOT_FOR_USERS = {
     ],
     "Stepper": [
         *("at_once", "keepers", "part_if_due", "alike"),
-        *("meet", "meet_before", "between_meetings", "together"),  # the names of 0.1
+        *("meet", "meet_before", "together"),  # the names of 0.1
     ],
     "StepResult": ["together"],
     "Group": [

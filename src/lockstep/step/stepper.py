@@ -365,11 +365,7 @@ class Stepper:
         if self.reducer.generation != self._buffers.generation:
             # layers, perhaps with buffers, were added, replaced or frozen
             self._buffers = self._assembly.moving_buffers(self.world)
-        # exact mode keeps values of slots separate, and adds them along a tree
-        slots = ours.cut.slots if self.method.exact and ours is not None else 0
-        self._buffers.begin(slots)
-        facts = FactsMessage(self._assembly.told, self.world.device, slots)
-        self.clock.tell(facts)
+        self.clock.tell(facts := self._begin(ours))
         self._window = OpenWindow(
             ours,
             self.steps,
@@ -381,6 +377,13 @@ class Stepper:
         )
         status.enter("data")
         return self._window
+
+    def _begin(self, ours: Window | None) -> FactsMessage:
+        """Save the values from which buffers start in this step, and return a new FactsMessage."""
+        # exact mode keeps values of slots separate, and adds them along a tree
+        slots = ours.cut.slots if self.method.exact and ours is not None else 0
+        self._buffers.begin(slots)
+        return FactsMessage(self._assembly.told, self.world.device, slots)
 
     def _compare_data(self, window: object) -> None:
         """At the first window, check that all ranks have the same data set, batches and seed."""
@@ -587,8 +590,7 @@ class Stepper:
         return self.update.synchronize(stop=self._wants_stop())
 
     # the names of 0.1, for one release
-    meet, meet_before = synchronize, synchronize_before
-    between_meetings, together = between_synchronizations, synchronized
+    meet, meet_before, together = synchronize, synchronize_before, synchronized
 
     def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
