@@ -68,6 +68,7 @@ class Members:
         self._head = cluster.Head()
         self._surveyed = 0.0
         self._barred: dict[str, float] = {}  # by node: the time until which it is not used
+        self._clocks_told: set[str] = set()  # nodes that were warned about; actors may be replaced
         self._members: dict[str, Member] = {}
         self._gone: list[Member] = []
         self._places: Sequence[Place] = ()
@@ -197,7 +198,9 @@ class Members:
             path = str(self._job.code or self._job.folder)
             self._refuse(member, UsageError("code-differs", node=label, path=path))
             return
-        if abs(ahead := facts.seconds - time.time()) > _CLOCKS_SECONDS:
+        ahead = facts.seconds - time.time()
+        if abs(ahead) > _CLOCKS_SECONDS and member.place.id not in self._clocks_told:
+            self._clocks_told.add(member.place.id)
             say(
                 f"warning: the clock of node {label} is {abs(ahead):.1f} s"
                 f" {'ahead' if ahead > 0 else 'behind'}: logs will be out of order"
