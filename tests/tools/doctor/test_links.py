@@ -91,6 +91,7 @@ def _with_a_late_rank(world: World, late: Sequence[int]) -> tuple[list[MeasuredL
     numbers, receive = count(), world.group.receive
 
     def slowly(tensor: torch.Tensor, source: int) -> None:
+        receive(tensor, source)  # the sender's clock runs: the delay before the answer counts whole
         if (
             world.rank == 1
             and source == 0
@@ -98,7 +99,6 @@ def _with_a_late_rank(world: World, late: Sequence[int]) -> tuple[list[MeasuredL
             and next(numbers) in late
         ):
             time.sleep(LATE)
-        receive(tensor, source)
 
     world.group.receive = slowly  # type: ignore[method-assign]  # in this rank's process only
     found = links.measure(world.group, ["x", "y", "z"], world.device, hosts=True)
