@@ -113,10 +113,8 @@ class _Promised:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         status.waits(True)
-        try:
-            result = self._future.wait()
-        finally:
-            status.waits(False)
+        result = self._future.wait()
+        status.waits(False)
         mean = result[0] if isinstance(result, (list, tuple)) else result
         if not isinstance(mean, Tensor) or mean.numel() != self._bucket.sum.numel():
             found = (

@@ -292,7 +292,7 @@ def collective(number: int, text: str) -> None:
 
 def waits(begun: bool, *, messages: bool = False) -> None:
     """Record that this rank starts or stops waiting for other ranks. `messages`: it waits for
-    messages, not in a collective.
+    messages, not in a collective. An error while waiting leaves it noted, as with `inside`.
     """
     now = time.monotonic_ns()
     page, clock = _page, _clock

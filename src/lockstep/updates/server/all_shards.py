@@ -102,8 +102,7 @@ class AllShards:
             answers = self._lines.ask(peers, header, leaving or nothing, arriving or nothing)
         except PeerGone as error:
             raise self.missing(error.rank) from error
-        finally:
-            status.waits(False)
+        status.waits(False)
         return answers
 
     def look_after_threads(self) -> None:
