@@ -212,10 +212,8 @@ class Call:
         return self.model(*positional, **keywords)
 
     def _default(self, batch: Any) -> Any:
-        if isinstance(batch, Tensor):
-            return (batch,)
-        if isinstance(batch, (tuple, list)) and batch:
-            return (batch[0],)
+        if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and batch):
+            return first_part(batch)
         raise UsageError("batch-needs-inputs", kind=type(batch).__name__)
 
 
