@@ -91,7 +91,7 @@ NOT_FOR_USERS = {
     ],
     "Stepper": [
         *("at_once", "keepers", "part_if_due", "alike"),
-        *("meet", "meet_before", "together"),  # the names of 0.1
+        *("meet", "meet_before", "between_meetings", "together"),  # the names of 0.1
     ],
     "StepResult": ["together"],
     "Group": [
@@ -101,7 +101,10 @@ NOT_FOR_USERS = {
     ],
     "SharedMemoryProcessGroup": ["allgather_coalesced", "group_name", "shutdown"],
     "LockstepAccelerator": ["begin", "walk"],
-    "Config": ["alone", "bound", "local", "server", "witnessed", "world_size_free"],
+    "Config": [
+        *("alone", "alone_after", "bound", "local", "server"),
+        *("witnessed", "world_size_free"),
+    ],
     "Task": ["metric_objects"],
     "Batches": ["begin", "epoch", "set_epoch"],
     "LockstepStrategy": ["parallel_devices", "reduce"],

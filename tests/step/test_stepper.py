@@ -607,6 +607,7 @@ def test_the_names_of_0_1_still_work() -> None:
     stepper = lockstep.Stepper
     assert stepper.meet is stepper.synchronize
     assert stepper.meet_before is stepper.synchronize_before
+    assert stepper.between_meetings is stepper.between_synchronizations
     assert stepper.together is stepper.synchronized
     for synchronized in (False, True):
         result = StepResult(

@@ -320,6 +320,10 @@ class Parallelism:
         """
         return self.local is not None or self.server is not None
 
+    def alone_after(self, steps: int) -> bool:
+        """Whether each rank takes the step after `steps` steps alone: local steps can begin later."""
+        return self.alone and (self.local is None or steps >= self.local.after)
+
     @property
     def world_size_free(self) -> bool:
         """Whether the number of ranks has no effect on the result, beyond the rounding of sums."""

@@ -193,7 +193,7 @@ class Stepper:
             self.optimizer,
             self.method,
             self._options,
-            alone=self._is_alone(),
+            alone=self.method.alone_after(self.steps),
             shard=self.model_shard,
             everyone=self.everyone,
             world=self.world,
@@ -204,17 +204,11 @@ class Stepper:
         self._buffers = assembly.moving_buffers(self.world)
         self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._options.trace_nonfinite)
 
-    def _is_alone(self) -> bool:
-        """Whether this rank takes the next step alone."""
-        return self.method.alone and (
-            self.method.local is None or self.steps >= self.method.local.after
-        )
-
     def part_if_due(self) -> None:
         """Begin local steps if they are due: `outer` can begin them after some steps.
         `micro_batches` calls this. All ranks call it at the same point.
         """
-        if self._is_alone() and self._assembly.told is self.everyone:
+        if self.method.alone_after(self.steps) and self._assembly.told is self.everyone:
             self.reducer.reset()
             order = self.reducer.order
             self._work_with(self.model)
@@ -365,7 +359,8 @@ class Stepper:
         if self.reducer.generation != self._buffers.generation:
             # layers, perhaps with buffers, were added, replaced or frozen
             self._buffers = self._assembly.moving_buffers(self.world)
-        self.clock.tell(facts := self._begin(ours))
+        facts = self._begin(ours)
+        self.clock.tell(facts)
         self._window = OpenWindow(
             ours,
             self.steps,
@@ -590,7 +585,8 @@ class Stepper:
         return self.update.synchronize(stop=self._wants_stop())
 
     # the names of 0.1, for one release
-    meet, meet_before, together = synchronize, synchronize_before, synchronized
+    meet, meet_before = synchronize, synchronize_before
+    between_meetings, together = between_synchronizations, synchronized
 
     def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
