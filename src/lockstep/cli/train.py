@@ -294,7 +294,7 @@ class _Run:
             module="lockstep.training.worker", args=[str(path)], task=self.settings.task
         )
 
-        def generation(count: int) -> Outcome:
+        def start(count: int) -> Outcome:
             directory.check()
             directory.grow.unlink(missing_ok=True)
             replace(self.settings, workers=count, grow=count < allowed.most).write(directory.path)
@@ -310,7 +310,7 @@ class _Run:
             )
 
         return run_with_restarts(
-            generation,
+            start,
             allowed,
             restarts,
             directory.grow.exists,

@@ -54,7 +54,7 @@ class Done:
 
 
 class Later(Generic[T]):
-    """A collective that runs on a group's background thread. It is waited for like a Handle."""
+    """A collective that runs on a group's background thread. Its `wait` is that of a Handle."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future

@@ -1,5 +1,5 @@
-"""The interface of an update: who applies the summed gradients to the parameters, which steps the
-ranks take in common, and what an update did (`Applied`) in a step or a server's window.
+"""The interface of an update. An update applies the summed gradients to the parameters, and decides
+which steps the ranks take in common. `Applied` says what it did in a step or a server's window.
 """
 
 from __future__ import annotations
