@@ -243,15 +243,18 @@ def test_one_rank_that_had_a_group_or_left_without_a_word_is_enough_for_silence(
 
 ALONE = "import torch; torch.distributed.is_available()"
 OURS = "import lockstep\nwith lockstep.init(): pass"
-TORCHS = (
-    "import torch.distributed as"
-    " dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()"
-)
+TORCHS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
 OWN_STORE = """
 import os
 import torch.distributed as dist
 store = dist.FileStore("store", 2)
 dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+dist.barrier()
 dist.destroy_process_group()
 """
 
