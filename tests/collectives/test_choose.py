@@ -132,6 +132,11 @@ def content(**changed: Any) -> dict[str, Any]:
         (json.dumps(content(table={"all_reduce": [["many", "ring"]]})), "tuning-damaged", {}),
         (json.dumps(content(table={"all_reduce": [1000]})), "tuning-damaged", {}),
         (
+            json.dumps(content(table={"all_reduce": [[None, "ring"], [1000, "native"]]})),
+            "tuning-damaged",
+            {"error": "the sizes of all_reduce are not in ascending order"},
+        ),
+        (
             json.dumps(content(table={"all_produce": [[None, "ring"]]})),
             "tuning-damaged",
             {"error": "'all_produce'"},

@@ -61,8 +61,8 @@ class Tuning:
 
     @classmethod
     def from_json(cls, found: Any, source: str) -> Tuning:
-        """Read a tuning from its JSON. Raises UsageError for other JSON, and for an unknown
-        algorithm.
+        """Read a tuning from its JSON. Raises UsageError for other JSON and for an unknown
+        algorithm, ValueError for sizes that do not ascend.
         """
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise UsageError("not-a-tuning", file=source)
@@ -72,6 +72,9 @@ class Tuning:
                 with within(source):
                     check_algorithm(kind, name, "native")
                 table.setdefault(kind, []).append((_FOREVER if most is None else float(most), name))
+            sizes = [most for most, _ in table.get(kind, ())]
+            if sizes != sorted(sizes):
+                raise ValueError(f"the sizes of {kind} are not in ascending order")
         return cls(table, found["world"], source)
 
     @classmethod
