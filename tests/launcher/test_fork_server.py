@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.launcher import seat
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.server import WARM, Answer, Server, ServerGone
 from tests.launcher.telling import of_itself
@@ -87,6 +89,28 @@ def test_what_an_import_starts_forbids_forking(
         stderr = capfd.readouterr().err
         assert ("users_module" in stderr, said in stderr) == (bool(said), True)
         assert _told(forking)[0] is not bool(said)
+
+
+def _with_arrow(descriptor: int) -> None:
+    """Allocate with the thread's allocator in a forked process, from several threads."""
+    import pyarrow
+
+    pool = pyarrow.jemalloc_memory_pool()
+    sizes = [1, 5_000, 3_000_000] * 20
+    with ThreadPoolExecutor(4) as threads:
+        buffers = list(threads.map(lambda size: pyarrow.allocate_buffer(size, pool), sizes))
+    os.write(descriptor, json.dumps([seat.forked, sum(map(len, buffers))]).encode())
+
+
+def test_an_allocators_thread_does_not_forbid_forking(capfd: pytest.CaptureFixture[str]) -> None:
+    """pandas and scikit-learn import pyarrow, whose jemalloc has a thread."""
+    with _server("pyarrow") as forking:
+        forking.ready()
+        assert capfd.readouterr().err == ""
+        threads = Path(f"/proc/{forking.pid}/task").glob("*/comm")
+        assert "jemalloc_bg_thd\n" in [each.read_text() for each in threads]
+        for _ in range(3):
+            assert json.loads(forking.answer(_with_arrow)) == [True, 20 * 3_005_001]
 
 
 def test_a_module_of_the_users_that_is_named_like_an_imported_one_makes_a_fresh_process() -> None:

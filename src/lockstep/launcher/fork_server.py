@@ -12,9 +12,10 @@ when its launcher tells it to.
                        <----------  ("warm", what the imports have done)
 
 The server has only one thread: a lock that another thread holds at a fork stays locked in the child
-forever. Before every fork the server checks that it has no other thread. If an import has started a
-thread or opened a GPU, the server executes a fresh interpreter in the child instead (a cold start),
-and says why. It ends as soon as its launcher has gone, and its children end with it.
+forever. Before every fork the server checks that it has no other thread, except an allocator's that
+is prepared for forks. If an import has started a thread or opened a GPU, the server executes a fresh
+interpreter in the child instead (a cold start), and says why. It ends as soon as its launcher has
+gone, and its children end with it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ of a job. The processes that serve its ranks end when the launcher says so, or h
 """
 _LIMITS = {errno.EMFILE: " (ulimit -n)", errno.EAGAIN: " (ulimit -u)"}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_MALLOCS = ("jemalloc_bg_thd",)
+"""Threads of an allocator that holds its own locks during a fork, and has no thread in the child.
+pyarrow starts one, and pandas, scikit-learn and datasets import pyarrow.
+"""
 
 
 class ForkServer:
@@ -236,16 +241,15 @@ def _let_the_launcher(number: int, frame: object) -> None:
 
 def _unsafe() -> str:
     """Return why this process must not be forked; "" if it may. A thread that ends by itself at a
-    fork, as OpenBLAS's threads do, is no reason.
+    fork, as OpenBLAS's threads do, is no reason, and neither is one of `_MALLOCS`.
     """
-    process = psutil.Process()
-    if process.num_threads() > 1:
+    if _has_threads():
         with suppress(OSError):  # if this process cannot fork, `_fork` reports that
             pid = os.fork()
             if pid == 0:
                 os._exit(0)
             os.waitpid(pid, 0)
-        if process.num_threads() > 1:
+        if _has_threads():
             return "started a thread"
     device = next(
         (
@@ -256,6 +260,15 @@ def _unsafe() -> str:
         None,
     )
     return "" if device is None else f"opened {device}"
+
+
+def _has_threads() -> bool:
+    """Whether this process has other threads than the calling one and those of `_MALLOCS`."""
+    others: int = psutil.Process().num_threads() - 1
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            others -= name.read_text().strip() in _MALLOCS
+    return others > 0
 
 
 def main(argv: Sequence[str]) -> None:
