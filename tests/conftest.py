@@ -8,6 +8,7 @@ the blame.
 from __future__ import annotations
 
 import importlib.util
+import json
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -28,6 +29,7 @@ import pytest
 
 from lockstep.launcher import server
 from lockstep.testing.ranks import run_ranks, warm_commands
+from tests.launcher.telling import of_itself
 
 if getattr(main := sys.modules["__main__"], "__spec__", None) is None and not hasattr(
     main, "__file__"
@@ -184,6 +186,8 @@ def warm() -> Iterator[None]:
 
     with warm_commands(_OFTEN_IMPORTED):
         yield
+        forked, *_ = json.loads(server.server().answer(of_itself))
+        assert forked, "what a test has made the warm server import has made all later starts cold"
 
 
 @pytest.fixture(scope="session", autouse=True)
