@@ -36,8 +36,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lockstep.launcher import seat as seats
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.successor import Warmth
@@ -264,11 +262,11 @@ def _unsafe() -> str:
 
 def _has_threads() -> bool:
     """Whether this process has other threads than the calling one and those of `_MALLOCS`."""
-    others: int = psutil.Process().num_threads() - 1
-    for name in Path("/proc/self/task").glob("*/comm"):
+    names = []
+    for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended meanwhile
-            others -= name.read_text().strip() in _MALLOCS
-    return others > 0
+            names.append(Path("/proc/self/task", thread, "comm").read_text().strip())
+    return sum(name not in _MALLOCS for name in names) > 1
 
 
 def main(argv: Sequence[str]) -> None:
