@@ -68,11 +68,13 @@ class Tuning:
             raise UsageError("not-a-tuning", file=source)
         table: dict[str, list[tuple[float, str]]] = {}
         for kind, pairs in found["table"].items():
-            for most, name in pairs:
-                with within(source):
+            with within(source):
+                for _, name in pairs:
                     check_algorithm(kind, name, "native")
-                table.setdefault(kind, []).append((_FOREVER if most is None else float(most), name))
-            sizes = [most for most, _ in table.get(kind, ())]
+            table[kind] = [
+                (_FOREVER if most is None else float(most), name) for most, name in pairs
+            ]
+            sizes = [most for most, _ in table[kind]]
             if sizes != sorted(sizes):
                 raise ValueError(f"the sizes of {kind} are not in ascending order")
         return cls(table, found["world"], source)
