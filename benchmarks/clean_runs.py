@@ -128,7 +128,6 @@ class Drawn:
                 (
                     {"compress": "bf16"},
                     {"compress": "int8"},
-                    {"compress": "topk:0.1"},
                     {"compress": "powersgd:2"},
                     {"sync_every": 2},
                     {"sync_every": 3, "outer": "nesterov"},

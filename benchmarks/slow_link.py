@@ -36,8 +36,8 @@ from typing import Any
 import namespaces
 
 METHODS = (
-    "native; --compress bf16; --compress fp16; --compress int8; --compress powersgd:4; --compress"
-    " topk:0.01; --sync-every 10; --sync-every 5 --compress int8; --sync-every 50; --sync-every 50"
+    "native; --compress bf16; --compress fp16; --compress int8; --compress powersgd:4;"
+    " --sync-every 10; --sync-every 5 --compress int8; --sync-every 50; --sync-every 50"
     " --outer nesterov; --update server; central"
 )
 REDUCE = "native,ring,central"

@@ -32,7 +32,7 @@ ANSWERS = {
     "lockstep train --chec": {"--checkpoint-every", "--checkpoints"},
     "lockstep train ": {"digits", "text", "mine.py"},
     "lockstep train digits --device ": {"auto", "cpu", "cuda"},
-    "lockstep train digits --compress ": {"bf16", "fp16", "int8", "powersgd:", "topk:"},
+    "lockstep train digits --compress ": {"bf16", "fp16", "int8", "powersgd:"},
     "lockstep train digits --schedule inter": {"interleaved"},
     "lockstep train digits --workers ": set(),  # a number: nothing to name
     "lockstep evaluate digits --run ": {"latest", "runs/a"},

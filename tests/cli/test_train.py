@@ -376,7 +376,7 @@ def test_a_task_that_ends_its_process_is_noticed(
             "balance-of-other-count",
             {"balance": "2,1", "given": 2, "workers": 3},
         ),
-        ("digits", {"balance": "auto", "update": "server"}, "balance-with-server", {}),
+        ("digits", {"balance": "1", "update": "server"}, "balance-with-server", {}),
         ("digits", {"set": ["lr"]}, "not-a-pair", {"where": "--set", "text": "lr"}),
         ("digits", {"run": Path("file")}, "run-directory-not-writable", {"path": "file"}),
         ("digits", {"run": Path("file/run")}, "run-directory-not-writable", {"path": "file/run"}),

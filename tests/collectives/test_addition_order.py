@@ -15,9 +15,7 @@ from lockstep.collectives.addition_order import (
     add_up,
     blocks,
     levels,
-    nearest_first,
     tree,
-    tree_of,
     turns,
 )
 from lockstep.data.windows import Cut
@@ -71,44 +69,6 @@ def test_the_number_of_ranks_does_not_change_the_tree(
 ) -> None:
     filled = data.draw(st.integers(1, slots))
     assert together(slots, filled, size) == balanced(0, 1 << (slots - 1).bit_length(), filled)
-
-
-@given(st.integers(1, 40), st.integers(1, 20), st.data())
-def test_halving_nearest_first_adds_along_the_tree_where_it_is_said_to(
-    slots: int, size: int, data: st.DataObject
-) -> None:
-    filled = data.draw(st.integers(1, slots))
-    cut = Cut(step=0, epoch=0, start=0, stop=filled, micro_batch=1, slots=slots)
-    brought = [blocks(cut.filled(rank, size)) for rank in range(size)]
-    if nearest_first(brought):
-        assert size.bit_count() == 1
-        term = tree(tuple(block for each in brought for block in each))
-        count = sum(map(len, brought))
-        assert term == without(tree_of(size), count)
-
-
-def without(term: Term, count: int) -> Term | None:
-    """The balanced tree over ranks (test_algorithms.py: it is halving's) of whom the first so
-    many bring something.
-    """
-    if isinstance(term, int):
-        return term if term < count else None
-    left, right = without(term[0], count), without(term[1], count)
-    return left if right is None or left is None else (left, right)
-
-
-def test_equal_shares_of_a_power_of_two_of_ranks_are_halved() -> None:
-    def halved(slots: int, filled: int, size: int) -> bool:
-        cut = Cut(step=0, epoch=0, start=0, stop=filled, micro_batch=1, slots=slots)
-        return nearest_first([blocks(cut.filled(rank, size)) for rank in range(size)])
-
-    assert all(halved(slots, slots, size) for size in (1, 2, 4, 16) for slots in (size, 4 * size))
-    assert halved(16, 5, 8)
-    assert halved(3, 3, 4)  # the last rank idles
-    assert not halved(6, 6, 2)
-    assert not halved(6, 6, 3)
-    assert halved(16, 5, 4)
-    assert not halved(16, 7, 4)  # the second brings two blocks
 
 
 @given(st.integers(0, 70), st.integers(0, 70))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.config.balance import Balance
 from lockstep.config.mesh import Mesh
@@ -13,23 +17,20 @@ from lockstep.config.parallelism import Parallelism
 from tests.refused import refused
 
 
-@pytest.mark.parametrize("given", ["auto", "2,1,1", "0.5,0,3"])
+@pytest.mark.parametrize("given", ["2,1,1", "0.5,0,3"])
 def test_text_there_and_back(given: str) -> None:
     assert str(Balance.of(given)) == given
 
 
 def test_numbers_are_as_good_as_text() -> None:
     assert Balance.of((2, 1, 1)) == Balance.of([2.0, 1.0, 1.0]) == Balance.of("2, 1,1")
-    assert Balance.of("auto") == Balance()
-    assert Balance.of("auto").measured
-    assert not Balance.of("1").measured
 
 
 @pytest.mark.parametrize(
     ("given", "code", "values"),
     [
         ("", "wrong-type", {"name": "balance", "value": ""}),
-        ("Auto", "wrong-type", {"value": "Auto"}),
+        ("auto", "wrong-type", {"value": "auto"}),
         ("2;1", "wrong-type", {"value": "2;1"}),
         ("2,,1", "wrong-type", {"value": "2,,1"}),
         (5, "wrong-type", {"value": 5}),
@@ -59,15 +60,13 @@ def test_a_share_that_is_no_number_is_refused_with_all_shares() -> None:
     [
         ("2,1,1", {}, "balance-of-other-count", {"balance": "2,1,1", "given": 3, "workers": 2}),
         ("1", {}, "balance-of-other-count", {"balance": "1", "given": 1, "workers": 2}),
-        ("auto", {"update": "server"}, "balance-with-server", {"update": "server"}),
         ("2,1", {"update": "server"}, "balance-with-server", {"balance": "2,1"}),
-        ("auto", {"sync_every": 4}, "balance-with-sync-every", {"sync_every": 4}),
         ("2,1", {"mesh": Mesh(tensor=2)}, "balance-with-mesh", {"mesh": "tensor=2"}),
         (
-            "auto",
+            "2,1",
             {"mesh": Mesh(data=2, shard=2)},
             "balance-with-mesh",
-            {"balance": "auto", "mesh": "data=2,shard=2"},
+            {"balance": "2,1", "mesh": "data=2,shard=2"},
         ),
     ],
 )
@@ -85,7 +84,40 @@ def test_it_goes_with_the_rest() -> None:
         Parallelism(update="sharded"),
         Parallelism(compress="bf16"),
         Parallelism(mesh=Mesh(data=2)),
+        Parallelism(sync_every=4),
     ):
-        Balance.of("auto").check(method, 2)
         Balance.of("2,1").check(method, 2)
-    Balance.of("2,1").check(Parallelism(sync_every=4), 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "slots", "expected"),
+    [
+        ((1, 1, 1, 1), 16, (4, 4, 4, 4)),
+        ((1, 1, 1), 4, (2, 1, 1)),
+        ((3, 3, 3, 1), 16, (5, 5, 5, 1)),
+        ((2, 1, 1), 8, (4, 2, 2)),
+        ((0, 1, 0), 5, (0, 5, 0)),
+        ((10, 1), 3, (3, 0)),
+    ],
+)
+def test_shares_follow_the_weights(
+    weights: tuple[float, ...], slots: int, expected: tuple[int, ...]
+) -> None:
+    assert Balance(weights).shares(slots) == expected
+
+
+def longest(weights: Sequence[float], counts: Sequence[int]) -> float:
+    """The time of the slowest rank, if the weights are speeds."""
+    return max(count / weight for weight, count in zip(weights, counts, strict=True) if count)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(any), st.integers(1, 8))
+def test_no_other_shares_end_a_step_earlier(weights: list[int], slots: int) -> None:
+    shares = Balance(tuple(weights)).shares(slots)
+    assert sum(shares) == slots
+    assert not any(count for weight, count in zip(weights, shares, strict=True) if not weight), (
+        "weight 0 gets none"
+    )
+    others = product(*(range(slots + 1) if weight else (0,) for weight in weights))
+    best = min(longest(weights, counts) for counts in others if sum(counts) == slots)
+    assert longest(weights, shares) == pytest.approx(best)

@@ -68,9 +68,9 @@ def test_there_and_back(tmp_path: Path) -> None:
             {"balance": "2,1", "given": 2, "workers": 3},
         ),
         (
-            {"balance": "auto", "sync_every": 2},
-            "balance-with-sync-every",
-            {"balance": "auto", "sync_every": 2},
+            {"balance": "2,1", "workers": 2, "update": "server"},
+            "balance-with-server",
+            {"balance": "2,1", "update": "server"},
         ),
         (
             {"balance": "2,1", "workers": 2, "grow": True},

@@ -19,7 +19,7 @@ def told(world: World, slots: int) -> Facts:
     rank = world.rank
     message.add(2.0 + rank, torch.tensor(10.0 * (rank + 1)), slot=rank)
     message.add_samples(5 + rank)
-    message.add_times(busy=0.25 * (rank + 1), waited=0.5 * rank, each=0.125 * rank)
+    message.add_times(busy=0.25 * (rank + 1), waited=0.5 * rank)
     message.add_digest([0, 2**51 + 1, 2**52][rank], seconds=0.5 * rank)
     message.send(stop=rank == 1, newly_moving=False)
     return message.wait()
@@ -37,7 +37,6 @@ def test_what_each_rank_says_stands_at_its_own_place() -> None:
                 losses_by_rank=(10.0, 20.0, 30.0),
                 busy_by_rank=(0.25, 0.5, 0.75),
                 waited_by_rank=(0.0, 0.5, 1.0),
-                each_by_rank=(0.0, 0.125, 0.25),
                 digests_by_rank=(0.0, 2.0**51 + 1, 2.0**52),
                 digesting_by_rank=(0.0, 0.5, 1.0),
             )

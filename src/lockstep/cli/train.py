@@ -134,10 +134,10 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
     from lockstep.config.balance import Balance
 
     workers = None if choice.workers is None else str(choice.workers)
-    weights = None if config.balance is None else Balance.of(config.balance).weights
+    balance = None if config.balance is None else Balance.of(config.balance)
     for option, count in (
         (f"--mesh {config.mesh}", None if config.mesh is None else config.mesh.size),
-        (f"--balance {config.balance}", None if weights is None else len(weights)),
+        (f"--balance {config.balance}", None if balance is None else len(balance.weights)),
     ):
         if count is None:
             continue

@@ -130,19 +130,6 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
     return left, right
 
 
-def nearest_first(brought: Sequence[Sequence[Block]]) -> bool:
-    """Whether recursive halving over the ranks, nearest first, adds their blocks along the tree.
-    That needs a power of two of ranks, with one block each, all of one size. The last block may be
-    smaller, and the ranks after it may have none.
-    """
-    ranks = len(brought)
-    share = max(block.size for each in brought for block in each)
-    return ranks & (ranks - 1) == 0 and all(
-        len(each) <= 1 and all(block.first == rank * share for block in each)
-        for rank, each in enumerate(brought)
-    )
-
-
 @lru_cache(maxsize=256)
 def tree_of(count: int) -> Term:
     """Return the order in which `count` tensors are added: ((0+1)+(2+3))+..."""

@@ -1,8 +1,6 @@
 """The option `balance`: how many of a step's micro-batches each rank computes, for ranks of
-different speed. This file does not import torch.
-
-    auto      measured: shares follow the time per micro-batch on each rank (data/balancer.py)
-    2,1,1     given: one number for each rank; micro-batches are divided in this proportion
+different speed: `2,1,1` is one number for each rank, and micro-batches are divided in this
+proportion. This file does not import torch.
 
 The micro-batches stay the same, and so do the samples, the dropout and exact mode's order of
 addition. Only the rank that computes a micro-batch changes.
@@ -10,6 +8,7 @@ addition. Only the rank that computes a micro-batch changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,69 +16,65 @@ from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True, slots=True)
 class Balance:
     """The shares of the ranks. Raises UsageError for weights that cannot be shares."""
 
-    weights: tuple[float, ...] | None = None
-    """One number for each rank, in the order of ranks; None: measured shares."""
+    weights: tuple[float, ...]
+    """One number for each rank, in the order of ranks."""
 
     def __post_init__(self) -> None:
-        if self.weights is None:
-            return
         with knob.within(f"balance={str(self)!r}"):
-            for each in self.weights:
-                knob.number("share", each, least=0)
+            for weight in self.weights:
+                knob.number("share", weight, least=0)
         if not any(self.weights):
             raise UsageError("nobody-has-work", balance=str(self))
 
     @classmethod
-    def of(cls, given: str | Sequence[float]) -> Balance:
-        """Read `auto`, `2,1,1`, or a sequence of numbers. Raises UsageError for other values."""
-        if given == AUTO:
-            return cls()
+    def of(cls, value: str | Sequence[float]) -> Balance:
+        """Read `2,1,1`, or a sequence of numbers. Raises UsageError for other values."""
         try:
-            weights = tuple(map(float, given.split(",")) if isinstance(given, str) else given)
+            weights = tuple(map(float, value.split(",")) if isinstance(value, str) else value)
         except (TypeError, ValueError):
-            expected = "auto, or a number for each rank, such as 2,1,1"
-            raise UsageError("wrong-type", name="balance", value=given, expected=expected) from None
+            expected = "a number for each rank, such as 2,1,1"
+            raise UsageError("wrong-type", name="balance", value=value, expected=expected) from None
         return cls(weights)
-
-    @property
-    def measured(self) -> bool:
-        return self.weights is None
 
     def check(self, method: Parallelism, ranks: int) -> None:
         """Raise a UsageError if it cannot be combined with the method, or has weights for another
         number of ranks.
         """
         self.check_count(ranks)
-        balance = str(self)
         if method.server is not None:
-            raise UsageError("balance-with-server", balance=balance, update=method.update)
-        if method.sync_every is not None and self.measured:
-            raise UsageError(
-                "balance-with-sync-every", balance=balance, sync_every=method.sync_every
-            )
+            raise UsageError("balance-with-server", balance=str(self), update=method.update)
         if method.mesh is not None and not method.mesh.only_data:
-            raise UsageError("balance-with-mesh", balance=balance, mesh=str(method.mesh))
+            raise UsageError("balance-with-mesh", balance=str(self), mesh=str(method.mesh))
 
     def check_count(self, ranks: int) -> None:
         """Raise a UsageError if the weights are for another number of ranks."""
-        if self.weights is not None and len(self.weights) != ranks:
+        if len(self.weights) != ranks:
             raise UsageError(
                 "balance-of-other-count", balance=str(self), given=len(self.weights), workers=ranks
             )
 
+    def shares(self, slots: int) -> tuple[int, ...]:
+        """Return the number of micro-batches of each rank, out of `slots`. Weight 0 gets none.
+
+        The slowest rank finishes as early as possible if the weights are the ranks' speeds. Among
+        equally good shares, the first ranks get more: weights 3,3,3,1 share 16 as 5, 5, 5, 1.
+        """
+        total = math.fsum(self.weights)
+        counts = [int(slots * weight / total) for weight in self.weights]
+        working = [rank for rank, weight in enumerate(self.weights) if weight]
+        for _ in range(slots - sum(counts)):  # fewer than there are ranks
+            first = min(working, key=lambda rank: (counts[rank] + 1) / self.weights[rank])
+            counts[first] += 1
+        return tuple(counts)
+
     def __str__(self) -> str:
         """Return the text that `of` reads."""
-        return (
-            AUTO
-            if self.weights is None
-            else ",".join(
-                f"{each:g}" if isinstance(each, int | float) else str(each) for each in self.weights
-            )
+        return ",".join(
+            f"{weight:g}" if isinstance(weight, int | float) else str(weight)
+            for weight in self.weights
         )

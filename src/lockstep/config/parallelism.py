@@ -27,44 +27,34 @@ Reduce = Literal[
 ]
 Weights = Literal["auto", "shared", "separate"]
 CAST = ("bf16", "fp16")
-COMPRESSIONS = (*CAST, "int8", "powersgd:RANK", "topk:SHARE")
-_AMOUNTS = {
-    "powersgd": "the rank of its factors, a whole number of at least 1, as in powersgd:4",
-    "topk": "the share of elements that travel, a number above 0 and at most 1, as in topk:0.01",
-}
+COMPRESSIONS = (*CAST, "int8", "powersgd:RANK")
 UPDATES = ("replicated", "sharded", "server")
 OUTERS = ("average", "nesterov")
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A value of `compress`: `bf16`, `fp16`, `int8`, `powersgd:4` (the rank of the factors) or
-    `topk:0.01` (the share of elements that are sent).
-    """
+    """A value of `compress`: `bf16`, `fp16`, `int8` or `powersgd:4`."""
 
     kind: str
-    amount: float | None = None
+    rank: int | None = None
+    """The rank of PowerSGD's factors."""
 
     @classmethod
     @cache
     def read(cls, text: str) -> Compression:
         """Read the text of the option. Raises UsageError for an invalid one."""
-        kind, colon, value = text.partition(":")
-        if kind in _AMOUNTS and (colon or kind == text):
-            expected, amount = _AMOUNTS[kind], knob.value_of(value)
-            if (
-                isinstance(amount, str)
-                or not (amount >= 1 if kind == "powersgd" else 0 < amount <= 1)
-                or (kind == "powersgd" and not float(amount).is_integer())
-            ):
-                raise UsageError("compression-without-amount", compress=text, expected=expected)
-            return cls(kind, float(amount))
+        kind, _, rank = text.partition(":")
+        if kind == "powersgd":
+            if not (rank.isdecimal() and int(rank)):
+                raise UsageError("powersgd-without-rank", compress=text)
+            return cls(kind, int(rank))
         if text not in (*CAST, "int8"):
             knob.chosen("compress", text, COMPRESSIONS)
         return cls(text)
 
     def __str__(self) -> str:
-        return self.kind if self.amount is None else f"{self.kind}:{self.amount:g}"
+        return self.kind if self.rank is None else f"{self.kind}:{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +176,7 @@ class Parallelism:
     """Share of steps that other ranks compute again and compare, such as 1% (with --exact)."""
     compress: Annotated[
         str | None,
-        Knob("gradients", unit="bf16|fp16|int8|powersgd:RANK|topk:SHARE", default="no compression"),
+        Knob("gradients", unit="bf16|fp16|int8|powersgd:RANK", default="no compression"),
     ] = None
     """Compress gradients before they are sent."""
     update: Annotated[str, Knob("gradients", unit="replicated|sharded|server", tuned=True)] = (

@@ -64,10 +64,8 @@ class Config(Parallelism):
     """Number of intra-op threads of each rank."""
     loader_workers: Annotated[int, Knob("training", least=0, tuned=True)] = 0
     """Number of processes per rank that load data. 0 loads in the rank itself."""
-    balance: Annotated[str | None, Knob("gradients", unit="auto|2,1,1", default="equal shares")] = (
-        None
-    )
-    """Divide micro-batches among ranks by measured speed (auto), or by one number for each rank."""
+    balance: Annotated[str | None, Knob("gradients", unit="2,1,1", default="equal shares")] = None
+    """Divide micro-batches among ranks in proportion to one number for each rank."""
     bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0, tuned=True)] = 25
     """Size of a gradient bucket, in MiB. The gradients of a bucket are sent together."""
     schedule: Annotated[
@@ -165,9 +163,8 @@ class Settings(Config):
                     "range-of-workers", name="mesh", value=str(self.mesh), workers=self.mesh.size
                 )
         if self.balance is not None:
-            balance = Balance.of(self.balance)
-            balance.check(self, self.workers)
-            if not balance.measured and elastic:
+            Balance.of(self.balance).check(self, self.workers)
+            if elastic:
                 raise UsageError(
                     "range-of-workers", name="balance", value=self.balance, workers=self.workers
                 )

@@ -8,7 +8,6 @@ from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
-from lockstep.data.balancer import Balancer, in_proportion
 from lockstep.data.batch_plan import BatchPlan, ByBatch, ByPosition
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
 from lockstep.data.windows import Plan
@@ -105,18 +104,15 @@ def sizes_of(
 
 def choose_shares(
     balance: Balance | None, slots: int, size: int, *, depends: bool
-) -> tuple[Balancer | None, tuple[int, ...]]:
-    """Return a Balancer that changes the shares between windows, or None and fixed shares by rank
-    (empty: equal shares).
+) -> tuple[int, ...]:
+    """Return the shares of a full step by rank; empty: equal shares.
 
     `depends`: whether the cut of the data depends on the world size. Raises UsageError for a
     `balance` with such a cut, or with a wrong number of weights.
     """
     if balance is None:
-        return None, ()
+        return ()
     if depends:
         raise UsageError("balance-by-rank", balance=str(balance))
-    if balance.weights is None:
-        return Balancer(slots, size), ()
     balance.check_count(size)
-    return None, in_proportion(balance.weights, slots)
+    return balance.shares(slots)

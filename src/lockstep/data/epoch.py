@@ -71,20 +71,13 @@ class Epoch:
         )
 
     def _shared(self, steps: int) -> Iterator[Window]:
-        """Yield windows of this rank's shares. If the shares move, batches fetched ahead belong to
-        the old slots, so a new walk begins at that step.
-        """
-        loader, balancer, walk = self._loader, self._loader.balancer, None
+        """Yield windows of this rank's share."""
+        loader = self._loader
         rank, size, (plan, first) = loader.rank, loader.size, self._plan
-        if balancer is not None:
-            balancer.leave()
+        walk = loader._walk_of(self.number, range(self.begin, steps), loader.share)
         for place in range(self.begin, steps):
-            moved = None if balancer is None else balancer.begin()
             cut = plan.at(place, self.number, first + place, loader.by_rank)
-            if walk is None or moved is not None:
-                walk = loader._walk_of(self.number, range(place, steps), cut.share(rank, size))
             window = self._window(cut, walk.take)
-            window.balancer, window.moved = balancer, moved
             if walk.ahead:
                 count = len(window)
                 if place + 1 < steps:

@@ -71,9 +71,8 @@ class Loader(WindowLoader[Epoch]):
             copied one window ahead.
         rank: this process's number. Default: torch's process group's.
         size: the number of ranks. Default: torch's process group's.
-        balance: for ranks of different speed. A number for each rank shares micro-batches in that
-            proportion; "auto" follows what a Stepper measures. Only who computes what depends on
-            it. A resumed run begins with equal shares.
+        balance: for ranks of different speed: a number for each rank, such as "2,1,1".
+            Micro-batches are shared in that proportion. Only who computes what depends on it.
         sharding: for an iterable dataset: who divides it.
 
     Raises:
@@ -129,12 +128,13 @@ class Loader(WindowLoader[Epoch]):
             size=self.size,
         )
         self.balance = None if balance is None else Balance.of(balance)
-        self.balancer, self._fixed = choose_shares(
+        self.by_rank = choose_shares(
             self.balance,
             self.batch_plan.plan(0).slots,
             self.size,
             depends=self.depends_on_world_size,
         )
+        """Micro-batches of a full step that each rank has; empty: equal shares."""
         self._fingerprint = self._identity(samples, micro_batch)
         self._position = Position(0, 0)  # the position of the next window
         self._recipe: dict[str, Any] | None = None
@@ -167,7 +167,7 @@ class Loader(WindowLoader[Epoch]):
         ours = len(self.share)
         # no later step has more samples than the first
         filled = self._first.filled(self.rank, self.size) if isinstance(self.order, Order) else ours
-        if wanted == 0 or (self.balancer is None and not (ours and filled)):
+        if wanted == 0 or not (ours and filled):
             return 0, None
         return wanted, max(2, -(-ours // wanted))
 
@@ -181,13 +181,8 @@ class Loader(WindowLoader[Epoch]):
         return self.batch_plan.plan(self._position.epoch)
 
     @property
-    def by_rank(self) -> tuple[int, ...]:
-        """Micro-batches of a full step that each rank has now; empty: equal shares."""
-        return self._fixed if self.balancer is None else self.balancer.by_rank
-
-    @property
     def share(self) -> range:
-        """The slots of a full step that this rank has now."""
+        """The slots of a full step that this rank has."""
         return self._first.share(self.rank, self.size)
 
     @property
@@ -224,8 +219,7 @@ class Loader(WindowLoader[Epoch]):
         Args:
             owner: the word for a rank in that line.
         """
-        line = self.batch_plan.describe(self.size, owner, self.by_rank)
-        return self._described(line + ", by measured speed" * (self.balancer is not None))
+        return self._described(self.batch_plan.describe(self.size, owner, self.by_rank))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
         first = Position(start or 0, 0) if start is not None or not self._loaded else self._position

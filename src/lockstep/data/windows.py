@@ -8,8 +8,8 @@ resumed run computes the same.
                 at an epoch's end
     slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in
                 order, so the last slots of a short step are empty
-    share       a rank's contiguous range of slots. The world size and the ranks' speed
-                (data/balancer.py) affect only the shares
+    share       a rank's contiguous range of slots. The world size and the option `balance` affect
+                only the shares
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from lockstep.config.knob import whole
-from lockstep.data.balancer import in_words
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.data.balancer import Balancer, NewShares
 
 ENDLESS = 2**62
 """A length that is never reached: of a training without a last epoch, or of a stream."""
@@ -202,7 +198,7 @@ def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] 
     """
     ranks = counted(size, owner)
     if len(set(by_rank)) > 1:
-        return f"{ranks}: {in_words(by_rank)}"
+        return f"{ranks}: {', '.join(map(str, by_rank))}"
     each, more = divmod(slots, size)
     if more == 0:
         return f"{ranks} x {each}"
@@ -231,12 +227,6 @@ class Window(Sequence[Any]):
     samples in any slots of the step. If it is or returns None, there are as many as positions.
     """
 
-    balancer: Balancer | None = None
-    """The Loader's balancer, if shares follow measured speed. A Stepper gives it the seconds that a
-    micro-batch took on each rank.
-    """
-    moved: NewShares | None = None
-    """The new shares, if shares have moved at this window."""
     read: Callable[[Cut, range], Iterator[Any]] | None = None
     """Fetches the micro-batches of any slots of a step in this process; None: the Loader cannot."""
 

@@ -4,7 +4,7 @@ bit. A rank's *blocks* are the sums of its slots as far as it can add them alone
 
 TreeFold            a rank's own micro-batches, while they land
 ExactInMemory       the blocks of all ranks of one host, in shared memory
-ExactOverNetwork    the blocks of all ranks, added by halving, or by the owners of slices
+ExactOverNetwork    the blocks of all ranks, sent to the owners of slices, which add them
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lockstep.collectives.addition_order import (
     add_up,
     blocks,
     levels,
-    nearest_first,
     tree,
     turns,
 )
@@ -39,7 +38,7 @@ from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.fold import Fold
 from lockstep.gradients.layout import Layout
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import REDUCTIONS, BySchedule, Native, Reduction
+from lockstep.gradients.reductions import REDUCTIONS, Native, Reduction
 
 _CARRIERS = ("auto", "native", "shared_memory")
 
@@ -141,12 +140,11 @@ class ExactInMemory(ExactReduction):
 class ExactOverNetwork(ExactReduction):
     """The reduction over the backend, while the backward runs. One rank only adds.
 
-    If the number of ranks is a power of two and each brings one block, they add along the tree by
-    recursive halving, nearest first. Two such ranks may use any all-reduce, as a + b is b + a.
-    (Which of two nans they get may differ.) In all other cases every rank sends its blocks of a
-    slice to the slice's owner, which adds them and hands the slice out. Halving sends what a ring
-    would, 2 (W - 1) / W of the gradients. The owners get more where a rank brings several blocks:
-    up to 2 log2(n) for n > 1 micro-batches.
+    Every rank sends its blocks of a slice to the slice's owner, which adds them and hands the slice
+    out. If each rank brings one block, that sends what a ring would, 2 (W - 1) / W of the
+    gradients; a rank with n > 1 micro-batches brings up to 2 log2(n) blocks. Two ranks with one
+    block each use any all-reduce instead, as a + b is b + a. (Which of two nans they get may
+    differ.)
     """
 
     name = "native, exact"
@@ -154,7 +152,7 @@ class ExactOverNetwork(ExactReduction):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._group = group
-        self._halving = Native(group) if group.size <= 2 else BySchedule(group, "halving_doubling")
+        self._all_reduce = Native(group)
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self.levels = ()
@@ -167,12 +165,12 @@ class ExactOverNetwork(ExactReduction):
         own = flat[slices[self.rank].start : slices[self.rank].stop]
         # Other threads may not flush denormals as this one does, and do not know its GPU stream.
         beside = on_cpu and not _flushes_denormals()
-        halves = not self.scattered and nearest_first(self.brought)
+        pair = self.size == 2 and max(map(len, self.brought)) == 1 and not self.scattered
         work: Work
-        if halves and (beside or (self.size == 2 and not on_cpu)):
+        if pair and (beside or not on_cpu):
             if not self.brought[self.rank]:
                 flat.fill_(ABSENT)
-            work = self._halving.start(bucket)
+            work = self._all_reduce.start(bucket)
         else:
             work = self._exchanged(bucket, slices, own)
             if beside and self.size > 1:

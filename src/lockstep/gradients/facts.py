@@ -21,7 +21,7 @@ from lockstep.collectives.work import Work
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
 # each of these rows has one number per rank
-_ROWS = ("samples", "losses", "busy", "waited", "each", "digests", "digesting")
+_ROWS = ("samples", "losses", "busy", "waited", "digests", "digesting")
 
 
 def numbers(ranks: int) -> int:
@@ -38,7 +38,7 @@ class Facts:
     given by rank.
 
     The other fields tell, by rank, how the step before went, in seconds: `busy` computing, `waited`
-    for other ranks, and `each` for one micro-batch, loading included (0: it had none).
+    for other ranks.
     `digests_by_rank` are digests of what a step overwrites (0: not taken), and
     `digesting_by_rank` the seconds that each took.
     """
@@ -51,7 +51,6 @@ class Facts:
     losses_by_rank: tuple[float, ...]
     busy_by_rank: tuple[float, ...] = ()
     waited_by_rank: tuple[float, ...] = ()
-    each_by_rank: tuple[float, ...] = ()
     digests_by_rank: tuple[float, ...] = ()
     digesting_by_rank: tuple[float, ...] = ()
 
@@ -96,11 +95,10 @@ class FactsMessage:
     def add_samples(self, count: int) -> None:
         self._values[self._mine("samples")] += count
 
-    def add_times(self, busy: float, waited: float, each: float) -> None:
+    def add_times(self, busy: float, waited: float) -> None:
         """Add the times of this rank's step before, in seconds."""
         self._put(self._mine("busy"), busy)
         self._put(self._mine("waited"), waited)
-        self._put(self._mine("each"), each)
 
     def add_digest(self, digest: int, seconds: float) -> None:
         """Add a digest of what this rank began the step with, and the seconds that it took. The

@@ -167,8 +167,6 @@ class Outcomes:
 class StepperClock:
     """Times the steps. The times of the latest finished step are sent to the other ranks in the
     facts of the next step.
-
-    `per_micro_batch`: seconds per micro-batch on this rank, loading included; 0 if it had none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,10 +175,7 @@ class StepperClock:
         self.running = StepClock(self._mark if device.type == "cuda" else None)
         self.keeps_spans: Callable[[int], bool] = lambda step: False
         """Whether to record spans (begin and end of every phase) for a step, by its number."""
-        self.per_micro_batch = 0.0
         self._latest: StepTimes | None = None
-        # number of micro-batches of each step whose times are not known yet, by step
-        self._walked: dict[int, int] = {}
 
     def open(self) -> None:
         """Make this the active clock: from now on it counts the phases. Called for every window."""
@@ -199,24 +194,17 @@ class StepperClock:
 
     def tell(self, facts: FactsMessage) -> None:
         if self._latest is not None:
-            facts.add_times(self._latest.busy, self._latest.waits, self.per_micro_batch)
+            facts.add_times(self._latest.busy, self._latest.waits)
 
-    def end(self, step: int, micro_batches: int, hidden: float | None) -> tuple[StepTimes, ...]:
-        """End step `step`, which computed `micro_batches` micro-batches, and return the steps whose
-        times have become known. `hidden`: as in `StepTimes`.
+    def end(self, step: int, hidden: float | None) -> tuple[StepTimes, ...]:
+        """End step `step`, and return the steps whose times have become known. `hidden`: as in
+        `StepTimes`.
         """
         self.running.end(step, hidden, spans=self.keeps_spans(step + 1))
-        self._walked[step] = micro_batches
-        found = tuple(self.running.finished())
-        for times in found:
-            walked = self._walked[times.step]
-            self._latest = times
-            self.per_micro_batch = (times.data + times.busy) / walked if walked else 0.0
-        if found:
-            self._walked = {
-                number: count for number, count in self._walked.items() if number > found[-1].step
-            }
-        return found
+        finished = tuple(self.running.finished())
+        if finished:
+            self._latest = finished[-1]
+        return finished
 
 
 def allow_scheduler(optimizer: Optimizer) -> None:

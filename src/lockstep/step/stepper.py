@@ -30,7 +30,6 @@ from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.config import knob
-from lockstep.config.balance import Balance
 from lockstep.config.documented import takes_fields
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import Unused
@@ -351,8 +350,6 @@ class Stepper:
         ours = window if isinstance(window, Window) else None
         if self.method.exact:
             ours = check_window(window)
-        if ours is not None and ours.balancer is not None:
-            Balance().check(self.method, self.everyone.size)
         self.reducer.reset(None if ours is None else ours.cut)
         self._outcomes.trace.begin()
         self.update.follow()
@@ -485,8 +482,6 @@ class Stepper:
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
             self.check_replicas(f"in step {self.steps + 1}")
         self._loss_scale.note(facts.weight)
-        if opened.ours is not None and opened.ours.balancer is not None:
-            opened.ours.balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight:
             self._assembly.unused()
@@ -517,7 +512,7 @@ class Stepper:
             synchronized=self.synchronized,
             gradient_age=ended.gradient_age,
             windows=ended.windows,
-            times=self.clock.end(ended.number, opened.backwards, hidden),
+            times=self.clock.end(ended.number, hidden),
             busy_by_rank=facts.busy_by_rank,
             waited_by_rank=facts.waited_by_rank,
         )

@@ -139,14 +139,6 @@ class Training(AssembledTraining):
         self._evaluate(journal, epoch)
 
     def _step(self, window: Window, journal: Journal) -> None:
-        if (moved := window.moved) is not None:
-            journal.event(
-                "balance",
-                str(moved),
-                step=window.step + 1,
-                micro_batches_by_rank=moved.by_rank,
-                seconds_by_rank=moved.seconds,
-            )
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
         self.reached.loss = result.loss

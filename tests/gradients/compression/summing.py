@@ -15,7 +15,7 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.compression import compressed
 from lockstep.gradients.layout import Entry, plan
 
-EVERY = ("bf16", "fp16", "int8", "powersgd:2", "topk:0.1")
+EVERY = ("bf16", "fp16", "int8", "powersgd:2")
 OWING = EVERY[2:]
 
 

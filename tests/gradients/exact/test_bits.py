@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import lockstep
 from lockstep.errors import LateGradient, UsageError, WorkerFailed
 from lockstep.testing import run_ranks
-from tests.data.scripted import scripted
 from tests.refused import refused
 
 
@@ -74,7 +73,6 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
         "autocast": False,
         "bf16": False,
         "balance": None,
-        "moves": {},
         "epochs": 2,
     } | options
     torch.manual_seed(0)
@@ -93,8 +91,6 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
     loader = lockstep.Loader(
         images(75), global_batch=4 * given["slots"], micro_batch=4, seed=1, balance=given["balance"]
     )
-    if given["moves"]:
-        scripted(loader, given["moves"])
     digest = hashlib.sha256()
     slots: list[int] = []
     for epoch in loader.epochs(given["epochs"]):
@@ -106,8 +102,6 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
                     loss = F.cross_entropy(out, y, reduction="sum")
                 stepper.backward(loss, weight=len(y) / 3)
             result = stepper.step()
-            if "slow" in given:  # as if one of this rank's micro-batches had taken so long
-                stepper.clock.per_micro_batch = 0.3 if world.rank == given["slow"] else 0.1
             digest.update(
                 repr(
                     (
@@ -118,8 +112,6 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
                 ).encode()
             )
     loader.close()
-    if "slow" in given:
-        assert loader.by_rank == (3, 2, 2, 1)
     state = stepper.optimizer_state_dict()["state"]
     for tensor in (
         *model.state_dict().values(),
@@ -181,28 +173,12 @@ def test_the_carrier_and_the_update_do_not_matter() -> None:
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("reduce", ["native", "shared_memory"])
 def test_nor_does_it_matter_who_computes_how_many(reduce: str, update: str, alone: str) -> None:
-    """Uneven shares, with nothing for rank 0, which has slot 0 otherwise; and shares that move,
-    to some that need higher stacks of blocks.
+    """Uneven shares, with nothing for rank 0, which has slot 0 otherwise; and shares that need
+    high stacks of blocks.
     """
-    moves = {1: (1, 1, 6), 2: (7, 0, 1), 4: (0, 1, 7), 5: (2, 3, 3)}
-    shares: list[dict[str, Any]] = [
-        {"balance": "2,1,1"},
-        {"balance": "0,1,1"},
-        {"balance": "auto", "moves": moves},
-    ]
-    assert (
-        digests(3, *({**each, "reduce": reduce, "update": update} for each in shares))
-        == [alone] * 3
-    )
-
-
-def test_shares_that_follow_a_slow_rank_change_no_bit() -> None:
-    (expected,) = digests(1, {"epochs": 4})
-    ways = [
-        {"epochs": 4, "balance": "auto", "reduce": reduce, "slow": 3}
-        for reduce in ("native", "shared_memory")
-    ]
-    assert digests(4, *ways) == [expected, expected]
+    shares = ("2,1,1", "0,1,1", "7,0,1", "0,1,7")
+    ways = [{"balance": share, "reduce": reduce, "update": update} for share in shares]
+    assert digests(3, *ways) == [alone] * len(shares)
 
 
 def test_in_other_precisions_and_without_clipping() -> None:

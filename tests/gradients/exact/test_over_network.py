@@ -84,7 +84,7 @@ def summed(
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_bit_is_that_of_the_tree(size: int, flush: bool) -> None:
-    """Equal shares (an all-reduce, halving) and others; also with idle ranks."""
+    """Equal shares (two ranks all-reduce) and others; also with idle ranks."""
     cases = [
         (dtype, slots, filled)
         for dtype in DTYPES

@@ -79,7 +79,6 @@ def traffic(method: Parallelism, work: RankWork, workers: int) -> Traffic:
         ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 64)),
         ("--compress powersgd:4", 4, 1.5 * 4 * (4 * 1600 + 20 + 380)),
         ("--compress powersgd:1", 2, 4 * (1600 + 9 + 380)),
-        ("--compress topk:0.01", 4, 3 * 6004 * 8),
         ("--sync-every 50", 4, 1.5 * S / 50),
         ("--sync-every 50 --outer nesterov", 2, S / 50),
         ("--sync-every 10 --compress bf16", 4, 0.075 * S),

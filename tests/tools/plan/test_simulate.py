@@ -106,7 +106,6 @@ methods = st.sampled_from(
         Parallelism(reduce="tree"),
         Parallelism(reduce="central"),
         Parallelism(compress="bf16"),
-        Parallelism(compress="topk:0.01"),
         Parallelism(sync_every=7),
         Parallelism(update="sharded"),
         Parallelism(update="server"),

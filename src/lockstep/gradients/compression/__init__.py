@@ -1,5 +1,5 @@
-"""Gradients in fewer bytes: cast, quantised, factored, or only the largest elements. Error feedback
-adds what was left out to later steps.
+"""Gradients in fewer bytes: cast, quantised or factored. Error feedback adds what was left out to
+later steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from lockstep.collectives.group import Group
 from lockstep.config.parallelism import Compression
 from lockstep.gradients.compression.compressed import Compressed, Compressor
-from lockstep.gradients.compression.fewer_bits import Cast, Int8, TopK
+from lockstep.gradients.compression.fewer_bits import Cast, Int8
 from lockstep.gradients.compression.power_sgd import PowerSGD
 
 
@@ -28,13 +28,10 @@ def _compressor(compression: Compression, group: Group) -> Compressor:
             return Cast(group, torch.float16)
         case "int8":
             return Int8(group)
-    assert compression.amount is not None, compression
-    if compression.kind == "powersgd":
-        return PowerSGD(group, int(compression.amount))
-    assert compression.kind == "topk", compression
-    return TopK(group, compression.amount)
+    assert compression.rank is not None, compression
+    return PowerSGD(group, compression.rank)
 
 
 def owes(compression: Compression) -> bool:
     """Whether it remembers what it has left out, in the unit of the gradients."""
-    return compression.kind in ("int8", "powersgd", "topk")
+    return compression.kind in ("int8", "powersgd")

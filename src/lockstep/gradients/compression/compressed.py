@@ -15,7 +15,7 @@ Stepper divides by the step's own weight. So what a full step owes counts more i
 whose divisor is smaller, and what a short step owes counts less in a full one. Steps of equal
 weight have no such effect. The unit of a loss scaler changes, so the Stepper refuses it.
 
-Slices go to their owners, and messages to all ranks:
+Slices go to their owners:
 
     rank 0   [ a0 | a1 | a2 ]        slice r of every rank's bucket goes to rank r (all-to-all),
     rank 1   [ b0 | b1 | b2 ]   ->   which unpacks them, adds them in the order of ranks and packs
@@ -204,15 +204,6 @@ def to_owners(group: Group, rows: Tensor, place: str) -> tuple[Tensor, Work]:
     rows = rows.contiguous()
     arriving, each = torch.empty_like(rows), [rows.shape[1]] * group.size
     return arriving, group.exchange(arriving.view(-1), each, rows.view(-1), each, place)
-
-
-def to_all(group: Group, message: Tensor, place: str) -> tuple[Tensor, Work]:
-    """Start to send a flat message to every rank. Once the work is done, the returned tensor
-    [size, length] holds every rank's message, by rank.
-
-    This is an all-gather that can leave during the backward.
-    """
-    return to_owners(group, message.expand(group.size, -1), place)
 
 
 def added(rows: Tensor) -> Tensor:

@@ -1,14 +1,10 @@
-"""Compressors that send fewer bits per element, or fewer elements.
+"""Compressors that send fewer bits per element.
 
 Cast    16 bits. Nothing is owed: what rounding leaves out is small, and as often up as down
 Int8    8 bits: nearly a quarter of the bytes
-TopK    only the largest elements, each with its index; the others wait until they have grown (Stich
-        et al., NeurIPS 2018)
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -20,7 +16,6 @@ from lockstep.gradients.compression.compressed import (
     Stages,
     added,
     sliced,
-    to_all,
     to_owners,
 )
 from lockstep.gradients.layout import ALIGNMENT
@@ -137,37 +132,3 @@ def restored(message: Tensor, dtype: torch.dtype) -> Tensor:
     scales = message[:, length:].clone().view(torch.float32).to(dtype)
     steps = message[:, :length].to(dtype).view(message.shape[0], -1, BLOCK)
     return (steps * scales[:, :, None]).flatten(1)
-
-
-class TopK(Compressor):
-    """Sends `share` of the elements of each bucket, the largest by magnitude, in the gradients' own
-    dtype.
-
-    Ranks choose different elements, so nothing can be added on the way: every rank gets every
-    message, and adds them in the order of ranks. Unlike the other compressors, the cost grows with
-    the number of ranks.
-    """
-
-    def __init__(self, group: Group, share: float) -> None:
-        self._group = group
-        self._share = share
-
-    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
-        count = max(
-            1, math.ceil(self._share * sum(span.stop - span.start for span in bucket.spans))
-        )
-        places = flat.abs().topk(count, sorted=False).indices
-        values = flat[places].to(bucket.sum.dtype)
-        left = flat.clone()
-        left[places] -= values.to(flat.dtype)  # what rounding to a narrower dtype loses stays
-        width = torch.int32 if flat.numel() < 2**31 else torch.int64
-        message = torch.cat([places.to(width).view(torch.uint8), values.view(torch.uint8)])
-        arriving, work = to_all(self._group, message, bucket.place)
-        yield work
-        total = torch.zeros_like(flat)
-        for theirs in arriving:
-            where, what = theirs.split([count * width.itemsize, count * values.itemsize])
-            total.index_add_(
-                0, where.clone().view(width), what.clone().view(values.dtype).to(flat.dtype)
-            )
-        return total, left

@@ -166,8 +166,8 @@ def check_matrices(compression: Compression, model: nn.Module, rank: int) -> Non
     """
     if compression.kind != "powersgd":
         return
-    assert compression.amount is not None
-    columns = int(compression.amount)
+    assert compression.rank is not None
+    columns = compression.rank
     shapes = {
         name: shape
         for name, each in model.named_parameters()

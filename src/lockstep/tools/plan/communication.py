@@ -72,16 +72,10 @@ def messages(method: Parallelism, bucket: Leaves, width: float, workers: int) ->
 
 
 def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[Message]:
-    if compression.kind == "topk":
-        assert compression.amount is not None
-        # for each element a value and its index
-        chosen = math.ceil(compression.amount * bucket.elements) * (WIDTH + 4)
-        return [Message("all_gather", "native", workers * chosen)]
-    if compression.kind == "powersgd":
-        assert compression.amount is not None
+    if compression.rank is not None:
         if not bucket.tensors:
             raise UsageError("powersgd-needs-shapes", compress=str(compression))
-        first, second = _factors(bucket.tensors, int(compression.amount))
+        first, second = _factors(bucket.tensors, compression.rank)
         found = [
             Message("all_reduce", "native", WIDTH * first),
             Message("all_reduce", "native", WIDTH * second, late=True),
