@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,28 +95,31 @@ def test_mistakes_in_the_task(tmp_path: Path, target: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "code", "values"),
+    ("args", "code", "values"),
     [
-        (["--exat"], {}, "unknown-option", {"option": "--exat", "command": "lockstep train"}),
-        (["--epochs", "x"], {}, "wrong-argument", {"name": "--epochs", "given": " x"}),
-        (["more"], {}, "wrong-command-line", {"command": "lockstep train"}),
-        (["--workers", "4"], {}, "option-not-for-a-job", {"option": "--workers 4"}),
-        (["--max-restarts", "1"], {}, "option-not-for-a-job", {"option": "--max-restarts 1"}),
-        ([], {"nodes": 0}, "wrong-argument", {"name": "--nodes"}),
+        (["--exat"], "unknown-option", {"option": "--exat", "command": "lockstep train"}),
+        (["--epochs", "x"], "wrong-argument", {"name": "--epochs", "given": " x"}),
+        (["more"], "wrong-command-line", {"command": "lockstep train"}),
+        (["--workers", "4"], "option-not-for-a-job", {"option": "--workers 4"}),
+        (["--max-restarts", "1"], "option-not-for-a-job", {"option": "--max-restarts 1"}),
     ],
 )
 def test_mistakes(
     tmp_path: Path,
     args: list[str],
-    options: dict[str, object],
     code: str,
     values: dict[str, object],
 ) -> None:
     with refused(code, **values) as caught:
-        command("slurm", "digits", *(["--", *args] if args else []), **options)
-    if args:
-        assert str(caught.value).startswith("after --: ")
+        command("slurm", "digits", "--", *args)
+    assert str(caught.value).startswith("after --: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["nodes", "workers_per_node"])
+def test_a_job_has_a_rank(option: str) -> None:
+    with pytest.raises(typer.BadParameter, match="greater than or equal to 1"):
+        command("slurm", "digits", **{option: 0})
 
 
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
