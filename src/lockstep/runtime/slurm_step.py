@@ -86,24 +86,16 @@ def step(env: Mapping[str, str]) -> Step | None:
     node = number_of(env, "SLURM_NODEID") or 0
     local_rank = number_of(env, LOCAL_RANK)
     if local_rank is None:
-        local_rank = rank if spread is None or len(spread) == 1 else 0
-    hosts = next(
-        (
-            env[name]
-            for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-            if env.get(name)
-        ),
-        "",
-    )
+        raise UsageError("incomplete-settings", given=f"{RANK}={rank}", lacking=LOCAL_RANK)
     return Step(
         rank=rank,
         size=size,
         local_rank=local_rank,
-        local_size=_on_node(env, node, size, spread),
+        local_size=spread[node] if spread and node < len(spread) else size,
         node=node,
-        job=env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or "0",
+        job=env.get("SLURM_JOB_ID") or "0",
         number=number or 0,
-        nodelist=hosts,
+        nodelist=env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "",
     )
 
 
@@ -133,14 +125,6 @@ def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -
 
 def _nodes(env: Mapping[str, str]) -> int:
     return number_of(env, "SLURM_STEP_NUM_NODES") or number_of(env, "SLURM_NNODES") or 1
-
-
-def _on_node(env: Mapping[str, str], node: int, size: int, spread: list[int] | None) -> int:
-    if spread is not None and node < len(spread):
-        return spread[node]
-    if tasks := env.get("SLURM_GTIDS"):
-        return len(tasks.split(","))
-    return number_of(env, _ASKED_PER_NODE) or size
 
 
 def _counts(name: str, text: str) -> list[int]:
