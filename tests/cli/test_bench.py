@@ -266,7 +266,11 @@ def test_train_times_a_task_of_ones_own(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("mine: global batch 16 = 4 micro-batches x 4; 2 ranks x 2; ")
-    assert [line.split()[0] for line in lines[2:]] == ["variant", "ddp:5", "stepper:native"]
+    assert [line.split()[0] for line in lines[2:5]] == ["variant", "ddp:5", "stepper:native"]
+    command_of_fastest = (
+        "lockstep train mine.py --workers 2 --device cpu --set lr=0.5 --reduce native"
+    )
+    assert lines[5:] == ["", command_of_fastest]
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [
         ("ddp:5", 2),

@@ -75,7 +75,7 @@ def test_the_value_is_named_as_it_was_typed(
     [
         ("train", "--worker", "--workers"),
         ("run", "--work", "--workers"),
-        ("tune", "--devise", "--device"),
+        ("plan", "--devise", "--device"),
     ],
 )
 def test_what_begins_alike_is_suggested_first(
@@ -166,8 +166,6 @@ run -m missing.module
 run --workers 0 mine.py
 audit missing.py
 audit digits --workers 0
-tune missing.py
-tune digits --set rate=1
 plan digits --workers 0
 plan digits --network slow
 plan missing.py

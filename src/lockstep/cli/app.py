@@ -38,7 +38,6 @@ SECTIONS = {  # of the help; a command has the name of its function
     },
     "Measure": {
         "bench": "Measure collectives, scaling, training, and sampling.",
-        "tune": "Find the settings that train TASK fastest here.",
         "plan": "Predict the step time of TASK at any number of workers.",
         "report": "Show where the time of a run went, as an HTML page.",
     },

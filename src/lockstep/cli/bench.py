@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -309,7 +311,8 @@ def train(
     """Time one training step of TASK with Lockstep and with torch's DDP.
 
     The variants alternate on the same ranks, with the same micro-batches. The time excludes loading.
-    The exit code is 1 if the final weights are not the same.
+    The last line is the command that trains as the fastest Stepper variant does. The exit code is 1
+    if the final weights are not the same.
     """
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
@@ -330,11 +333,26 @@ def train(
         memory=memory,
     )
     print(measured.text(found))
+    if found.fastest is not None:
+        options = measured.OPTIONS_OF_VARIANT[found.fastest.variant]
+        print(f"\n{_train_command(task, settings, options)}")
     write_json(json_file, found.as_json())
     if out is not None:
         measured.drawing([found]).save(out)
     if found.wrong:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _train_command(task: str, settings: Settings, options: Mapping[str, str]) -> str:
+    """Return the `lockstep train` command for a task with these settings and options."""
+    words = ["lockstep", "train", task, "--workers", str(settings.workers)]
+    if settings.device != "auto":
+        words += ["--device", settings.device]
+    for name, value in settings.overrides.items():
+        words += ["--set", f"{name}={value}"]
+    for name, value in options.items():
+        words += [knob.knobs(Config)[name].flags[0], value]
+    return shlex.join(words)
 
 
 def _settings(

@@ -49,7 +49,7 @@ def leave_when_asked() -> None:
 
 
 _RUN_SCRIPTS = {"run", "doctor"}
-_TRAIN = {"train", "tune", "verify", "bench", "plan", "evaluate", "predict"}
+_TRAIN = {"train", "verify", "bench", "plan", "evaluate", "predict"}
 _WITHOUT_WARM_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--model", "--ray"}
 
 
