@@ -164,8 +164,6 @@ verify missing missing
 run missing.py
 run -m missing.module
 run --workers 0 mine.py
-audit missing.py
-audit digits --workers 0
 plan digits --workers 0
 plan digits --network slow
 plan missing.py

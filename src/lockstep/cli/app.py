@@ -32,7 +32,6 @@ SECTIONS = {  # of the help; a command has the name of its function
     },
     "Check": {
         "lint": "Find mistakes in a file that break data-parallel training.",
-        "audit": "Check how the samples of TASK reach the ranks.",
         "verify": "Check that the number of workers does not change training.",
         "doctor": "Check versions, GPUs, memory, limits, and network links.",
     },
