@@ -75,7 +75,7 @@ def test_the_value_is_named_as_it_was_typed(
     [
         ("train", "--worker", "--workers"),
         ("run", "--work", "--workers"),
-        ("plan", "--devise", "--device"),
+        ("evaluate", "--devise", "--device"),
     ],
 )
 def test_what_begins_alike_is_suggested_first(
@@ -167,7 +167,6 @@ run --workers 0 mine.py
 plan digits --workers 0
 plan digits --network slow
 plan missing.py
-plan --model vgg16 --device none
 slurm missing.py --nodes 2
 slurm syntax.py --nodes 2
 doctor --workers 0
