@@ -127,7 +127,9 @@ def _plan_task(asked: PlanChoice, task: str, choice: RunChoice, method: Parallel
         base=counts[0] if len(counts) > 1 else 1, weak=asked.weak, per_host=asked.nodes_of
     )
     device = kind_of_device()
-    _check_cores(scaling.on_host(counts[-1]), device)
+    beside, most = scaling.on_host(counts[-1]), 8 * cores()
+    if device == "cpu" and beside > most:
+        raise UsageError("more-ranks-than-cores", ranks=beside, cores=cores(), most=most)
     source = partial(resolve, place, overrides)
     ranks_beside = sides(scaling, counts, slots_of(source()), cores(), device)
     warn_if_busy()
@@ -179,12 +181,6 @@ def _refuse(names: Collection[str], plan: str) -> None:
     for name in sorted(names):
         option = "TASK" if name == "task" else option_name(name)
         raise UsageError("option-of-another-plan", option=option, plan=plan)
-
-
-def _check_cores(ranks: int, device: str) -> None:
-    """Raise a UsageError for more ranks than this host can start to measure their communication."""
-    if device == "cpu" and ranks > (most := 8 * cores()):
-        raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
 
 
 def counts_of(text: str) -> list[int]:

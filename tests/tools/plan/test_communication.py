@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.plan.communication import QueuedBucket, replicated
+from lockstep.collectives.network import Network
+from lockstep.tools.plan.communication import QueuedBucket, TalkingRanks, replicated
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,12 @@ def test_no_sooner_than_either_and_no_later_than_both(
     ended = replicated(before, backward, buckets)
     link = sum(bucket.early + bucket.late for bucket in buckets)
     assert max(ended.computed, link) - 1e-9 <= ended.arrived <= ended.computed + link + 1e-9
+
+
+def test_a_small_message_is_by_recursive_doubling_and_a_larger_one_in_a_ring() -> None:
+    ranks = TalkingRanks(16, Network.flat(1.0, 1.0))
+    assert ranks.small(1e-3) == pytest.approx(4 + 4e-3)  # log2 16 rounds of all
+    assert ranks.small(1e6) == pytest.approx(30 + 2 * 15 / 16 * 1e6)  # 30 rounds of a sixteenth
+    assert TalkingRanks(16, Network.flat(1.0, 1.0), software=9.0).small(1e-3) == pytest.approx(
+        9 + 4e-3
+    )

@@ -73,16 +73,6 @@ def _per_byte(network: Network, found: Schedule) -> float:
     return without.time(found, 1.0)
 
 
-def quickest(
-    network: Network, kind: Kind, algorithms: tuple[str, ...], world: int, bytes: float
-) -> Cost:
-    """Return the cost of the algorithm that takes the least time for `bytes` bytes."""
-    return min(
-        (cost(network, kind, each, world) for each in algorithms),
-        key=lambda each: each.seconds(bytes),
-    )
-
-
 def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule:
     if algorithm == "direct" and kind in ("all_gather", "all_to_all"):
         rounds = tuple(

@@ -28,7 +28,7 @@ from lockstep.collectives.schedule import Kind
 from lockstep.config.parallelism import Compression, Parallelism
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import ALIGNMENT
-from lockstep.tools.plan.carriers import Cost, OneHost, cost, quickest
+from lockstep.tools.plan.carriers import Cost, OneHost, cost
 from lockstep.tools.plan.work import WIDTH, RankWork
 from lockstep.tools.timing.profile import Leaves
 
@@ -138,15 +138,11 @@ class LinkQueue:
         """The time at which all computation and communication has ended."""
         return max(self.computed, self.link)
 
-    def carry(self, seconds: float, asked: float) -> float:
-        """Send a message that takes `seconds` and can leave at time `asked`. Returns the time at
-        which it arrives.
-        """
-        if not seconds:
-            return asked
-        self.link = max(self.link, asked) + seconds
-        self.busy += seconds
-        return self.link
+    def carry(self, seconds: float, asked: float) -> None:
+        """Send a message that takes `seconds` and can leave at time `asked`."""
+        if seconds:
+            self.link = max(self.link, asked) + seconds
+            self.busy += seconds
 
 
 def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> LinkQueue:
@@ -196,12 +192,9 @@ class TalkingRanks:
         """Return the seconds of an all-reduce of the library's own numbers, `bytes` in size."""
         if isinstance(self.network, OneHost):
             return self.network.small[self.workers]
-        return self._seconds(
-            quickest(
-                self.network, "all_reduce", ("ring", "recursive_doubling"), self.workers, bytes
-            ),
-            bytes,
-        )
+        ring = cost(self.network, "all_reduce", "ring", self.workers)
+        doubling = cost(self.network, "all_reduce", "recursive_doubling", self.workers)
+        return self._seconds(min(ring, doubling, key=lambda one: one.seconds(bytes)), bytes)
 
     def seconds(self, message: Message) -> float:
         return self._seconds(self.cost(message), message.bytes)

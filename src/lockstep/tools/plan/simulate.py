@@ -10,8 +10,8 @@ The overlap of computation and communication is not assumed: it results from the
 
 A bucket is sent when all ranks have it, so the slowest rank determines the times. Its time is the
 largest of W draws from a normal distribution, which has the distribution Phi(x)^W. The mean of this
-maximum grows as sqrt(2 ln W), from 0.56 standard deviations above the mean for two ranks to 4.3 for
-65,536 (David and Nagaraja, Order Statistics, 2003). The times of the link follow from the schedules
+maximum grows as sqrt(2 ln W), from 0.56 standard deviations above the mean for two ranks to 3.6 for
+4,096 (David and Nagaraja, Order Statistics, 2003). The times of the link follow from the schedules
 of `collectives`.
 """
 
