@@ -1,7 +1,6 @@
-"""What `lockstep plan` foretells beside what is measured: step times on this host and on slow
-links, and where the link takes over.
+"""What `lockstep plan` foretells beside what is measured: step times on slow links, and where the
+link takes over.
 
-    python benchmarks/plan.py --here --rounds 3
     sudo python benchmarks/plan.py --rates 100mbit,1gbit --rounds 3
     sudo python benchmarks/plan.py --knee --rounds 1
 
@@ -24,21 +23,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import namespaces
+from lockstep.collectives.network import Network
 from lockstep.config.knob import pairs
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import Task
 from lockstep.runtime.cores import cores
-from lockstep.tools.plan.curve import Question, curve
-from lockstep.tools.plan.networks import PlanNetwork, connection
-from lockstep.tools.plan.this_host import on_this_host
+from lockstep.tools.plan.curve import predicted
+from lockstep.tools.plan.networks import connection
 from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
 from lockstep.tools.timing.profile import Profile
 from lockstep.tools.timing.profiler import profile
@@ -107,30 +105,6 @@ def steps_of(run: Path) -> list[float]:
 
 
 Train = Callable[[Model, int], float]
-
-
-def trained_here(model: Model, workers: int) -> float:
-    """The median step, in milliseconds, of a training on this host."""
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        run = Path(folder) / "run"
-        words = [
-            "-m",
-            "lockstep",
-            "train",
-            *model.words(),
-            "--device",
-            "cpu",
-            "--workers",
-            str(workers),
-            *_lengths(model, run),
-        ]
-        subprocess.run(
-            [sys.executable, *words],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        return statistics.median(steps_of(run))
 
 
 def _lengths(model: Model, run: Path) -> list[str]:
@@ -228,51 +202,34 @@ def middle(every: Sequence[Profile]) -> Profile:
     return replace(every[0], sides=found, messages=messages)
 
 
-def foretold(
-    profile: Profile, counts: Sequence[int], scaling: PlanScaling, joined: PlanNetwork
-) -> Mapping[int, Any]:
-    """By number of workers."""
-    question = Question(workers=counts, scaling=scaling, method=Parallelism(), failures=None)
-    return {row.workers: row.predicted for row in curve(profile, question, joined).rows}
-
-
 def compare(
     model: Model,
-    counts: Sequence[int],
+    count: int,
     rounds: int,
     seconds: float,
-    network: str,
-    join: Callable[[Profile], PlanNetwork],
+    rate: str,
+    network: Network,
     train: Train,
-) -> list[Row]:
+) -> Row:
     """Profiles and trainings in turns."""
-    scaling = PlanScaling(base=min(counts), per_host=None)
+    scaling = PlanScaling(base=count, per_host=None)
     profiles: list[Profile] = []
-    measured: dict[int, list[float]] = {count: [] for count in counts}
-    joins = []
+    measured: list[float] = []
     for _ in range(rounds):
-        profiles.append(profiled(model, scaling, counts, seconds))
-        joins.append(join(profiles[-1]))
-        for count in counts:
-            measured[count].append(train(model, count))
-    each = [foretold(middle(profiles), counts, scaling, joined) for joined in joins]
-    rows = []
-    for count in counts:
-        found = sorted((step[count] for step in each), key=lambda step: step.step)[len(each) // 2]
-        rows.append(
-            Row(
-                model=model.name,
-                workers=count,
-                network=network,
-                predicted=1e3 * found.step,
-                low=1e3 * found.low,
-                high=1e3 * found.high,
-                measured=statistics.median(measured[count]),
-                rounds=measured[count],
-                limiting=found.limiting,
-            )
-        )
-    return rows
+        profiles.append(profiled(model, scaling, [count], seconds))
+        measured.append(train(model, count))
+    step = predicted(middle(profiles), count, scaling, network, Parallelism())
+    return Row(
+        model=model.name,
+        workers=count,
+        network=rate,
+        predicted=1e3 * step.step,
+        low=1e3 * step.low,
+        high=1e3 * step.high,
+        measured=statistics.median(measured),
+        rounds=measured,
+        limiting=step.limiting,
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -291,45 +248,20 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def here(options: argparse.Namespace) -> list[Row]:
-    """Ranks of this host, through shared memory."""
-    rows = []
-    for model in options.models:
-
-        def join(found: Profile) -> PlanNetwork:
-            largest = max(each.elements for each in found.buckets) * found.width
-            return on_this_host(options.workers, largest, Parallelism(), "cpu")
-
-        rows += compare(
-            model, options.workers, options.rounds, options.seconds, "here", join, trained_here
-        )
-        print(table(rows[-len(options.workers) :]), flush=True)
-    return rows
-
-
 def on_links(options: argparse.Namespace, rates: Sequence[str]) -> list[Row]:
     """Hosts with a link of each rate."""
     rows = []
     for model in options.models:
         for rate in rates:
-            joined = connection(rate if rate == _FREE else f"{options.latency:g},{rate}")
+            network = connection(rate if rate == _FREE else f"{options.latency:g},{rate}")
             for count in options.workers:
                 with trainer_on_hosts(count, None if rate == _FREE else rate) as train:
-                    rows += compare(
-                        model,
-                        [count],
-                        options.rounds,
-                        options.seconds,
-                        rate,
-                        partial(_always, joined),
-                        train,
+                    row = compare(
+                        model, count, options.rounds, options.seconds, rate, network, train
                     )
+                    rows.append(row)
             print(table(rows[-len(options.workers) :]), flush=True)
     return rows
-
-
-def _always(joined: PlanNetwork, _: Profile) -> PlanNetwork:
-    return joined
 
 
 def knee(options: argparse.Namespace, model: Model) -> list[Row]:
@@ -366,7 +298,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--here", action="store_true", help="ranks of this host")
     parser.add_argument("--rates", help="hosts with links of these rates, such as 100mbit,1gbit")
     parser.add_argument(
         "--knee", action="store_true", help="hosts with links from 1gbit down, until they take over"
@@ -389,8 +320,6 @@ def main() -> None:
     options.workers = [int(count) for count in options.workers.split(",")]
     print(f"load of this machine with {cores()} cores before: {os.getloadavg()[0]:.1f}", flush=True)
     rows: list[Row] = []
-    if options.here:
-        rows += here(options)
     if (options.rates or options.knee) and (reason := namespaces.why_not()):
         print(f"links are skipped: {reason}")
     else:

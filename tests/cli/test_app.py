@@ -14,8 +14,6 @@ import lockstep as package
 from lockstep.cli import app
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.training.tuned import Tuned
-from tests.training.test_tuned import MEASURED
 
 
 def _python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +25,6 @@ def _python(*args: str) -> subprocess.CompletedProcess[str]:
     [
         ["--help"],
         ["run", "--help"],
-        ["tune", "--help"],
         ["plan", "--help"],
         ["show", "--help"],
         ["show", "data", "--help"],
@@ -46,7 +43,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 def test_help_names_every_command() -> None:
     done = _python("-m", "lockstep", "--help")
-    assert {"run", "show", "tune", "plan"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
+    assert {"run", "show", "plan"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
     assert done.stderr == ""
 
 
@@ -93,16 +90,13 @@ def test_a_command_that_starts_ranks_does_not_import_torch_itself(tmp_path: Path
     (tmp_path / "script.py").touch()
     (tmp_path / "trained" / "checkpoints" / "step-0000002").mkdir(parents=True)
     Settings(task="digits", workers=1).write(tmp_path / "trained")
-    Tuned(settings={}, measured=MEASURED).write(tmp_path / "tuned.json")
     lines = [
         "run --workers 2 script.py",
         "run -m json.tool",
         "train digits --device cpu --run run",
         "train digits --device cpu --workers 2 --run copied --checkpoints elsewhere",
-        "train digits --device cpu --run tuned --settings tuned.json",
         "evaluate digits --run trained --device cpu",
         "predict digits --run trained --device cpu --out predictions.npy",
-        "tune digits --device cpu",
     ]
     command = [sys.executable, "-c", TO_THE_RANKS]
     done = subprocess.run(

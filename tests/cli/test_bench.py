@@ -1,6 +1,4 @@
-"""`lockstep bench` from the outside: a table, JSON with every column, a tuning that worlds read,
-a picture, and a sentence for every mistake.
-"""
+"""`lockstep bench` from the outside: a table, JSON with every column, a picture, and a sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -15,13 +13,10 @@ from typer.testing import CliRunner, Result
 
 from lockstep.cli.app import app
 from lockstep.cli.bench import _sizes
-from lockstep.collectives.choose import Tuning
 from lockstep.errors import UsageError, WorkerFailed
-from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench import sampler_cost, training_step
 from lockstep.tools.timing.output_files import check_writable
-from lockstep.world.world import World, init
 from tests.cli.command import command
 from tests.refused import refused
 
@@ -157,61 +152,6 @@ def test_several_collectives_with_all_their_algorithms(monkeypatch: pytest.Monke
     assert found == expected
 
 
-def chosen(world: World) -> tuple[str, str]:
-    """(by which tuning, the algorithm that "auto" is for a large all-reduce)."""
-    return world.tuning.source, world.group.tuning.choose("all_reduce", 2**20, world.size)
-
-
-def test_what_tune_writes_is_what_worlds_choose_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measured, "measure", figures)
-    file = tmp_path / "tuning.json"
-    done = bench("collectives", "--workers", "2", "--sizes", "64..256", "--tune", str(file))
-    assert done.exit_code == 0, done.output
-    assert done.stdout.endswith(
-        f"\nwritten to {file}: use it with LOCKSTEP_TUNING={file}, or"
-        f" lockstep.init(tuning={str(file)!r})\n"
-    )
-    assert {line.split()[0] for line in done.stdout.splitlines()[2:-2]} == set(measured.KINDS)
-    fastest = [
-        name
-        for name in measured.algorithms_of("all_reduce")
-        if name not in ("central", "hierarchical")
-    ][-1]
-    assert Tuning.read(file).choose("all_reduce", 64, 2) == fastest
-    monkeypatch.setenv("LOCKSTEP_TUNING", str(file))
-    assert run_ranks(chosen, 2) == [(str(file), fastest)] * 2
-    monkeypatch.delenv("LOCKSTEP_TUNING")
-    assert run_ranks(chosen, 2) == [("built in", "native")] * 2
-    with init(backend="gloo", tuning=file) as world:
-        assert (world.tuning.source, world.tuning.world) == (str(file), 2)
-
-
-def test_tune_measures_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "KINDS", ("broadcast",))
-    file, figures_file = tmp_path / "tuning.json", tmp_path / "figures.json"
-    monkeypatch.setattr(measured, "_WORTH", 0.0)
-    done = bench(
-        "collectives",
-        "--workers",
-        "2",
-        "--sizes",
-        "64",
-        "--tune",
-        str(file),
-        "--json",
-        str(figures_file),
-    )
-    assert done.exit_code == 0, done.output
-    tuning = json.loads(file.read_text())
-    assert (tuning["world"], set(tuning["table"])) == (2, {"broadcast"})
-    assert [most for most, _ in tuning["table"]["broadcast"]] == [None]
-    rows = json.loads(figures_file.read_text())["rows"]
-    assert [row["wrong"] for row in rows] == [0] * len(rows)
-    assert Tuning.read(file).world == 2
-
-
 # -- train ---------------------------------------------------------------------------------------
 
 TASK = """
@@ -266,7 +206,11 @@ def test_train_times_a_task_of_ones_own(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("mine: global batch 16 = 4 micro-batches x 4; 2 ranks x 2; ")
-    assert [line.split()[0] for line in lines[2:]] == ["variant", "ddp:5", "stepper:native"]
+    assert [line.split()[0] for line in lines[2:5]] == ["variant", "ddp:5", "stepper:native"]
+    command_of_fastest = (
+        "lockstep train mine.py --workers 2 --device cpu --set lr=0.5 --reduce native"
+    )
+    assert lines[5:] == ["", command_of_fastest]
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [
         ("ddp:5", 2),
@@ -427,7 +371,6 @@ def test_at_least_one_of_each(option: str, value: int) -> None:
     ("command", "option"),
     [
         (["collectives"], "--json"),
-        (["collectives"], "--tune"),
         (["collectives"], "--out"),
         (["sampler"], "--json"),
         (["train", "digits"], "--json"),
@@ -462,12 +405,3 @@ def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Pat
     check_writable(tmp_path / "new.json", "--json")
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
     assert file.read_text() == "kept"
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    "option", [["--runs", "3"], ["--collective", "broadcast"], ["--algorithms", "all"]]
-)
-def test_tune_takes_everything(tmp_path: Path, option: list[str]) -> None:
-    with refused("options-exclude-each-other", one=" ".join(option), other="--tune"):
-        command("bench", "collectives", "--tune", str(tmp_path / "tuning.json"), *option)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import entry_of
 from tests.cli.command import command
 from tests.refused import refused
 
@@ -46,9 +45,14 @@ def test_central_waits_for_the_end_of_the_backward(tmp_path: Path) -> None:
     assert row["step_ms"] == pytest.approx(30 + 2 * (2 + 2 * 40))
 
 
-def test_every_plan_is_named_where_an_option_is_another_plans() -> None:
-    cause = entry_of("option-of-another-plan")["cause"]
-    assert all(option in cause for option in ("--methods", "--model", "--gradient-mb"))
+def test_compression_and_local_steps_send_less(tmp_path: Path) -> None:
+    (plain,), (half,), (tenth,) = (
+        planned(tmp_path, "--workers", "4", *words)
+        for words in ([], ["--compress", "bf16"], ["--sync-every", "10"])
+    )
+    assert plain["bytes_sent"] == pytest.approx(1.5 * 94e6)
+    assert half["bytes_sent"] == pytest.approx(plain["bytes_sent"] / 2)
+    assert tenth["bytes_sent"] == pytest.approx(plain["bytes_sent"] / 10)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,9 @@ def test_every_plan_is_named_where_an_option_is_another_plans() -> None:
     [
         (["--gradient-mb", "9"], "option-missing", {"option": "--gradient-mb"}),
         (["digits", *GIVEN], "option-of-another-plan", {"plan": "--gradient-mb"}),
-        ([*GIVEN, "--mesh", "data=2"], "option-of-another-plan", {"option": "--mesh"}),
-        ([*GIVEN[:4], "--network", "here"], "not-on-network-here", {"what": "--gradient-mb"}),
+        ([*GIVEN, "--weak"], "option-of-another-plan", {"option": "--weak"}),
+        ([*GIVEN, "--update", "server"], "not-planned", {"name": "update", "value": "server"}),
+        ([*GIVEN, "--compress", "powersgd:4"], "powersgd-needs-shapes", {"compress": "powersgd:4"}),
         (["digits", "--buckets", "2"], "option-of-another-plan", {"option": "--buckets"}),
         ([*GIVEN, "--buckets", "0"], "not-a-whole-number", {"name": "buckets", "value": 0}),
     ],

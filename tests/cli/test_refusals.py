@@ -75,7 +75,7 @@ def test_the_value_is_named_as_it_was_typed(
     [
         ("train", "--worker", "--workers"),
         ("run", "--work", "--workers"),
-        ("tune", "--devise", "--device"),
+        ("evaluate", "--devise", "--device"),
     ],
 )
 def test_what_begins_alike_is_suggested_first(
@@ -164,14 +164,9 @@ verify missing missing
 run missing.py
 run -m missing.module
 run --workers 0 mine.py
-audit missing.py
-audit digits --workers 0
-tune missing.py
-tune digits --set rate=1
 plan digits --workers 0
 plan digits --network slow
 plan missing.py
-plan --model vgg16 --device none
 slurm missing.py --nodes 2
 slurm syntax.py --nodes 2
 doctor --workers 0

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.collectives.algorithms import ALGORITHMS, algorithms_of, schedule
+from lockstep.collectives.algorithms import (
+    ALGORITHMS,
+    SMALL_ALL_REDUCE,
+    algorithms_of,
+    choose_algorithm,
+    schedule,
+)
 from lockstep.collectives.prove import prove
 from lockstep.collectives.schedule import Kind
 from tests.collectives.numbers import KINDS, NAMED
@@ -223,3 +229,12 @@ def test_what_cannot_be_built_is_said(
 def test_there_is_at_least_one_rank() -> None:
     with refused("not-a-whole-number", name="world", value=0):
         schedule("all_reduce", "ring", 0)
+
+
+def test_auto_takes_recursive_doubling_for_a_small_all_reduce_only() -> None:
+    small, large = SMALL_ALL_REDUCE, SMALL_ALL_REDUCE + 1
+    assert choose_algorithm("all_reduce", small, 2) == "recursive_doubling"
+    assert choose_algorithm("all_reduce", large, 2) == "native"
+    assert choose_algorithm("all_reduce", small, 1) == "native"  # nobody to talk to
+    others = [kind for kind in KINDS if kind != "all_reduce"]
+    assert {choose_algorithm(kind, 1, 4) for kind in others} == {"native"}

@@ -25,7 +25,6 @@ def test_there_and_back(tmp_path: Path) -> None:
         reduce="central",
         bucket_mb=0.5,
         threads=2,
-        settings_file="tuned.json",
     )
     settings.write(tmp_path)
     assert Settings.read(tmp_path) == settings

@@ -47,7 +47,7 @@ SECONDS = 240.0  # for a command; what hangs is ended
 _CODE = "echo $?"
 _FENCE = re.compile(r"^ {0,3}(```+)\s*(\S*)[^\n]*$")
 _STARTS_NO_RANKS = re.compile(
-    r"lockstep (?:audit|checkpoints|plan (?!.*--ray)|show|verify (?!.*--workers))[^|&;<>$*~]*"
+    r"lockstep (?:checkpoints|plan (?!.*--ray)|show|verify (?!.*--workers))[^|&;<>$*~]*"
 )
 _NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->$")
 _FILE = re.compile(r"^(?:#|//|--|;|<!--) ?([\w./-]*\w\.\w+|[\w./-]*Dockerfile)(?: -->)?$")

@@ -16,7 +16,7 @@ from lockstep import launch
 from tests.docs.pages import ROOT, said_by
 
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_EVERYWHERE = re.compile(r"lockstep (show |plan --model |plan .*--step-ms )")
+_EVERYWHERE = re.compile(r"lockstep (show |plan .*--step-ms )")
 
 
 def commands() -> Iterator[tuple[str, str, str]]:

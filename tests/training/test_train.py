@@ -431,14 +431,14 @@ def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tens
 @pytest.mark.parametrize("reduce", ["native", "shared_memory"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str) -> None:
-    tuned = {
+    options = {
         "reduce": reduce,
         "update": update,
         "bucket_mb": 0.0005,
         "threads": 2,
         "loader_workers": 1,
     }
-    ranks = run_ranks(buckets_and_weights, 2, (tuned,))
+    ranks = run_ranks(buckets_and_weights, 2, (options,))
     plain, _ = run_ranks(buckets_and_weights, 2, ({},))
     for found in ranks:
         assert found.keys() == plain.keys()

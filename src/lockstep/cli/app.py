@@ -32,13 +32,11 @@ SECTIONS = {  # of the help; a command has the name of its function
     },
     "Check": {
         "lint": "Find mistakes in a file that break data-parallel training.",
-        "audit": "Check how the samples of TASK reach the ranks.",
         "verify": "Check that the number of workers does not change training.",
         "doctor": "Check versions, GPUs, memory, limits, and network links.",
     },
     "Measure": {
         "bench": "Measure collectives, scaling, training, and sampling.",
-        "tune": "Find the settings that train TASK fastest here.",
         "plan": "Predict the step time of TASK at any number of workers.",
         "report": "Show where the time of a run went, as an HTML page.",
     },

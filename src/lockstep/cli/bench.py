@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -184,12 +186,11 @@ def collectives(
         ),
     ] = "4K..64M",
     collective: Annotated[
-        str | None,
+        str,
         typer.Option(
-            metavar="NAME[,NAME]",
-            help="Collectives to measure, such as broadcast,all_gather. Default: all_reduce.",
+            metavar="NAME[,NAME]", help="Collectives to measure, such as broadcast,all_gather."
         ),
-    ] = None,
+    ] = "all_reduce",
     algorithms: Annotated[
         str | None,
         typer.Option(
@@ -204,13 +205,6 @@ def collectives(
             help="Number of timed runs. Default: as many as fit in a quarter of a second.",
         ),
     ] = None,
-    tune: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measure everything, and write to FILE the algorithms that auto is to choose.",
-        ),
-    ] = None,
     json_file: JsonFile = None,
     out: DrawnFile = None,
 ) -> None:
@@ -220,22 +214,13 @@ def collectives(
     """
     every = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
-    if tune is not None:
-        _refuse_with_tune({"--collective": collective, "--algorithms": algorithms, "--runs": runs})
-        check_writable(tune, "--tune")
     check_writable(json_file, "--json")
     check_picture(out)
     warn_if_busy()
     from lockstep.tools.bench import collectives as measured  # imports torch
 
-    if tune is None:
-        found, then = _times(collective or "all_reduce", workers, every, algorithms, runs), ""
-    else:
-        tuning, found = measured.tune(workers, every, str(tune))
-        write_json(tune, tuning.as_json(), "--tune")
-        use = f"LOCKSTEP_TUNING={tune}, or lockstep.init(tuning={str(tune)!r})"
-        then = f"\n\nwritten to {tune}: use it with {use}"
-    print(measured.table(found) + then)
+    found = _times(collective, workers, every, algorithms, runs)
+    print(measured.table(found))
     write_json(json_file, {"rows": [row.as_json() for row in found]})
     if out is not None:
         measured.drawing(found).save(out)
@@ -255,21 +240,6 @@ def _times(
         measured.check(kind, names)
         found += measured.measure(kind, workers, sizes, names, runs)  # type: ignore[arg-type]
     return found
-
-
-def _refuse_with_tune(given: dict[str, object]) -> None:
-    """Raise UsageError for options that --tune excludes, because --tune measures all collectives
-    and algorithms, with runs that fill a quarter of a second each.
-    """
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(
-                "options-exclude-each-other",
-                one=f"{option} {value}",
-                other="--tune",
-                reason="--tune measures every collective and algorithm, with its own number of"
-                " runs",
-            )
 
 
 @command_of(app, "train")
@@ -309,7 +279,8 @@ def train(
     """Time one training step of TASK with Lockstep and with torch's DDP.
 
     The variants alternate on the same ranks, with the same micro-batches. The time excludes loading.
-    The exit code is 1 if the final weights are not the same.
+    The last line is the command that trains as the fastest Stepper variant does. The exit code is 1
+    if the final weights are not the same.
     """
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
@@ -330,11 +301,26 @@ def train(
         memory=memory,
     )
     print(measured.text(found))
+    if found.fastest is not None:
+        options = measured.OPTIONS_OF_VARIANT[found.fastest.variant]
+        print(f"\n{_train_command(task, settings, options)}")
     write_json(json_file, found.as_json())
     if out is not None:
         measured.drawing([found]).save(out)
     if found.wrong:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _train_command(task: str, settings: Settings, options: Mapping[str, str]) -> str:
+    """Return the `lockstep train` command for a task with these settings and options."""
+    words = ["lockstep", "train", task, "--workers", str(settings.workers)]
+    if settings.device != "auto":
+        words += ["--device", settings.device]
+    for name, value in settings.overrides.items():
+        words += ["--set", f"{name}={value}"]
+    for name, value in options.items():
+        words += [knob.knobs(Config)[name].flags[0], value]
+    return shlex.join(words)
 
 
 def _settings(

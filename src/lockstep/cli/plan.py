@@ -1,46 +1,74 @@
 """`lockstep plan`: predict the time of a step on ranks and a network that need not exist.
 
 plan TASK                        profile a rank here, and simulate its step
-plan TASK --methods              compare training methods by formulas
-plan --model M --device D        plan a known model on known devices, from tables
-plan --gradient-mb N --step-ms N plan a step from these two numbers only
+plan --gradient-mb N --step-ms N plan a step from these numbers, measuring nothing
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lockstep.cli.arguments import task_of
 from lockstep.cli.completion import tasks
-from lockstep.cli.options import GivenNames, Only
-from lockstep.cli.plan_options import METHOD, PlanChoice, check_together
-from lockstep.config.knob import knobs
+from lockstep.cli.options import GivenNames, Only, option_name
+from lockstep.config import knob
+from lockstep.config.knob import Knob
 from lockstep.config.launching import RunChoice
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.settings import Config
 from lockstep.errors import UsageError
-from lockstep.runtime.cores import warn_if_busy
-from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
+from lockstep.runtime.cores import cores, warn_if_busy
+from lockstep.tools.timing.output_files import check_writable, write_json
 
-if TYPE_CHECKING:
-    from lockstep.collectives.network import Link
-    from lockstep.config.task import Task
-    from lockstep.tools.plan.curve import Question
-    from lockstep.tools.plan.networks import PlanNetwork
-    from lockstep.tools.plan.work import RankWork
-    from lockstep.tools.timing.profile import Profile
+MOST = 4096  # ranks
+_ONLY_OF_TASK = {"task", "weak", "seconds", "overrides"}
+_ONLY_OF_NUMBERS = {"gradient_mb", "step_ms", "buckets"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanChoice:
+    """The options of a plan, without the task and the method. Raises UsageError for values that
+    cannot work.
+    """
+
+    workers: Annotated[
+        str, Knob("run", unit="N|N,N|N..N", flags=("--workers", "-n"), common=True)
+    ] = "1,2,4,8"
+    """Numbers of ranks: one (512), a list (1,2,4), or powers of two (1..4096)."""
+    network: Annotated[str, Knob("cluster", unit="NAME|US,RATE", common=True)] = "1Gbit"
+    """Network between nodes: 100Mbit, 1Gbit, 10Gbit, 25GbE, 100GbE, free, or latency,rate
+    (500,50Mbit).
+    """
+    nodes_of: Annotated[int, Knob("cluster", unit="N", least=1, common=True)] = 1
+    """Number of ranks on a node, which share its network and its cores."""
+    weak: Annotated[
+        bool, Knob("training", flags=("--weak/--strong",), default="strong", common=True)
+    ] = False
+    """Keep the batch of each rank (weak), or the global batch (strong)."""
+    seconds: Annotated[float, Knob("measurement", unit="SECONDS", above=0, common=True)] = 30.0
+    """Seconds to profile each rank, excluding warm-up."""
+    gradient_mb: Annotated[float | None, Knob("run", unit="MB", above=0, common=True)] = None
+    """Plan a step with this many megabytes of gradients, in place of a task (with --step-ms)."""
+    step_ms: Annotated[float | None, Knob("run", unit="MS", above=0, common=True)] = None
+    """Milliseconds of computation of a rank in a step (with --gradient-mb)."""
+    buckets: Annotated[int, Knob("run", unit="N", least=1)] = 1
+    """Number of equal gradient buckets (with --gradient-mb)."""
+    json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
+    """Also write the result to FILE as JSON."""
+
+    def __post_init__(self) -> None:
+        knob.check(self)
 
 
 def plan(
     asked: PlanChoice,
-    method: Annotated[Parallelism, Only(*METHOD)],
-    config: Annotated[Config, Only("loader_workers")],
+    method: Annotated[Parallelism, Only("reduce", "compress", "update", "sync_every")],
     choice: Annotated[RunChoice, Only("overrides")],
     given: GivenNames,
     task: Annotated[
@@ -52,358 +80,132 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Predict the step time of TASK, or of a known --model, at any number of workers.
+    """Predict the step time of TASK at any number of workers.
 
     It first profiles one rank of the task on this host: the phases of a step, and when each gradient
-    bucket is complete. Then it simulates the step: buckets cross the network one after the other,
-    ranks wait for the slowest one, and ranks share loaders and storage.
+    bucket is complete. Then it simulates the step: buckets cross the network one after the other, and
+    ranks wait for the slowest one. With --gradient-mb and --step-ms it measures nothing.
 
     \b
     Examples:
       lockstep plan digits --workers 1..64           1 to 64 ranks, on 1 Gbit/s
       lockstep plan my_task.py -n 8 --network 25GbE  8 ranks, on another network
-      lockstep plan --model resnet50 --device h100   a known model; profiles nothing
+      lockstep plan --gradient-mb 100 --step-ms 250  a step of which two numbers are known
     """
-    kind = check_together(task, asked, given)
-    if kind == "model":
-        predict_model(asked, method)
-        return
-    if kind == "given":
-        predict_given(asked, method)
-        return
-    assert task is not None
-    if kind == "methods":
-        compare_methods(asked, task, choice.overrides)
+    if asked.gradient_mb is None and task is not None:
+        _refuse(given & _ONLY_OF_NUMBERS, "the plan of a task")
+        _plan_task(asked, task, choice, method)
+    elif asked.gradient_mb is not None:
+        _refuse(given & _ONLY_OF_TASK, "--gradient-mb")
+        _plan_numbers(asked, asked.gradient_mb, method)
     else:
-        predict_task(asked, task, choice.overrides, method, config.loader_workers)
-
-
-def predict_task(
-    asked: PlanChoice, task: str, override: Mapping[str, str], method: Parallelism, loaders: int
-) -> None:
-    """Print the ratio of communication to computation, the measurements, and a row for each number
-    of workers.
-    """
-    for file, option in ((asked.json_file, "--json"), (asked.save_profile, "--save-profile")):
-        check_writable(file, option)
-    check_picture(asked.out)
-    place, overrides = task_of(task, override)
-    question = _question(asked, method, loaders)
-    from lockstep.training.resolve import resolve, short_name
-
-    source = partial(resolve, place, overrides)
-    if asked.profile is None:
-        warn_if_busy()
-    _answer(asked, question, source, short_name(place))
-
-
-def _question(asked: PlanChoice, method: Parallelism, loaders: int) -> Question:
-    """Return the question to the planner. Errors that need no measurement are raised here, before
-    it.
-    """
-    from lockstep.tools.plan.networks import HERE, connection
-
-    counts = asked.counts("1,2,4,8")
-    if asked.network == HERE:
-        _check_here(asked, method)
-    else:
-        connection(asked.network, asked.nodes_of)
-    from lockstep.tools.plan.curve import Question
-    from lockstep.tools.plan.work import PlanScaling  # imports torch
-
-    base = counts[0] if len(counts) > 1 else 1
-    scaling = PlanScaling(base=base, weak=asked.weak, per_host=asked.per_host(), loaders=loaders)
-    _check_cores(scaling.on_host(counts[-1]))
-    return Question(
-        workers=counts,
-        scaling=scaling,
-        method=method,
-        failures=asked.failures(),
-        storage=asked.storage,
-    )
-
-
-def _check_here(asked: PlanChoice, method: Parallelism) -> None:
-    if asked.nodes_of != 1:
-        raise UsageError("not-on-network-here", what=f"--nodes-of {asked.nodes_of}")
-    if method.update != "replicated" or method.local is not None or method.mesh is not None:
-        raise UsageError(
-            "not-on-network-here", what="an update other than replicated, local steps or a mesh"
-        )
-
-
-def _check_cores(ranks: int) -> None:
-    """Raise a UsageError for more ranks than this host can start to measure their communication."""
-    from lockstep.runtime.cores import cores
-    from lockstep.tools.timing.machine import kind_of_device
-
-    if kind_of_device() == "cpu" and ranks > (most := 8 * cores()):
-        raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
-
-
-def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], name: str) -> None:
-    from lockstep.tools.plan.curve import curve, describe, describe_layouts, drawing, layouts_of
-
-    profile = _profile(asked, question, source, name)
-    if asked.profile is None:
-        _say_ratio(asked, question, profile)
-    print(profile.describe(question.scaling.per_host))
-    joined = _joined(asked, question, profile)
-    print(joined.words)
-    found = curve(profile, question, joined)
-    print(describe(found))
-    ranked = layouts_of(profile, question, joined)
-    print(describe_layouts(ranked, max(question.workers)), end="")
-    more: dict[str, Any] = {}
-    if asked.noise_scale:
-        from lockstep.tools.plan.noise_scale import noise_scale_of
-
-        noise = noise_scale_of(source)
-        print(noise.describe())
-        more["noise_scale"] = noise.as_json()
-    head = {
-        "task": name,
-        "network": joined.words,
-        "base": question.scaling.base,
-        "weak": question.scaling.weak,
-    }
-    write_json(
-        asked.json_file,
-        {
-            **head,
-            "rows": [row.as_json() for row in found.rows],
-            "layouts": [asdict(each) for each in ranked],
-            **more,
-        },
-    )
-    if asked.out is not None:
-        drawing(found).save(asked.out)
-
-
-def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
-    """Print the task's ratio of communication to computation. There is none for --network here: its
-    all-reduces are measured, without a link's bandwidth.
-    """
-    from lockstep.tools.bench.ratio import ratio_of
-    from lockstep.tools.plan.networks import HERE, connection
-    from lockstep.tools.plan.work import gradient_work_of
-
-    if asked.network != HERE and question.method.mesh is None:
-        workers = max(question.workers)
-        found = ratio_of(
-            profile.task,
-            gradient_work_of(profile, question.scaling, workers),
-            profile.flops,
-            samples=min(profile.micro_batch, profile.global_batch),
-            world_size=workers,
-            network=connection(asked.network).links.between,
-            method=question.method,
-            told=_told(question.method),
-        )
-        print(f"{found.describe()}\n")
-
-
-def _told(method: Parallelism) -> str:
-    """Return the method as options of the command line."""
-    changed = [
-        field
-        for field in knobs(Parallelism).values()
-        if getattr(method, field.name) != field.default
-    ]
-    return (
-        " ".join(f"{field.flags[0]} {getattr(method, field.name)}" for field in changed) or "native"
-    )
-
-
-def _profile(
-    asked: PlanChoice, question: Question, source: Callable[[], Task], name: str
-) -> Profile:
-    """Read the profile from its file, or measure it now."""
-    from lockstep.runtime.cores import cores
-    from lockstep.tools.plan.networks import HERE
-    from lockstep.tools.plan.work import sides, slots_of, talking
-    from lockstep.tools.timing.machine import kind_of_device
-    from lockstep.tools.timing.profile import Profile
-    from lockstep.tools.timing.profiler import profile
-
-    task = source()
-    if asked.profile is None:
-        scaling, counts, device = question.scaling, question.workers, kind_of_device()
-        heard = [] if asked.network == HERE else talking(scaling, counts, device)
-        found = profile(
-            source,
-            sides(scaling, counts, slots_of(task), cores(), device),
-            asked.seconds,
-            talking=heard,
-        )
-        if asked.save_profile is not None:
-            found.write(asked.save_profile)
-        return found
-    found = Profile.read(asked.profile)
-    if (found.task, found.global_batch, found.micro_batch) != (
-        name,
-        task.global_batch,
-        task.micro_batch,
-    ):
-        raise UsageError(
-            "profile-of-another-task",
-            file=asked.profile,
-            task=found.task,
-            batches=(found.global_batch, found.micro_batch),
-            planned=name,
-            wanted=(task.global_batch, task.micro_batch),
-        )
-    return found
-
-
-def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetwork:
-    """Return the network between the ranks; for this host it is measured now."""
-    from lockstep.tools.plan.networks import HERE, connection
-    from lockstep.tools.plan.this_host import on_this_host
-
-    if asked.network != HERE:
-        return connection(asked.network, asked.nodes_of)
-    largest = max(each.elements for each in profile.buckets) * profile.width
-    return on_this_host(
-        sorted({*question.workers, question.scaling.base}), largest, question.method
-    )
-
-
-def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
-    """Print bytes and time of a step for every method, on ranks that each have their own link."""
-    if len(numbers := asked.counts("4")) > 1:
-        raise UsageError("not-one-count", option="--methods", workers=asked.workers)
-    workers = numbers[0]
-    from lockstep.tools.plan.networks import link_named
-
-    link = link_named(asked.network)
-    check_writable(asked.json_file, "--json")
-    place, overrides = task_of(named, override)
-    from lockstep.tools.plan.methods import (
-        as_json,
-        describe,
-        method_rows,
-        read_measured,
-        step_seconds,
-        work_of_module,
-    )
-    from lockstep.tools.plan.work import slots_of
-    from lockstep.training.build import model_of
-    from lockstep.training.resolve import resolve, short_name
-
-    name = short_name(place)
-    beside = (
-        {}
-        if asked.measured is None
-        else read_measured(asked.measured, task=name, workers=workers, link=link)
-    )
-    source = partial(resolve, place, overrides)
-    task = source()
-    micro_batches = -(-slots_of(task) // workers)
-    seconds = (
-        asked.step_ms / 1e3
-        if asked.step_ms is not None
-        else step_seconds(source, micro_batches, workers)
-    )
-    work = work_of_module(model_of(task), seconds=seconds, micro_batches=micro_batches)
-    found = method_rows(work, workers, link, beside)
-    _say_computation(name, work, workers, link, seconds, given=asked.step_ms is not None)
-    print(describe(found))
-    write_json(
-        asked.json_file,
-        {
-            "task": name,
-            "workers": workers,
-            "network": {
-                "latency": link.latency,
-                "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else "inf",
-            },
-            "gradient_bytes": work.bytes,
-            "computation": {"step": seconds, "behind": work.backward},
-            "rows": as_json(found),
-        },
-    )
-
-
-def _say_computation(
-    name: str, work: RankWork, workers: int, link: Link, seconds: float, *, given: bool
-) -> None:
-    """Print the gradients, the link and the computation that the rows are for."""
-    rate = (
-        "no limit"
-        if math.isinf(link.bandwidth)
-        else f"{link.bandwidth * 8 / 1e6:g} Mbit/s of payload"
-    )
-    print(
-        f"{name}: {work.bytes / 1e6:.2f} MB of gradients in"
-        f" {sum(len(bucket.tensors) for bucket in work.buckets)} tensors; {workers}"
-        f" rank{'s' * (workers != 1)}, {rate}, {1e6 * link.latency:g} us a message"
-    )
-    how = "given" if given else "measured here, in one process"
-    print(
-        f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches}"
-        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); sending gradients can overlap"
-        f" with {1e3 * work.backward:.1f} ms of it"
-    )
-
-
-def predict_model(asked: PlanChoice, chosen: Parallelism) -> None:
-    """Print which layouts fit into memory, and how long a step takes in them."""
-    if asked.device is None:
         raise UsageError(
             "option-missing",
-            option=f"--model {asked.model}",
-            needed="--device NAME",
-            reason="the plan is for p100, v100, rtx4090, a100-80g, h100 or h200",
+            option="lockstep plan",
+            needed="a TASK or --gradient-mb",
+            reason="it predicts the steps of digits, text, a Python file, or of given numbers",
         )
-    assert asked.model is not None
-    from lockstep.tools.plan.model_table import device_named, model_named
-    from lockstep.tools.plan.networks import HERE, connection
 
-    if asked.network == HERE:
-        raise UsageError("not-on-network-here", what="--model")
-    model, device = model_named(asked.model), device_named(asked.device)
-    found_network = connection(asked.network, asked.nodes_of)
+
+def _plan_task(asked: PlanChoice, task: str, choice: RunChoice, method: Parallelism) -> None:
+    """Profile a rank of the task on this host, and print a row for each number of workers."""
+    counts = counts_of(asked.workers)
     check_writable(asked.json_file, "--json")
-    counts = asked.counts("1..64")
-    from lockstep.tools.plan.model_plan import NCCL, plan_model  # imports torch
+    place, overrides = task_of(task, choice.overrides)
+    from lockstep.tools.plan.networks import connection, described
 
-    plan = plan_model(
-        model,
-        device,
-        counts,
-        found_network.links,
-        batch=asked.batch,
-        method=None if chosen == Parallelism() else chosen,
-        assumed=replace(NCCL, link_error=found_network.error),
+    network = connection(asked.network, asked.nodes_of)
+    from lockstep.tools.plan.curve import describe, plan_rows  # imports torch
+    from lockstep.tools.plan.simulate import check_method
+    from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
+    from lockstep.tools.timing.machine import kind_of_device
+    from lockstep.tools.timing.profiler import profile
+    from lockstep.training.resolve import resolve, short_name
+
+    check_method(method)
+    scaling = PlanScaling(
+        base=counts[0] if len(counts) > 1 else 1, weak=asked.weak, per_host=asked.nodes_of
     )
-    print(found_network.words)
-    print(plan.describe())
-    write_json(
-        asked.json_file,
-        {
-            "model": model.name,
-            "device": device.name,
-            "network": found_network.words,
-            "rows": plan.as_json(),
-        },
+    device = kind_of_device()
+    beside, most = scaling.on_host(counts[-1]), 8 * cores()
+    if device == "cpu" and beside > most:
+        raise UsageError("more-ranks-than-cores", ranks=beside, cores=cores(), most=most)
+    source = partial(resolve, place, overrides)
+    ranks_beside = sides(scaling, counts, slots_of(source()), cores(), device)
+    warn_if_busy()
+    measured = profile(
+        source, ranks_beside, asked.seconds, talking=talking(scaling, counts, device)
     )
+    print(measured.describe(asked.nodes_of))
+    print(described(network, asked.network))
+    rows = plan_rows(measured, counts, scaling, network, method)
+    print(describe(rows, measured, scaling))
+    report = {
+        "task": short_name(place),
+        "network": described(network, asked.network),
+        "base": scaling.base,
+        "weak": scaling.weak,
+        "rows": [row.as_json() for row in rows],
+    }
+    write_json(asked.json_file, report)
 
 
-def predict_given(asked: PlanChoice, method: Parallelism) -> None:
+def _plan_numbers(asked: PlanChoice, gradient_mb: float, method: Parallelism) -> None:
     """Print the plan of a step from the bytes of its gradients and the time of its computation."""
-    from lockstep.tools.plan.networks import HERE, connection
-
-    if asked.network == HERE:
-        raise UsageError("not-on-network-here", what="--gradient-mb")
-    joined = connection(asked.network, asked.nodes_of)
+    if asked.step_ms is None:
+        raise UsageError(
+            "option-missing",
+            option="--gradient-mb",
+            needed="--step-ms MS",
+            reason="a step is the computation and the communication of its gradients",
+        )
+    counts = counts_of(asked.workers)
     check_writable(asked.json_file, "--json")
     from lockstep.tools.plan.given_step import GivenStep, describe, rows  # imports torch
+    from lockstep.tools.plan.networks import connection, described
 
-    assert asked.gradient_mb is not None
-    assert asked.step_ms is not None
-    given = GivenStep(gradient_mb=asked.gradient_mb, buckets=asked.buckets, step_ms=asked.step_ms)
-    found = rows(given, asked.counts("1,2,4,8"), joined.links, method, joined.native)
-    print(joined.words)
-    print(describe(given, found))
-    write_json(asked.json_file, {"network": joined.words, "rows": [row.as_json() for row in found]})
+    network = connection(asked.network, asked.nodes_of)
+    step = GivenStep(gradient_mb=gradient_mb, buckets=asked.buckets, step_ms=asked.step_ms)
+    found = rows(step, counts, network, method)
+    print(described(network, asked.network))
+    print(describe(step, found))
+    report = {
+        "network": described(network, asked.network),
+        "rows": [row.as_json() for row in found],
+    }
+    write_json(asked.json_file, report)
+
+
+def _refuse(names: Collection[str], plan: str) -> None:
+    """Raise a UsageError if an option of the other kind of plan was given."""
+    for name in sorted(names):
+        option = "TASK" if name == "task" else option_name(name)
+        raise UsageError("option-of-another-plan", option=option, plan=plan)
+
+
+def counts_of(text: str) -> list[int]:
+    """Parse `512`, `1,2,4`, or `1..4096`, where each number doubles the one before. Returns the
+    numbers sorted and without repetition. Raises UsageError for other text.
+    """
+    wrong = UsageError(
+        "wrong-type",
+        name="workers",
+        value=text,
+        expected="a number of ranks such as 512, several such as 1,2,4, or powers of two such as"
+        " 1..4096",
+    )
+    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        low, high = int(ends[1]), int(ends[2])
+        if not 1 <= low <= high:
+            raise wrong
+        doublings = range((high // low).bit_length())
+        numbers = [low << power for power in doublings if low << power <= high]
+    elif all(part.isdecimal() for part in text.split(",")):
+        numbers = sorted({int(part) for part in text.split(",")})
+    else:
+        raise wrong
+    if numbers[0] < 1:
+        raise wrong
+    if numbers[-1] > MOST:
+        raise UsageError("too-many-ranks-to-plan", value=text, most=MOST)
+    return numbers

@@ -6,19 +6,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from runpy import run_path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.multirun import each_run
-from lockstep.cli.options import GivenNames
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
     from lockstep.launcher.supervise import Outcome, Workers
     from lockstep.runtime.environment import Placement
     from lockstep.training.run_directory import RunDirectory
-    from lockstep.training.tuned import Tuned
 
 COMMAND = many.Command
 
@@ -41,7 +36,6 @@ def train(
     config: Config,
     launch: Launch,
     cluster: Cluster,
-    given: GivenNames,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host, a Ray cluster, or a set of nodes.
 
@@ -67,7 +61,7 @@ def train(
     for number, each in enumerate(runs, 1):
         if choice.multirun:
             print(f"run {number} of {len(runs)}: {each.run}", file=sys.stderr)
-        _train(task, each, config, launch, cluster, given, several=bool(choice.multirun))
+        _train(task, each, config, launch, cluster, several=bool(choice.multirun))
 
 
 def _train(
@@ -76,7 +70,6 @@ def _train(
     config: Config,
     launch: Launch,
     cluster: Cluster,
-    given: GivenNames,
     *,
     several: bool,
 ) -> None:
@@ -98,23 +91,12 @@ def _train(
     if here is not None:
         _listen(here, launch)
     place, overrides = task_of(task, choice.overrides)
-    tuned = (
-        None
-        if choice.settings_file is None
-        else AppliedTuning.read(choice.settings_file, config, given)
-    )
     settings = Settings.of(
-        config if tuned is None else tuned.config,
+        config,
         task=place,
         overrides=overrides,
         workers=_ranks(workers, here, fixed),
-        settings_file=None if choice.settings_file is None else str(choice.settings_file),
     )
-    if tuned is not None and (
-        cluster.ray is not None
-        or any(each is not None and each.rank == 0 for each in (here, fixed))
-    ):
-        tuned.say(settings)
     if here is not None:
         _train_here(here, settings, choice)
     elif fixed is not None:
@@ -126,7 +108,7 @@ def _train(
             launch=launch,
             ray=cluster.ray,
         )
-        run.train(task, workers, tuned)
+        run.train(task, workers)
 
 
 def _workers(choice: RunChoice, config: Config) -> str | None:
@@ -239,7 +221,7 @@ class _Run:
     launch: Launch
     ray: str | None
 
-    def train(self, task: str, workers: str | None, tuned: AppliedTuning | None) -> None:
+    def train(self, task: str, workers: str | None) -> None:
         """Train, and print the last line. If the ranks fail, exit with their exit code."""
         from lockstep.launcher.supervise import RESTARTS, Workers
         from lockstep.training.run_directory import claimed
@@ -255,8 +237,6 @@ class _Run:
                 print(f"starting {ranks}: this takes some seconds ...", file=sys.stderr, flush=True)
             if self.ray is None:
                 settings = fitted(settings, count_workers=workers is None)
-                if tuned is not None:
-                    tuned.say(settings)
             crowded = _crowded(settings) if self.ray is None else None
             allowed = (
                 Workers(settings.workers, settings.workers)
@@ -357,73 +337,3 @@ def _crowded(settings: Settings) -> str | None:
         f"warning: the host was busy at the start ({found}): {threads} threads of one worker wait"
         " for each other there; --threads 1 may be faster"
     )
-
-
-# -- settings of `lockstep tune` -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AppliedTuning:
-    """A file of tuned settings, applied to a configuration."""
-
-    tuned: Tuned
-    config: Config
-    """The configuration with the file's settings, except where options were given."""
-    given: Mapping[str, Any]
-    """The given options that replace settings of the file."""
-
-    @classmethod
-    def read(cls, file: Path, config: Config, given: GivenNames) -> AppliedTuning:
-        from lockstep.training.tuned import Tuned
-
-        tuned = Tuned.read(file)
-        taken = {name: value for name, value in tuned.settings.items() if name not in given}
-        beaten = {name: getattr(config, name) for name in tuned.settings if name in given}
-        return cls(tuned=tuned, config=config.replaced(taken), given=beaten)
-
-    def say(self, settings: Settings) -> None:
-        """Print on stderr which settings come from the file, and a warning if it was measured for
-        something else.
-        """
-        from lockstep.launcher.server import gpus
-        from lockstep.training.resolve import short_name
-
-        found = self.tuned.settings
-        line = (
-            f"settings from {settings.settings_file}:"
-            f" {_listed({n: found[n] for n in found if n not in self.given}) or 'none'}"
-        )
-        if self.given:
-            line += (
-                f"; its {_listed({name: found[name] for name in self.given})} gave way to"
-                f" {_listed(self.given)} of the command line"
-            )
-        print(line, file=sys.stderr)
-        device = "cuda" if settings.device != "cpu" and gpus() else "cpu"
-        here = {
-            "task": short_name(settings.task),
-            "overrides": dict(settings.overrides),
-            "workers": settings.workers,
-            "device": device,
-        }
-        if differences := self.tuned.measured.differences(**here, torch=_torch_version()):
-            print(
-                f"warning: {settings.settings_file} was measured on something else"
-                f" ({'; '.join(differences)}): what is applied may not be the fastest here; run"
-                " `lockstep tune` again",
-                file=sys.stderr,
-            )
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _torch_version() -> str:
-    """Return torch.__version__ with its build, read from torch's version.py, because importing
-    torch takes over a second.
-    """
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])

@@ -61,7 +61,8 @@ def verify(
 
     If the trainings differ, it prints the first step, micro-batch and parameter that differ, and the
     likely cause. It writes no run directory and does not evaluate. For RUN_A RUN_B it compares
-    metrics and weights, bit for bit. The exit code is 1 if something differs.
+    metrics and weights, bit for bit. The exit code is 1 if something differs, or if the data set of
+    TASK gives samples the same noise.
 
     \b
     Examples:
@@ -96,7 +97,15 @@ def verify(
     write_json(json, {"task": name, **verdict.as_json()})
     print(_table(verdict))
     print(_last_line(name, verdict, counts, settings.steps or _STEPS))
-    if verdict.difference is not None:
+    if verdict.equal_noise is not None:
+        one, other = verdict.equal_noise
+        print(
+            f"verify: {name} gives samples {one} and {other} the same noise: after both a generator"
+            " is in the same state\nlikely cause: the data set seeds a global generator. Remove"
+            " manual_seed or random.seed from it: Lockstep seeds torch, numpy.random and random"
+            " for every sample"
+        )
+    if not verdict.correct:
         raise typer.Exit(ExitCode.FAILED)
 
 

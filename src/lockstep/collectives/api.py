@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives import by_schedule, native
-from lockstep.collectives.algorithms import Algorithm, check_algorithm
+from lockstep.collectives.algorithms import Algorithm, check_algorithm, choose_algorithm
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduce_op import OF_TORCH, Op
 from lockstep.collectives.schedule import Kind
@@ -383,6 +383,6 @@ def _choose(
     if algorithm == "auto":
         # not nbytes, which raises an error for a sparse tensor; check_op raises one that names it
         size = given.numel() * given.element_size() if isinstance(given, Tensor) else 0
-        return group.tuning.choose(kind, size, group.size)
+        return choose_algorithm(kind, size, group.size)
     check_algorithm(kind, algorithm, "auto", "native")
     return algorithm

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.background import Background
-from lockstep.collectives.choose import BUILT_IN
 from lockstep.collectives.fingerprints import (
     BLOCK,
     HostFingerprints,
@@ -199,7 +198,6 @@ class Group:
         """Compares its collectives with the other ranks' before anything is sent."""
         self._record = Record.where_asked_for(self.ranks)
         self._background = Background("lockstep collectives")
-        self.tuning = BUILT_IN
         self.memory: HostMemory | None = None
         """The shared memory of the host, if all ranks share it: all-reduce goes through it."""
         self.find_hosts: Callable[[], Hosts | None] = lambda: None

@@ -59,8 +59,6 @@ class Knob:
     above: float = -math.inf
     common: bool = False
     """Whether most people use it: the short help lists only these options."""
-    tuned: bool = False
-    """Whether `lockstep tune` looks for its fastest value."""
 
 
 @dataclass(frozen=True, slots=True)

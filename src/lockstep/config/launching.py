@@ -54,8 +54,6 @@ class RunChoice:
         default_factory=dict
     )
     """Train once for each value of a task() parameter. If repeated, once for each combination."""
-    settings_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--settings",))] = None
-    """Load reduce, update, threads, loader workers and bucket size from a `lockstep tune` file."""
 
     def __post_init__(self) -> None:
         knob.check(self)

@@ -164,7 +164,7 @@ class Parallelism:
     and for options that cannot be combined.
     """
 
-    reduce: Annotated[Reduce, Knob("gradients", tuned=True)] = "auto"
+    reduce: Annotated[Reduce, Knob("gradients")] = "auto"
     """Algorithm that sums gradients. auto uses shared memory if all ranks are on one CPU host."""
     exact: Annotated[bool, Knob("gradients", common=True)] = False
     """Give the same bits at any number of workers, with a fixed order of addition and deterministic
@@ -179,9 +179,7 @@ class Parallelism:
         Knob("gradients", unit="bf16|fp16|int8|powersgd:RANK", default="no compression"),
     ] = None
     """Compress gradients before they are sent."""
-    update: Annotated[str, Knob("gradients", unit="replicated|sharded|server", tuned=True)] = (
-        "replicated"
-    )
+    update: Annotated[str, Knob("gradients", unit="replicated|sharded|server")] = "replicated"
     """Who applies the update: every rank, each rank for its share, or an asynchronous server."""
     weights: Annotated[
         Weights, Knob("gradients", default="auto, which shares them on one CPU host")

@@ -59,14 +59,14 @@ class Config(Parallelism):
     """Compile the model with torch.compile."""
     threads: Annotated[
         int | None,
-        Knob("training", least=1, default="the host's cores divided by its ranks", tuned=True),
+        Knob("training", least=1, default="the host's cores divided by its ranks"),
     ] = None
     """Number of intra-op threads of each rank."""
-    loader_workers: Annotated[int, Knob("training", least=0, tuned=True)] = 0
+    loader_workers: Annotated[int, Knob("training", least=0)] = 0
     """Number of processes per rank that load data. 0 loads in the rank itself."""
     balance: Annotated[str | None, Knob("gradients", unit="2,1,1", default="equal shares")] = None
     """Divide micro-batches among ranks in proportion to one number for each rank."""
-    bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0, tuned=True)] = 25
+    bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0)] = 25
     """Size of a gradient bucket, in MiB. The gradients of a bucket are sent together."""
     schedule: Annotated[
         str, Knob("model split", unit="naive|gpipe|1f1b|interleaved[:N]|zero-bubble")
@@ -147,10 +147,6 @@ class Settings(Config):
     grow_if_wanted: bool = False
     """The same, but only if the launcher has asked for it by then. In a run on several hosts a new
     host may join at any time.
-    """
-    settings_file: str | None = None
-    """The file of `lockstep tune` from which some of these settings were loaded. They count like
-    options given by hand.
     """
 
     def __post_init__(self) -> None:

@@ -49,8 +49,8 @@ def leave_when_asked() -> None:
 
 
 _RUN_SCRIPTS = {"run", "doctor"}
-_TRAIN = {"train", "tune", "verify", "bench", "plan", "evaluate", "predict"}
-_WITHOUT_WARM_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--model", "--ray"}
+_TRAIN = {"train", "verify", "bench", "plan", "evaluate", "predict"}
+_WITHOUT_WARM_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--gradient-mb", "--ray"}
 
 
 def start_server(arguments: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
-"""What one check of `lockstep doctor` or `lockstep audit` found."""
+"""What one check of `lockstep doctor` found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "note", "warn", "fix", "WRONG"]
+Level = Literal["ok", "note", "warn", "fix"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class Finding:
     """What the check found, with figures."""
     level: Level = "ok"
     """note: worth knowing; warn: training works, but slower or with a risk; fix: training will
-    not work; WRONG: `audit` found an error in the data set or its order.
+    not work.
     """
     fix: str = ""
     """A sentence that says what is wrong and what to do; "" if nothing is, or if `value` says
@@ -30,15 +30,3 @@ def judged(name: str, value: str, *, fix: str = "", warn: str = "") -> Finding:
     return Finding(
         name=name, value=value, level="fix" if fix else "warn" if warn else "ok", fix=fix or warn
     )
-
-
-def ok(name: str, value: str) -> Finding:
-    return Finding(name=name, value=value)
-
-
-def note(name: str, value: str) -> Finding:
-    return Finding(name=name, value=value, level="note")
-
-
-def wrong(name: str, value: str) -> Finding:
-    return Finding(name=name, value=value, level="WRONG")

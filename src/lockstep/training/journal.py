@@ -209,7 +209,6 @@ def _call(callback: Callable[[Record], None] | None, record: Record) -> None:
 def say_start(training: AssembledTraining, journal: Journal) -> None:
     """Record how the training starts. Every rank calls it."""
     settings, world, method = training.settings, training.world, training.stepper.method
-    came_from = {} if settings.settings_file is None else {"settings_file": settings.settings_file}
     line = f"{training.loader.describe(training.placed.holder)}; {_how(training)}"
     journal.event(
         "start",
@@ -221,7 +220,6 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
         seed=training.task.seed,
         machine=training.identity.machine,
         versions={"lockstep": lockstep.__version__, "python": platform.python_version()},
-        **came_from,
     )
     if settings.mesh is not None:
         _say_mesh(training, journal)

@@ -136,7 +136,7 @@ def hyper_parameters(
 ) -> dict[str, Any]:
     """Return them by name: "global_batch", "optimizer.0.lr", "set.width" (of --set width=8), ..."""
     chosen = settings.as_json()
-    for name in ("log", "grow", "grow_if_wanted", "settings_file"):
+    for name in ("log", "grow", "grow_if_wanted"):
         del chosen[name]
     given = {"set": chosen.pop("overrides"), "machine": machine}
     return dict(_flat({**chosen, **recipe, **given}))

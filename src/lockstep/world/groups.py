@@ -12,7 +12,6 @@ from typing import Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.choose import Tuning
 from lockstep.collectives.exchanged_fingerprints import ExchangedFingerprints
 from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible
@@ -53,14 +52,13 @@ class WorldGroups:
         *,
         timeout: timedelta,
         tags: Tagging,
-        tuning: Tuning,
         subgroup: Callable[[Sequence[int]], Group],
     ) -> None:
         self.made: list[Group] = []
         """All groups that were set up, including twins."""
         self._world, self._store, self._device = world, store, device
         self._local_size, self._node = place.local_size, place.node
-        self._timeout, self._tags, self._tuning = timeout, tags, tuning
+        self._timeout, self._tags = timeout, tags
         self._subgroup = subgroup
         self._turns: dict[str, int] = {}  # number of groups made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
@@ -114,10 +112,9 @@ class WorldGroups:
             raise UsageError("subgroups-out-of-step", ranks=list(ranks), counts=counts)
 
     def _describe(self, group: Group) -> None:
-        """Set what the choice of an algorithm depends on: the thresholds, and the number of
-        consecutive ranks that share a host.
+        """Set what the schedule of an algorithm depends on: the number of consecutive ranks that
+        share a host, and the hosts.
         """
-        group.tuning = self._tuning
         first = group.ranks[0] // self._local_size
         group.ranks_per_node = sum(rank // self._local_size == first for rank in group.ranks)
         group.find_hosts = lambda: self._hosts(group)

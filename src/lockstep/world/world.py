@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.collectives import store_barrier
-from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.fingerprints import call_site
 from lockstep.collectives.group import Group
 from lockstep.config.knob import chosen
@@ -82,7 +80,6 @@ class World:
         timeout: timedelta,
         adopted: bool,
         tags: Tagging = "host",
-        tuning: Path | str | None = None,
         at_end: ExitStack | None = None,
     ) -> None:
         spare_forks()
@@ -99,7 +96,6 @@ class World:
         self._determinism: Determinism | None = None
         self.failing = False
         """Whether this world is being closed without waiting for the other ranks."""
-        self.tuning = share_tuning(store, tuning, self.rank, self.size)
         self._groups = WorldGroups(
             self,
             store,
@@ -107,7 +103,6 @@ class World:
             device,
             timeout=timeout,
             tags=tags,
-            tuning=self.tuning,
             subgroup=self.subgroup,
         )
         self.group = Group.default()
@@ -401,7 +396,6 @@ def init(
     init_method: str | None = None,
     timeout: timedelta | None = None,
     tags: Tagging = "host",
-    tuning: Path | str | None = None,
     device: torch.device | str | None = None,
 ) -> World:
     """Open the world that this process belongs to.
@@ -432,8 +426,6 @@ def init(
         tags: whether ranks compare each collective before it runs. "host": if all of them are on
             one host, at no cost. "all": on several hosts too, at one small message a collective.
             "off": never.
-        tuning: a file that `lockstep bench collectives --tune FILE` wrote; all ranks choose
-            algorithms by it. Rank 0 reads it. Default: the file that LOCKSTEP_TUNING names.
         device: where this rank computes. Default: the local rank's GPU with "nccl", else the CPU.
             With "gloo" several ranks may share one GPU.
 
@@ -485,7 +477,6 @@ def init(
             timeout=patience,
             adopted=False,
             tags=tags,
-            tuning=tuning,
             at_end=at_end.pop_all(),
         )
     world.own(SharedCores(place.local_size))

@@ -1,6 +1,4 @@
-"""Collectives measured: every algorithm gives what it must, a wrong element is counted, and the
-fastest is what a tuning chooses.
-"""
+"""Collectives measured: every algorithm gives what it must, and a wrong element is counted."""
 
 from __future__ import annotations
 
@@ -14,11 +12,10 @@ import torch
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.algorithms import algorithms_of
-from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
-from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor, thresholds
+from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor
 from lockstep.world.world import World
 from tests.refused import refused
 
@@ -102,87 +99,6 @@ def test_a_table_has_a_line_each_and_compares_with_the_backend_at_the_same_size(
         ["broadcast", "ring", "4000", "2.0", "4.0", "2.00", "2.00", "0"],
     ]
     assert len({len(line) for line in (lines[0], *lines[2:6])}) == 1
-
-
-# -- tuning --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("seconds", "pairs"),
-    [
-        ({100: {"native": 10, "ring": 8}}, [(math.inf, "ring")]),
-        ({100: {"native": 10, "ring": 9}}, [(math.inf, "native")]),  # not clearly faster
-        ({100: {"native": 10, "ring": 5, "tree": 4}}, [(math.inf, "tree")]),
-        (
-            {100: {"native": 10, "ring": 5}, 400: {"native": 10, "ring": 20}},
-            [(200.0, "ring"), (math.inf, "native")],
-        ),
-        (
-            {400: {"native": 10, "ring": 20}, 100: {"native": 10, "ring": 5}},
-            [(200.0, "ring"), (math.inf, "native")],
-        ),
-        (
-            {
-                size: {"native": 10, "ring": 20 - step, "tree": 5 + step}
-                for step, size in enumerate([1, 4, 16, 64])
-            },
-            [(math.inf, "tree")],
-        ),
-        (
-            {
-                1: {"native": 9, "a": 1, "b": 5},
-                4: {"native": 9, "a": 1, "b": 5},
-                16: {"native": 9, "a": 5, "b": 1},
-                64: {"native": 1, "a": 5, "b": 5},
-            },
-            [(8.0, "a"), (32.0, "b"), (math.inf, "native")],
-        ),
-    ],
-)
-def test_thresholds_lie_between_the_sizes_where_the_fastest_changes(
-    seconds: dict[int, dict[str, float]], pairs: list[tuple[float, str]]
-) -> None:
-    assert thresholds(seconds) == pairs
-
-
-def test_a_tuning_measures_every_collective_and_chooses_what_was_fastest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def times(
-        kind: Kind, workers: int, sizes: Any, algorithms: Any, runs: None = None
-    ) -> list[CollectiveTime]:
-        asked.append((kind, workers, tuple(sizes)))
-        assert algorithms[0] == "native"
-        # what sums in another order, and what is several of the others
-        assert {"central", "hierarchical"}.isdisjoint(algorithms)
-        fastest = {100: algorithms[-1], 400: "native"}
-        return [
-            one(
-                collective=kind,
-                algorithm=name,
-                size=size,
-                p50=1.0 if name == fastest[size] else 3.0,
-            )
-            for size in sizes
-            for name in algorithms
-        ]
-
-    monkeypatch.setattr(measured, "measure", times)
-    tuning, found = measured.tune(4, [100, 400], "here.json")
-    assert asked == [(kind, 4, (100, 400)) for kind in KINDS]
-    assert {each.collective for each in found} == set(KINDS) == set(KINDS)
-    assert (tuning.world, tuning.source) == (4, "here.json")
-    read = Tuning.from_json(tuning.as_json(), "file")
-    for kind in KINDS:
-        last = [name for name in algorithms_of(kind) if name not in ("central", "hierarchical")][-1]
-        assert [read.choose(kind, size, 4) for size in (1, 200, 201, 10**9)] == [
-            last,
-            last,
-            "native",
-            "native",
-        ]
 
 
 # -- what is timed -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.config.settings import Settings
 from lockstep.errors import TaskError, UsageError
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import baselines, training_step
@@ -228,13 +229,37 @@ def comparison(**changed: Any) -> StepComparison:
     return StepComparison(**fields | changed)
 
 
+def test_the_fastest_is_a_variant_of_train_that_made_the_same_update() -> None:
+    rows = [
+        StepRow(variant="ddp:5", seconds=[0.1, 0.1]),
+        StepRow(variant="wrapper:shared", seconds=[0.1, 0.1], apart=0.0),
+        StepRow(variant="stepper:shared", seconds=[0.2, 0.2], apart=0.2),
+        StepRow(variant="stepper:native", seconds=[0.4, 0.4], apart=0.0),
+        StepRow(variant="stepper:sharded", seconds=[0.3, 0.3], apart=0.0),
+    ]
+    fastest = comparison(rows=rows).fastest
+    assert fastest is not None
+    assert fastest.variant == "stepper:sharded"
+    assert comparison(rows=rows[:3]).fastest is None
+
+
+@pytest.mark.parametrize("name", sorted(training_step.OPTIONS_OF_VARIANT))
+def test_the_options_of_a_variant_are_those_of_its_stepper(name: str) -> None:
+    maker = baselines.OURS[name]
+    assert isinstance(maker, partial)
+    default = {"reduce": "auto", "update": "replicated", "weights": "auto"}
+    assert default | maker.keywords == default | training_step.OPTIONS_OF_VARIANT[name]
+    Settings(task="digits", **training_step.OPTIONS_OF_VARIANT[name])
+
+
 def test_json_holds_every_figure() -> None:
     found = json.loads(json.dumps(comparison().as_json()))
     assert set(found) == {
-        "task", "recipe", "workers", "device", "precision", "steps", "gradient_mib", "rows", "left_out", "notes", "tolerance", "best", "cores",
+        "task", "recipe", "workers", "device", "precision", "steps", "gradient_mib", "rows", "left_out", "notes", "tolerance", "best", "fastest",
+        "cores",
         "versions",
     }  # fmt: skip
-    assert (found["best"], found["tolerance"]) == ("ddp:25", 0.1)
+    assert (found["best"], found["fastest"], found["tolerance"]) == ("ddp:25", None, 0.1)
     assert found["versions"]["torch"] == torch.__version__
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([2, 2 / 3, 1, 2])
     assert found["rows"][1] == {

@@ -12,7 +12,7 @@ from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
 from lockstep.tools.plan import carriers
-from lockstep.tools.plan.carriers import NOTHING, OneHost, cost, part, quickest
+from lockstep.tools.plan.carriers import NOTHING, OneHost, cost
 
 WRITTEN: list[tuple[Kind, str]] = [
     ("all_reduce", "central"),
@@ -53,10 +53,10 @@ def test_what_the_busiest_rank_sends(kind: Kind, name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [*WRITTEN, ("all_reduce", "hierarchical")])
-def test_65536_ranks_are_a_few_rounds(kind: Kind, name: str) -> None:
-    found = carriers._schedule(kind, name, 65_536, 8)
+def test_4096_ranks_are_a_few_rounds(kind: Kind, name: str) -> None:
+    found = carriers._schedule(kind, name, 4_096, 8)
     assert len(found.rounds) < 64
-    assert sum(len(each) for each in found.rounds) < 64 * 65_536
+    assert sum(len(each) for each in found.rounds) < 64 * 4_096
 
 
 def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:
@@ -66,29 +66,6 @@ def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:
 
 def test_a_long_latency_does_not_swallow_the_bandwidth() -> None:
     assert cost(Network.flat(1e9, 1e9), "all_reduce", "ring", 4).per_byte == pytest.approx(1.5e-9)
-
-
-def test_the_quickest_depends_on_the_bytes() -> None:
-    network = Network.flat(1.0, 1.0)
-    small = quickest(network, "all_reduce", ("ring", "tree"), 16, 1e-3)
-    large = quickest(network, "all_reduce", ("ring", "tree"), 16, 1e6)
-    assert (small.rounds, large.rounds) == (8, 30)
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "per_node", "bandwidth"),
-    [
-        (2, 1, 8, 1.0),  # neighbours: one group of them crosses at a time
-        (4, 8, 1, 1 / 8),  # every rank of a node has a group of its own
-        (4, 2, 4, 1 / 2),
-        (2, 16, 1, 1 / 8),  # groups beyond a node: no more of them leave one than it has ranks
-    ],
-)
-def test_groups_share_the_way_out_of_their_node(
-    size: int, stride: int, per_node: int, bandwidth: float
-) -> None:
-    found = part(Network(Link(0, 10.0), Link(0, 1.0), 8), size, stride)
-    assert (found.ranks_per_node, found.between.bandwidth) == (per_node, bandwidth)
 
 
 def test_what_was_not_measured_is_not_made_up() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.plan.communication import GatheredLayers, QueuedBucket, replicated, sharded
+from lockstep.collectives.network import Network
+from lockstep.tools.plan.communication import QueuedBucket, TalkingRanks, replicated
 
 
 @pytest.mark.parametrize(
@@ -44,38 +43,10 @@ def test_no_sooner_than_either_and_no_later_than_both(
     assert max(ended.computed, link) - 1e-9 <= ended.arrived <= ended.computed + link + 1e-9
 
 
-def test_sharded_layers_without_a_link_take_what_they_compute() -> None:
-    groups = [GatheredLayers(0.5, 0, 0), GatheredLayers(0.9, 0, 0)]
-    assert sharded(2, 4, 3, groups).arrived == pytest.approx(18)
-
-
-def test_the_first_layer_of_all_is_waited_for_and_the_next_is_fetched_meanwhile() -> None:
-    # Forward: gather B 1 | B 5 (A gathered) | A 5; backward: A 10 (B gathered again) | B 10; scatter B 2, with A's hidden behind B.
-    groups = [GatheredLayers(0.5, 1, 2), GatheredLayers(1.0, 1, 2)]
-    ended = sharded(10, 20, 1, groups)
-    assert (ended.computed, ended.arrived) == (31, 33)
-    assert ended.busy == 3 * 1 + 2 * 2  # A stays between forward and backward
-
-
-def test_a_slow_link_is_what_is_left() -> None:
-    groups = [GatheredLayers(0.5, 100, 200), GatheredLayers(1.0, 100, 200)]
-    ended = sharded(1, 2, 1, groups)
-    assert ended.arrived == pytest.approx(700 + 0.5, abs=0.51)
-    assert ended.arrived >= ended.busy
-
-
-@given(
-    st.integers(1, 4),
-    st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5),
-    st.floats(0.1, 10),
-    st.floats(0.1, 10),
-)
-def test_a_sharded_step_is_never_quicker_than_its_parts(
-    count: int, links: list[tuple[float, float]], forward: float, backward: float
-) -> None:
-    groups = [GatheredLayers((place + 1) / len(links), *link) for place, link in enumerate(links)]
-    ended = sharded(forward, backward, count, groups)
-    computation = count * (forward + backward)
-    assert ended.arrived >= max(computation, ended.busy) - 1e-9
-    assert ended.arrived <= computation + ended.busy + 1e-9
-    assert not math.isnan(ended.arrived)
+def test_a_small_message_is_by_recursive_doubling_and_a_larger_one_in_a_ring() -> None:
+    ranks = TalkingRanks(16, Network.flat(1.0, 1.0))
+    assert ranks.small(1e-3) == pytest.approx(4 + 4e-3)  # log2 16 rounds of all
+    assert ranks.small(1e6) == pytest.approx(30 + 2 * 15 / 16 * 1e6)  # 30 rounds of a sixteenth
+    assert TalkingRanks(16, Network.flat(1.0, 1.0), software=9.0).small(1e-3) == pytest.approx(
+        9 + 4e-3
+    )

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.collectives.network import Link, Network
 from lockstep.config.parallelism import Parallelism
 from lockstep.testing import run_ranks
-from lockstep.tools.plan.methods import METHODS, method_of, work_of_module
+from lockstep.tools.plan.methods import method_of, work_of_module
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves
@@ -38,6 +38,18 @@ def computing(step: float, behind: float) -> RankWork:
 
 
 MODEL = computing(0.0, 0.0)
+METHODS = (
+    "native",
+    "ring",
+    "central",
+    "--compress bf16",
+    "--compress int8",
+    "--compress powersgd:4",
+    "--sync-every 10",
+    "--sync-every 5 --compress int8",
+    "--sync-every 500 --outer nesterov",
+    "--update sharded",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +94,6 @@ def traffic(method: Parallelism, work: RankWork, workers: int) -> Traffic:
         ("--sync-every 50", 4, 1.5 * S / 50),
         ("--sync-every 50 --outer nesterov", 2, S / 50),
         ("--sync-every 10 --compress bf16", 4, 0.075 * S),
-        ("--update server", 4, 1.5 * S),
-        ("--update server:shards=1", 4, 3 * S),
     ],
 )
 def test_bytes_that_the_busiest_rank_sends_in_a_step(
@@ -138,8 +148,6 @@ def test_what_leaves_in_the_backward_is_hidden_behind_it_but_for_the_last_bucket
     )
     assert step("--sync-every 10", 2, computing(10.0, 5.0), link) == pytest.approx(10.1)
     assert step("--sync-every 10 --outer nesterov:overlap=2", 2, computing(10.0, 5.0), link) == 10
-    assert step("--update server", 2, computing(10.0, 5.0), link) == 10
-    assert step("--update server --staleness 0", 2, computing(10.0, 5.0), link) == pytest.approx(11)
 
 
 def test_a_free_network_costs_nothing() -> None:

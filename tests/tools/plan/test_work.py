@@ -6,8 +6,7 @@ import pytest
 
 from lockstep.gradients.facts import numbers
 from lockstep.tools.plan.work import PlanScaling, samples_of, sides, work_of
-from tests.refused import refused
-from tests.tools.timing.profiles import PAIR, profile
+from tests.tools.timing.profiles import profile
 
 STRONG = PlanScaling(base=1)
 WEAK = PlanScaling(base=2, weak=True)
@@ -73,19 +72,3 @@ def test_what_must_be_profiled(
     scaling: PlanScaling, counts: list[int], expected: list[int]
 ) -> None:
     assert sides(scaling, counts, 8, 2, "cpu") == expected
-
-
-def test_loader_workers_need_cores_of_their_own() -> None:
-    none = work_of(profile(), STRONG, 1)
-    assert (none.loading, none.ahead) == (1.0, False)
-    beside = work_of(profile(), PlanScaling(base=1, loaders=4), 1)
-    assert (beside.loading, beside.ahead) == (1.0, True)  # four processes, one core
-    many = work_of(profile(cores=16), PlanScaling(base=1, loaders=4), 1)
-    assert (many.loading, many.ahead) == (0.25, True)
-    full = work_of(profile(), PlanScaling(base=1, per_host=None, loaders=4), 2)
-    assert (full.loading, full.ahead) == (4 * PAIR.loading, False)
-
-
-def test_a_profile_that_lacks_a_side_says_so() -> None:
-    with refused("profile-lacks-ranks", known="1", ranks=2):
-        work_of(profile(sides=profile().sides[:1]), HERE, 2)

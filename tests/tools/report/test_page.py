@@ -18,7 +18,6 @@ from lockstep.tools.recorded import read
 from lockstep.tools.report.history import thinned
 from lockstep.tools.report.page import page, settings_table
 from lockstep.tools.report.verdict import verdict
-from lockstep.training.tuned import Tuned, TunedOn
 from tests.tools.report.runs import anatomy, make, metrics
 
 EVIL = "<script>alert('1')</script> & \"quoted\" $\\alpha$"
@@ -191,23 +190,8 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
 
 
 def test_settings_say_where_they_come_from(tmp_path: Path) -> None:
-    file = tmp_path / "tuned.json"
-    here = {
-        "task": "digits",
-        "workers": 4,
-        "device": "cpu",
-        "torch": "2",
-        "cpu": "x",
-        "cores": 4,
-        "threads": 1,
-        "seconds": 1.0,
-    }
-    Tuned(settings={"loader_workers": 2}, measured=TunedOn(**here, lockstep="0")).write(file)  # type: ignore[arg-type]  # of two types
-    run = make(
-        tmp_path / "run", loader_workers=2, bucket_mb=4, settings_file=str(file), epochs=None
-    )
+    run = make(tmp_path / "run", bucket_mb=4, epochs=None)
     rows = {name: [value, came] for name, value, came in settings_table(read(run)).tables[0].rows}
-    assert rows["loader_workers"] == ["2", f"tuned ({file})"]
     assert rows["bucket_mb"] == ["4", "given"]
     assert rows["epochs"] == ["2", "the task"]
     assert rows["reduce"] == ["native", "chosen here (auto)"]

@@ -36,9 +36,6 @@ def profile(**changes: Any) -> Profile:
         "buckets": buckets,
         "width": 4,
         "buffers": 0,
-        "weights": 1_000_000,
-        "states": 2_000_000,
-        "peak": 5e6,
         "messages": {2: 0.0, 4: 0.0, 8: 0.0},
         "sides": (ALONE, PAIR),
     }

@@ -226,6 +226,20 @@ def test_a_sample_edited_in_place_is_seen_in_the_first_epoch(
     assert all(row.same for row in found.rows)
 
 
+@pytest.mark.parametrize(("fault", "alike"), [("all samples seeded alike", True), ("noise", False)])
+def test_samples_that_get_the_same_noise_are_a_mistake_though_the_trainings_agree(
+    tmp_path: Path, fault: str, alike: bool
+) -> None:
+    found = look(tmp_path, fault)
+    assert found.difference is None
+    assert (found.equal_noise is not None) == alike
+    assert found.correct != alike
+    if found.equal_noise is not None:
+        one, other = found.equal_noise
+        assert one != other
+        assert found.as_json()["samples_with_equal_noise"] == [one, other]
+
+
 def test_a_sample_edited_in_place_in_the_second_epoch(tmp_path: Path) -> None:
     found = look(tmp_path, "sample edited", steps=planted.SAMPLES // 8 + 1)
     assert found.difference is not None

@@ -27,6 +27,11 @@ Algorithm = Literal[
 ]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
+SMALL_ALL_REDUCE = 64 * 2**10
+"""The largest number of bytes for which "auto" takes recursive doubling: point-to-point messages
+over gloo cost less than gloo's own all-reduce.
+"""
+
 ROOTED: tuple[Kind, ...] = ("broadcast", "reduce", "scatter", "gather")
 
 # Functions of the world size, and of the root if the collective has one.
@@ -72,6 +77,15 @@ _BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
 def algorithms_of(kind: Kind) -> list[str]:
     """The names of the written-out algorithms of a collective."""
     return list(_BY_KIND[kind])
+
+
+def choose_algorithm(kind: Kind, bytes: int, world: int) -> str:
+    """Return the algorithm that "auto" stands for, without shared memory. It depends on the call
+    only, so all ranks choose alike.
+    """
+    if world > 1 and kind == "all_reduce" and bytes <= SMALL_ALL_REDUCE:
+        return "recursive_doubling"
+    return "native"
 
 
 def check_root(root: int, size: int) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lockstep import collectives
 from lockstep.collectives.algorithms import algorithms_of
-from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.config import knob
 from lockstep.launcher.launch import launch
@@ -41,8 +40,6 @@ KINDS: tuple[Kind, ...] = (
     "reduce_scatter",
     "all_to_all",
 )
-# an algorithm replaces the backend's own only if it takes less than this share of its time
-_MARGIN = 0.9
 _WORTH = 0.25  # approximate seconds to measure one size of one algorithm
 _FEWEST, _MOST = 8, 200  # runs
 
@@ -201,51 +198,6 @@ class _Case:
             "reduce_scatter": total.tensor_split(size)[rank],
         }
         return mine, expected[self._kind]
-
-
-def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[CollectiveTime]]:
-    """Measure all collectives. Returns rules that choose the fastest algorithm at each size, and
-    the times. The backend's own is chosen unless another is clearly faster.
-    """
-    found: list[CollectiveTime] = []
-    table: dict[str, list[tuple[float, str]]] = {}
-    for kind in KINDS:
-        measured = measure(
-            kind,
-            workers,
-            sizes,
-            [
-                "native",
-                *(name for name in algorithms_of(kind) if name not in ("central", "hierarchical")),
-            ],
-        )
-        found += measured
-        table[kind] = thresholds(
-            {
-                size: {each.algorithm: each.p50 for each in measured if each.size == size}
-                for size in sizes
-            }
-        )
-    return Tuning(table, workers, source), found
-
-
-def thresholds(seconds: dict[int, dict[str, float]]) -> list[tuple[float, str]]:
-    """Return pairs (largest number of bytes, algorithm). `seconds`: by size and algorithm. Between
-    two sizes, the rule changes at their geometric mean.
-    """
-    chosen: list[tuple[int, str]] = []
-    for size in sorted(seconds):
-        best = min(seconds[size], key=seconds[size].__getitem__)
-        chosen.append(
-            (size, best if seconds[size][best] < _MARGIN * seconds[size]["native"] else "native")
-        )
-    pairs = []
-    for (size, algorithm), following in zip(chosen, [*chosen[1:], None], strict=True):
-        if following is None:
-            pairs.append((float("inf"), algorithm))
-        elif following[1] != algorithm:
-            pairs.append(((size * following[0]) ** 0.5, algorithm))
-    return pairs
 
 
 def table(measured: Sequence[CollectiveTime]) -> str:

@@ -40,16 +40,14 @@ NOTHING = Cost(0.0, 0.0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class OneHost:
-    """Measured communication of ranks on one host, by the number of ranks."""
+    """Measured communication of ranks on one host, by the number of ranks. It does not overlap with
+    computation, because it uses the cores that compute.
+    """
 
     sums: Mapping[int, Cost]
     """Cost to sum one bucket of gradients with the measured reduction."""
     small: Mapping[int, float]
     """Seconds of a message of a few numbers."""
-    beside: bool = False
-    """Whether sums overlap with computation: on GPUs. On CPUs they would use the cores that
-    compute, so overlap gains nothing.
-    """
 
 
 @lru_cache(maxsize=4096)
@@ -73,28 +71,6 @@ def _per_byte(network: Network, found: Schedule) -> float:
         between=Link(0.0, network.between.bandwidth),
     )
     return without.time(found, 1.0)
-
-
-def quickest(
-    network: Network, kind: Kind, algorithms: tuple[str, ...], world: int, bytes: float
-) -> Cost:
-    """Return the cost of the algorithm that takes the least time for `bytes` bytes."""
-    return min(
-        (cost(network, kind, each, world) for each in algorithms),
-        key=lambda each: each.seconds(bytes),
-    )
-
-
-def part(network: Network, size: int, stride: int) -> Network:
-    """Return the network of one of several equal groups, each of `size` ranks that are `stride`
-    apart. The groups of a node share its link to other nodes.
-    """
-    assert size >= 1
-    assert stride >= 1
-    here = max(1, network.ranks_per_node // stride)  # ranks of a group on one node
-    groups = min(stride, network.ranks_per_node)
-    between = Link(network.between.latency, network.between.bandwidth / groups)
-    return replace(network, between=between, ranks_per_node=here)
 
 
 def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule:

@@ -1,7 +1,8 @@
 """What ranks send each other in a step, and how long they wait for it, for each training method as
 it is implemented.
 
-    native, ring, ...       the bucket, by that algorithm
+    native                  the bucket, in a ring, as gloo does
+    ring, tree, ...         the bucket, by that algorithm
     bf16, fp16, int8        slices to the ranks that own them, sums to all ranks; int8 with a
                             float32 for every 64 elements
     powersgd:r              P [n, r] of every matrix, with all vectors, then Q [m, r]; a matrix that
@@ -19,18 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.collectives.network import Network
 from lockstep.collectives.schedule import Kind
-from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Compression, Parallelism
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import ALIGNMENT
-from lockstep.tools.plan.carriers import Cost, OneHost, cost, quickest
-from lockstep.tools.plan.work import WIDTH, MeshShare, RankWork
+from lockstep.tools.plan.carriers import Cost, OneHost, cost
+from lockstep.tools.plan.work import WIDTH, RankWork
 from lockstep.tools.timing.profile import Leaves
 
 INT8_BLOCK = ALIGNMENT  # elements that share a scale
@@ -115,20 +114,6 @@ class QueuedBucket:
     """Seconds of the messages that wait for the end of the backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredLayers:
-    """Layers whose parameters are gathered together before use, and whose gradients are
-    reduce-scattered together.
-    """
-
-    ready: float
-    """The share of a backward after which their gradients are complete."""
-    gather: float
-    """Seconds to gather the parameters."""
-    scatter: float
-    """Seconds to reduce-scatter the gradients."""
-
-
 class LinkQueue:
     """A rank and its link, each of which does one thing at a time. Times are seconds after the
     start of the step.
@@ -147,26 +132,11 @@ class LinkQueue:
         """The time at which all computation and communication has ended."""
         return max(self.computed, self.link)
 
-    def carry(self, seconds: float, asked: float) -> float:
-        """Send a message that takes `seconds` and can leave at time `asked`. Returns the time at
-        which it arrives.
-        """
-        if not seconds:
-            return asked
-        self.link = max(self.link, asked) + seconds
-        self.busy += seconds
-        return self.link
-
-    def walk(
-        self, gathers: Sequence[float], computations: Sequence[float], scatters: Sequence[float]
-    ) -> None:
-        """Compute one layer after the other. When a layer starts, the gather of the next begins."""
-        here = self.carry(gathers[0], self.computed)
-        for place, seconds in enumerate(computations):
-            begin = max(self.computed, here)
-            here = self.carry(gathers[place + 1], begin) if place + 1 < len(gathers) else begin
-            self.computed = begin + seconds
-            self.carry(scatters[place], self.computed)
+    def carry(self, seconds: float, asked: float) -> None:
+        """Send a message that takes `seconds` and can leave at time `asked`."""
+        if seconds:
+            self.link = max(self.link, asked) + seconds
+            self.busy += seconds
 
 
 def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> LinkQueue:
@@ -179,28 +149,6 @@ def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) 
         queue.carry(bucket.early, before + bucket.ready * backward)
     for bucket in buckets:
         queue.carry(bucket.late, queue.computed)
-    return queue
-
-
-def sharded(
-    forward: float, backward: float, micro_batches: int, groups: Sequence[GatheredLayers]
-) -> LinkQueue:
-    """Simulate a step in which every rank holds a part of each parameter (FSDP, ZeRO-3). In forward
-    and backward, the next layers are gathered while the current ones compute.
-
-    `groups` are in the order of the backward. The last layers of the forward are the first of the
-    backward, and stay gathered in between.
-    """
-    queue = LinkQueue()
-    ready = [0.0, *(each.ready for each in groups)]
-    shares = [after - before for before, after in pairwise(ready)]
-    rest = 1 - groups[-1].ready  # share of the backward after the last gradient
-    gathers, scatters = [each.gather for each in groups], [each.scatter for each in groups]
-    for _ in range(micro_batches):
-        queue.walk(gathers[::-1], [forward * share for share in shares[::-1]], [0.0] * len(groups))
-        queue.computed += forward * rest
-        queue.walk([0.0, *gathers[1:]], [backward * share for share in shares], scatters)
-        queue.computed += backward * rest
     return queue
 
 
@@ -225,31 +173,22 @@ class TalkingRanks:
 
     workers: int
     network: Network | OneHost
-    native: tuple[str, ...]
-    """Schedules that model the backend's own all-reduce."""
-    stretch: float = 1.0
-    """Factor on all times of the link."""
     software: float = 0.0
     """Minimum seconds of a collective, on any network."""
 
     def cost(self, message: Message) -> Cost:
         if isinstance(self.network, OneHost):
             return self.network.sums[self.workers]
-        if message.algorithm == "native":
-            names = self.native if message.kind == "all_reduce" else ("ring",)
-            return quickest(self.network, message.kind, names, self.workers, message.bytes)
-        return cost(self.network, message.kind, message.algorithm, self.workers)
+        name = "ring" if message.algorithm == "native" else message.algorithm
+        return cost(self.network, message.kind, name, self.workers)
 
     def small(self, bytes: float) -> float:
         """Return the seconds of an all-reduce of the library's own numbers, `bytes` in size."""
         if isinstance(self.network, OneHost):
-            return self.stretch * self.network.small[self.workers]
-        return self._seconds(
-            quickest(
-                self.network, "all_reduce", ("ring", "recursive_doubling"), self.workers, bytes
-            ),
-            bytes,
-        )
+            return self.network.small[self.workers]
+        ring = cost(self.network, "all_reduce", "ring", self.workers)
+        doubling = cost(self.network, "all_reduce", "recursive_doubling", self.workers)
+        return self._seconds(min(ring, doubling, key=lambda one: one.seconds(bytes)), bytes)
 
     def seconds(self, message: Message) -> float:
         return self._seconds(self.cost(message), message.bytes)
@@ -261,23 +200,18 @@ class TalkingRanks:
         if not bytes or not of.rounds:
             return 0.0
         least = 0.0 if isinstance(self.network, OneHost) else self.software
-        return self.stretch * (max(least, of.latency) + bytes * of.per_byte)
+        return max(least, of.latency) + bytes * of.per_byte
 
     def sent(self, message: Message) -> float:
         return self.cost(message).sends * message.bytes
 
 
-def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshShare | None) -> Talk:
+def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
     """Return the communication of a step. `rank`: the work of the slowest rank, with its delay
-    included. `part`: given if a mesh splits the model.
+    included.
     """
     if ranks.workers == 1:
         return SILENCE
-    if part is not None:
-        assert method.mesh is not None
-        return _on_mesh(method, method.mesh, ranks, part)
-    if method.server is not None:
-        return _with_server(method, rank, ranks)
     if method.local is not None:
         return _synchronization(method, rank, ranks)
     return _every_step(method, rank, ranks)
@@ -287,7 +221,7 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
     """Return the communication if ranks synchronize in every step: the facts of a step, all
     gradients, BatchNorm's buffers, and for a sharded update an all-gather of the parameters.
     """
-    at_the_end = isinstance(ranks.network, OneHost) and not ranks.network.beside
+    at_the_end = isinstance(ranks.network, OneHost)
     facts = ranks.small(rank.facts) if rank.facts else 0.0
     buckets = [QueuedBucket(0.0, *((0.0, facts) if at_the_end else (facts, 0.0)))]
     sent = 0.0
@@ -328,75 +262,3 @@ def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -
     sent = sum(ranks.sent(each) for each in sends)
     behind = method.local.overlap * (rank.computation + rank.optimizer)
     return Talk(max(0.0, whole - behind) / every, whole / every, sent / every)
-
-
-def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """Return the communication with a parameter server. Ranks send gradients to the owners of the
-    parameters, which send parameters back. Each of the first ranks owns a part, and keeps its own
-    gradients of this part.
-    """
-    assert method.server is not None
-    if isinstance(ranks.network, OneHost):
-        raise UsageError("not-measured-here", name="update", value=method.update)
-    workers = ranks.workers
-    owners = min(method.server.shards or workers, workers)
-    owned = rank.bytes / owners
-    of_owner = (rank.bytes - owned) + (workers - 1) * owned
-    sent = max(of_owner, rank.bytes if owners < workers else 0.0)
-    alone = ranks.network.ranks_per_node >= workers
-    link = ranks.network.within if alone else ranks.network.between
-    shared = 1 if alone else ranks.network.ranks_per_node
-    whole = ranks.stretch * (2 * link.latency + sent * shared / link.bandwidth)
-    # with staleness, a rank computes while its gradients are sent
-    behind = 0.0 if method.bound == 0 else rank.computation + rank.optimizer
-    return Talk(max(0.0, whole - behind), whole, sent)
-
-
-def _on_mesh(method: Parallelism, mesh: Mesh, ranks: TalkingRanks, part: MeshShare) -> Talk:
-    """Return the communication on a mesh: gradients are summed over the ranks that hold the same
-    part of the model, after a reduce-scatter if parameters are sharded.
-    """
-    assert isinstance(part.data, Network)
-    replicas = replace(ranks, workers=mesh.data, network=part.data)
-    if mesh.shard == 1:
-        found = _every_step(method, part.work, replicas) if mesh.data > 1 else SILENCE
-    else:
-        found = _sharded(
-            mesh, part, ranks, replicas, replace(ranks, workers=mesh.shard, network=part.shard)
-        )
-    return Talk(
-        found.exposed + ranks.stretch * part.exposed,
-        found.busy + ranks.stretch * part.exposed,
-        found.sent + part.sent,
-    )
-
-
-def _sharded(
-    mesh: Mesh,
-    part: MeshShare,
-    everyone: TalkingRanks,
-    replicas: TalkingRanks,
-    shards: TalkingRanks,
-) -> Talk:
-    """Return the communication of sharded parameters: for each bucket, gather the parameters before
-    each use, reduce-scatter the gradients, and all-reduce the result over replicas.
-    """
-    rank, groups, sent = part.work, [], 0.0
-    turns = rank.micro_batches
-    for place, bucket in enumerate(rank.buckets):
-        size = rank.width * bucket.elements
-        gather = Message("all_gather", "native", size)
-        scatter = Message("reduce_scatter", "ring", size)
-        summed = Message("all_reduce", "native", size / mesh.shard)
-        seconds = shards.seconds(scatter) + (replicas.seconds(summed) if mesh.data > 1 else 0.0)
-        groups.append(GatheredLayers(bucket.ready, shards.seconds(gather), seconds))
-        gathers = 1 if place == 0 else 2  # the forward's last layers stay gathered for the backward
-        sent += turns * (
-            gathers * shards.sent(gather)
-            + shards.sent(scatter)
-            + (replicas.sent(summed) if mesh.data > 1 else 0.0)
-        )
-    ended = sharded(rank.forward, rank.backward, turns, groups)
-    # the facts of a step are sent during its last backward, and cost no time
-    more = everyone.small(rank.buffers) if rank.buffers else 0.0
-    return Talk(ended.arrived - rank.computation + more, ended.busy + more, sent)

@@ -17,7 +17,7 @@ from lockstep.collectives.network import Network
 from lockstep.collectives.schedule import spans
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.simulate import Assumed, Predicted, simulate, spent
+from lockstep.tools.plan.simulate import Predicted, simulate, spent
 from lockstep.tools.plan.work import BACKWARD, WIDTH, RankWork
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Leaves
@@ -85,14 +85,11 @@ def rows(
     counts: Sequence[int],
     network: Network,
     method: Parallelism,
-    native: tuple[str, ...] = ("ring",),
 ) -> list[GivenRow]:
-    """Return a row for each number of ranks. `native`: schedules that model the backend's own
-    all-reduce.
-    """
-    work, assumed = given.work(), Assumed(native=native)
+    """Return a row for each number of ranks."""
+    work = given.work()
     return [
-        GivenRow(workers=workers, predicted=simulate(work, workers, network, method, assumed))
+        GivenRow(workers=workers, predicted=simulate(work, workers, network, method))
         for workers in counts
     ]
 

@@ -1,23 +1,16 @@
 """The work of a rank in a step, as the simulation needs it. It comes from the profile of a task,
-for any number of ranks, or from the table of models.
-
-A rank of a mesh has a part of it: some layers (pipeline), a part of every layer (tensor), or a part
-of every parameter (shard).
+for any number of ranks, or from three numbers (given_step.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lockstep.collectives.network import Network
 from lockstep.config import knob
-from lockstep.config.mesh import Mesh
 from lockstep.config.task import Task
 from lockstep.data.windows import Plan
-from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
-from lockstep.tools.plan.carriers import cost, part
 from lockstep.tools.timing.profile import Leaves, Profile
 
 WIDTH = 4  # bytes of an element: float32
@@ -59,29 +52,10 @@ class RankWork:
     buffers: int = 0
     """Bytes that are averaged after the gradients in every step: BatchNorm's statistics."""
     loading: float = 0.0
-    """Seconds to load a rank's samples of a step."""
-    ahead: bool = False
-    """Whether loading runs in parallel to the computation, on other cores."""
-    samples: float = 0.0
-    """Samples of a rank in a step; used only if a shared storage limits their rate."""
-    layers: int = 0
-    """Number of blocks between which the model can be divided; used only by a mesh with pipeline
-    or tensor.
-    """
-    activation: float = 0.0
-    """Bytes that one block passes to the next for one micro-batch; used as `layers` is."""
+    """Seconds to load a rank's samples of a step, in its own process."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "forward",
-            "backward",
-            "optimizer",
-            "other",
-            "spread",
-            "loading",
-            "samples",
-            "activation",
-        ):
+        for name in ("forward", "backward", "optimizer", "other", "spread", "loading"):
             knob.number(name, getattr(self, name), least=0)
         knob.whole("micro_batches", self.micro_batches)
         for bucket in self.buckets:
@@ -102,95 +76,6 @@ class RankWork:
         return self.micro_batches * (self.forward + self.backward)
 
 
-@dataclass(frozen=True, slots=True)
-class MeshShare:
-    """The work of one rank of a mesh. Gradients are reduce-scattered over the `shard` axis if there
-    is one, then summed over the `data` axis.
-    """
-
-    work: RankWork
-    data: Network
-    """Network between the ranks that hold the same part of the model."""
-    shard: Network
-    """Network between the ranks of the shard axis."""
-    idle: float = 0.0
-    """Seconds per step in which a pipeline stage is idle."""
-    exposed: float = 0.0
-    """Seconds per step in which activations are sent and nothing is computed."""
-    sent: float = 0.0
-    """Bytes of activations that a rank sends in a step."""
-
-
-def check_mesh(mesh: Mesh, what: str, layers: int, counts: Iterable[int] = ()) -> None:
-    """Raise UsageError if the model's `layers` equal blocks, or the numbers of ranks `counts`, do
-    not allow the mesh.
-    """
-    if mesh.pipeline * mesh.tensor > 1 and not layers:
-        raise UsageError("mesh-not-planned", mesh=str(mesh), what=what)
-    if mesh.pipeline > max(1, layers):
-        raise UsageError("mesh-too-many-stages", mesh=str(mesh), what=what, layers=layers)
-    others = mesh.size // mesh.data
-    if wrong := sorted(count for count in counts if count % others):
-        raise UsageError(
-            "mesh-workers", mesh=str(mesh), workers=wrong, others=others, twice=2 * others
-        )
-
-
-def over(mesh: Mesh, workers: int) -> Mesh:
-    """Return the mesh for `workers` ranks, with as many replicas as possible; an empty mesh for one
-    rank.
-    """
-    others = mesh.size // mesh.data
-    return replace(mesh, data=workers // others) if workers > 1 else Mesh()
-
-
-def share(work: RankWork, mesh: Mesh, network: Network) -> MeshShare:
-    """Return the share of one rank of the mesh. `work` is that of its whole replica, with all its
-    micro-batches. Raises UsageError if the model's layers are unknown.
-
-    With m micro-batches and p stages, a 1F1B or GPipe pipeline is idle in p - 1 of m + p - 1 turns,
-    and sends its gradients at the end. A tensor axis sums activations twice in a layer's forward
-    and twice in its backward (Shoeybi and others, Megatron-LM, 2019). These sums do not overlap
-    with computation.
-    """
-    inner = mesh.pipeline * mesh.tensor
-    # a rank updates only the parameters that it keeps
-    work = replace(work, optimizer=work.optimizer / (inner * mesh.shard))
-    data, shard = part(network, mesh.data, mesh.shard * inner), part(network, mesh.shard, inner)
-    if inner == 1:
-        return MeshShare(work, data, shard)
-    check_mesh(mesh, "this model", work.layers)
-    layers = work.layers / mesh.pipeline
-    summed = cost(part(network, mesh.tensor, 1), "all_reduce", "ring", mesh.tensor)
-    turns = work.micro_batches * 4 * layers
-    hop = part(network, mesh.pipeline, mesh.tensor)
-    far = mesh.pipeline * mesh.tensor > network.ranks_per_node
-    link = hop.between if far else hop.within
-    hops = 2 * (mesh.pipeline - 1)
-    buckets = tuple(
-        replace(
-            each,
-            elements=-(-each.elements // inner),
-            tensors=(),
-            ready=1.0 if mesh.pipeline > 1 else each.ready,
-        )
-        for each in work.buckets
-    )
-    mine = replace(
-        work, forward=work.forward / inner, backward=work.backward / inner, buckets=buckets
-    )
-    return MeshShare(
-        mine,
-        data,
-        shard,
-        idle=(mesh.pipeline - 1) * (mine.forward + mine.backward),
-        exposed=turns * summed.seconds(work.activation)
-        + hops * (link.latency + work.activation / link.bandwidth),
-        sent=turns * summed.sends * work.activation
-        + (2 * work.micro_batches * work.activation if mesh.pipeline > 1 else 0.0),
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScaling:
     """How the work of a step depends on the number of ranks."""
@@ -203,8 +88,6 @@ class PlanScaling:
     """
     per_host: int | None = 1
     """Number of ranks that share the cores of one host; None: all ranks."""
-    loaders: int = 0
-    """Loader workers of each rank."""
 
     def on_host(self, workers: int) -> int:
         """Return the number of ranks on one host."""
@@ -268,7 +151,6 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
     turns = 1.0 if profile.device == "cuda" else here / beside
     side = profile.side(beside)
     micro_batches = -(-slots_of(profile) // (scaling.base if scaling.weak else workers))
-    loading, ahead = _loading(profile, scaling, here, micro_batches * side.loading)
     return RankWork(
         forward=turns * side.forward,
         backward=turns * side.backward,
@@ -281,34 +163,5 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
         width=profile.width,
         facts=8 * numbers(workers),
         buffers=profile.buffers,
-        loading=loading if ahead else turns * loading,
-        ahead=ahead,
-        samples=samples_of(profile, scaling, workers) / workers,
-    )
-
-
-def _loading(profile: Profile, scaling: PlanScaling, here: int, alone: float) -> tuple[float, bool]:
-    """Return the seconds of loading in a step, and whether it runs in parallel to the computation.
-
-    Loader workers share the cores that the host's ranks do not use. If all are used, loading adds
-    to the time of the step.
-    """
-    busy = here if profile.device == "cpu" else 0
-    left = profile.cores - busy
-    if not scaling.loaders or left <= 0:
-        return alone, False
-    return alone * here / min(left, scaling.loaders * here), True
-
-
-def gradient_work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
-    """Return only forwards, backwards and gradients: all that a ratio of communication to
-    computation needs.
-    """
-    found = work_of(profile, scaling, workers)
-    return RankWork(
-        forward=found.forward,
-        backward=found.backward,
-        micro_batches=found.micro_batches,
-        buckets=found.buckets,
-        width=found.width,
+        loading=turns * micro_batches * side.loading,
     )

@@ -6,13 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.knob import knobs
 from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
-from lockstep.errors import UsageError
 from lockstep.tools.recorded import Recorded, number
 from lockstep.tools.report import history, inside_step
 from lockstep.tools.report.html import Numbers, Section, render
@@ -20,7 +18,6 @@ from lockstep.tools.report.judged import Judged, RankTimes, judged
 from lockstep.tools.report.verdict import Verdict
 from lockstep.training.resolve import BUNDLED, short_name
 from lockstep.training.timeline import PHASES, Begin
-from lockstep.training.tuned import Tuned
 
 FILE = "report.html"
 
@@ -192,14 +189,13 @@ def _row(place: RankTimes) -> dict[str, Any]:
 
 _BY_TASK = ("epochs", "precision", "compile")
 """Settings that the task decides if the user does not."""
-_INSIDE = ("grow", "grow_if_wanted", "settings_file")
+_INSIDE = ("grow", "grow_if_wanted")
 """Settings that the launcher passes to the ranks; they are not shown."""
 
 
 def settings_table(recorded: Recorded) -> Section:
     """Return a table of the settings that differ from the defaults; a sentence lists the others."""
     begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
-    tuned = _tuned(recorded.settings)
     used = _used(recorded, begin)
     rows: list[list[str]] = []
     defaults: list[str] = []
@@ -207,7 +203,7 @@ def settings_table(recorded: Recorded) -> Section:
     for each in fields(Settings):
         if each.name not in _INSIDE:
             value = _shown(used.get(each.name, getattr(recorded.settings, each.name)))
-            origin = _origin(each.name, recorded.settings, used, tuned)
+            origin = _origin(each.name, recorded.settings, used)
             if value == "-":
                 unset.append(each.name)
             elif origin == "default":
@@ -233,16 +229,10 @@ def _used(recorded: Recorded, begin: Begin | None) -> dict[str, Any]:
     return found
 
 
-def _origin(
-    name: str, settings: Settings, used: Mapping[str, Any], tuned: Mapping[str, Any]
-) -> str:
+def _origin(name: str, settings: Settings, used: Mapping[str, Any]) -> str:
     asked, default = getattr(settings, name), _default(name)
     if asked != default or name == "task":
-        return (
-            f"tuned ({settings.settings_file})"
-            if name in tuned and tuned[name] == asked
-            else "given"
-        )
+        return "given"
     if name in _BY_TASK:
         return (
             "the task"
@@ -256,16 +246,6 @@ def _origin(
 
 def _default(name: str) -> Any:
     return getattr(Settings(task=""), name)
-
-
-def _tuned(settings: Settings) -> Mapping[str, Any]:
-    """Return the settings of the `lockstep tune` file, if it can still be read."""
-    if settings.settings_file is None:
-        return {}
-    try:
-        return Tuned.read(Path(settings.settings_file)).settings
-    except UsageError:
-        return {}
 
 
 def _shown(value: Any) -> str:

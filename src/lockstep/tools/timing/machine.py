@@ -1,6 +1,4 @@
-"""The machine that figures are measured on: its kind of device, its free memory, and the peak
-memory of this process.
-"""
+"""The machine that figures are measured on: its kind of device, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -22,26 +20,6 @@ def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-
-
-def free_memory() -> int | None:
-    """Return the bytes available without swapping; None if the system does not report them."""
-    try:
-        return from_proc("/proc/meminfo", "MemAvailable")
-    except UsageError:
-        return None
-
-
-def memory_of_a_rank(ranks: int) -> float | None:
-    """Return the bytes available to each of `ranks` ranks of this host: the memory of GPU 0, or an
-    equal part of the free memory; None if the system does not report it.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    free = free_memory()
-    return None if free is None else free / ranks
 
 
 class Peak:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.training.metrics import finite
@@ -48,21 +47,6 @@ def write_json(file: Path | None, what: object, option: str = "--json") -> None:
         return
     with writing(file, option):
         file.write_text(json.dumps(finite(what), indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
-    """Give the content of a JSON file to the block, which parses it. Raises UsageError if the file
-    cannot be read, or if the block fails because `writer` did not write the file.
-    """
-    try:
-        yield json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            "cannot-read", name=option, file=str(file), reason=error.strerror or str(error)
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError("wrong-file", option=option, file=str(file), writer=writer) from None
 
 
 @contextmanager

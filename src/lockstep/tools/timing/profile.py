@@ -1,26 +1,16 @@
 """The profile of a task: the measured phases of a step, and when each bucket of gradients is
 complete. `lockstep plan` simulates steps from it.
-
-A file stores it, so that several plans can use one measurement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
-from lockstep.errors import UsageError
 from lockstep.gradients.layout import Entry, plan
-from lockstep.tools.timing.output_files import reading, write_json
-from lockstep.training.metrics import typed
-
-FORMAT = "lockstep profile 1"
-Figure = TypeVar("Figure")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,49 +116,22 @@ class Profile:
     """Bytes per element of a gradient; the largest if they differ."""
     buffers: int
     """Bytes of the buffers that ranks average after every step."""
-    weights: int
-    """Bytes of the parameters."""
-    states: int
-    """Bytes of the optimizer's state."""
-    peak: float | None
-    """Peak growth of a rank's memory in bytes, with all of the above; None if the system does not
-    report it.
-    """
     sides: Sequence[PhaseTimes]
     """Measurements in order of the number of ranks."""
-    flops: int = 0
-    """FLOPs of a micro-batch's forward and backward, as torch counts them."""
     messages: Mapping[int, float]
     """Seconds of the backend's all-reduce of a few numbers, by the number of ranks of this host:
     the time that software adds to a message.
     """
 
-    def write(self, file: Path) -> None:
-        """Write a file. Raises UsageError if it cannot be written."""
-        write_json(file, {"format": FORMAT} | asdict(self), "--save-profile")
-
-    @classmethod
-    def read(cls, file: Path) -> Profile:
-        """Read a file. Raises UsageError if it is not a profile."""
-        with reading(file, "--profile", "`lockstep plan TASK --save-profile FILE`") as found:
-            if found.pop("format") != FORMAT or not found.keys() <= {e.name for e in fields(cls)}:
-                raise ValueError
-            made: Profile = typed(cls, found)
-            return made
-
     def message(self, ranks: int) -> float:
-        """Return the seconds that software adds to a message among `ranks` ranks of one host.
-        Raises UsageError if it was not measured.
-        """
+        """Return the seconds that software adds to a message among `ranks` ranks of one host."""
         if self.device == "cuda":  # the latency of a network of GPUs includes it
             return 0.0
-        return _measured(self.messages, ranks)
+        return self.messages[ranks]
 
     def side(self, ranks: int) -> PhaseTimes:
-        """Return the measurement with `ranks` ranks side by side. Raises UsageError if there is
-        none.
-        """
-        return _measured({each.ranks: each for each in self.sides}, ranks)
+        """Return the measurement with `ranks` ranks side by side."""
+        return next(side for side in self.sides if side.ranks == ranks)
 
     def describe(self, per_host: int | None) -> str:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
@@ -205,10 +168,3 @@ class Profile:
         if per_host == 1:
             return "every rank has its own host like this one"
         return f"{per_host} ranks share one host of {self.cores} cores"
-
-
-def _measured(found: Mapping[int, Figure], ranks: int) -> Figure:
-    if ranks not in found:
-        known = ", ".join(map(str, sorted(found))) or "no"
-        raise UsageError("profile-lacks-ranks", known=known, ranks=ranks)
-    return found[ranks]

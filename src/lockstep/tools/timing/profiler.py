@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,12 +33,11 @@ from lockstep.runtime.cores import cores
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
 from lockstep.tools.timing.in_turns import Trial, take_turns
-from lockstep.tools.timing.machine import Peak
 from lockstep.tools.timing.profile import PhaseTimes, Profile, laid_out
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.journal import Journal
 from lockstep.training.loop import Training
-from lockstep.training.opening import backend_of, intra_op_threads
+from lockstep.training.opening import backend_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world.world import World, init
 
@@ -211,18 +210,16 @@ def profile(
     device: Device = "auto",
     *,
     talking: Sequence[int] = (),
-    threads: int | None = None,
 ) -> Profile:
     """Profile a task for about `seconds`, divided among the numbers of ranks in `sides`. Each
     number of ranks runs in new processes. Also time a message for each number in `talking`.
 
-    `threads`: intra-op threads of each rank; default: an equal part of the cores. Raises
-    WorkerFailed, and UsageError if `seconds` is not above 0.
+    Raises WorkerFailed, and UsageError if `seconds` is not above 0.
     """
     knob.number("seconds", seconds, above=0)
     counts = sorted(set(sides))
     found: list[Profile] = [
-        launch(_on_rank, workers=ranks, args=(source, seconds / len(counts), device, threads))[0]
+        launch(_on_rank, workers=ranks, args=(source, seconds / len(counts), device))[0]
         for ranks in counts
     ]
     messages = {ranks: launch(_message, workers=ranks)[0] for ranks in talking}
@@ -237,15 +234,10 @@ def _message() -> float:
         return statistics.median(take_turns(ways, _MESSAGES, world)["sum"])
 
 
-def _on_rank(
-    source: Callable[[], Task], seconds: float, device: Device, threads: int | None
-) -> Profile:
+def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> Profile:
     """Profile the task on one rank. The caller uses the profile of rank 0."""
     task = source()
-    with init(backend=backend_of(device)) as world, intra_op_threads(threads):
-        peak = None
-        with suppress(UsageError):  # no Linux: memory is left out
-            peak = Peak(world.device)
+    with init(backend=backend_of(device)) as world:
         alone: dict[str, Any] = {"sync_every": _NEVER} if world.size > 1 else {}
         training = Trial(
             task, Settings(task=task.name or "task", workers=world.size, **alone), world
@@ -254,12 +246,6 @@ def _on_rank(
             timed = _Timed(training, world, record)
             timed.take(seconds)
         parameters = training.stepper.reducer.parameters
-        states = [
-            each
-            for state in training.optimizer.state.values()
-            for each in state.values()
-            if isinstance(each, Tensor)
-        ]
         return Profile(
             task=task.name or "task",
             device=world.device.type,
@@ -274,11 +260,7 @@ def _on_rank(
             buffers=sum(
                 each.nbytes for each in training.model.buffers() if each.is_floating_point()
             ),
-            weights=sum(each.nbytes for each in training.model.parameters()),
-            states=sum(each.nbytes for each in states),
-            peak=None if peak is None else 2**20 * peak.mib(),
             sides=[timed.side()],
-            flops=timed.flops,
             messages={},
         )
 
@@ -327,7 +309,6 @@ class _Timed:
         """For each step and parameter: the share of the last backward after which its gradient
         was complete.
         """
-        self.flops = 0
 
     def _walk(self) -> Iterator[Window]:
         """Yield windows with as many samples as the first. Raises UsageError if such a window
@@ -345,7 +326,6 @@ class _Timed:
 
     def take(self, seconds: float) -> None:
         """Time steps for `seconds`, the same number on all ranks, after the warm-up."""
-        self._count()
         for _ in range(_WARM_UP):
             self._step()
         for kept in (self.steps, self.whole, self.landed):
@@ -357,19 +337,6 @@ class _Timed:
 
     def _loss(self, batch: Any) -> tuple[Tensor, Any]:
         return self._training.forward.loss(self._training.forward(batch), batch)
-
-    def _count(self) -> None:
-        """Count the FLOPs of the first micro-batch. `autograd.grad` does not call the Reducer's
-        hooks.
-        """
-        window = next(self._windows)
-        batch = window[0]
-        window.drain()
-        trained = list(self._training.stepper.reducer.parameters)
-        with _as_found(self._training.model, self._world.device):
-            self.flops = flops_of(
-                lambda: torch.autograd.grad(self._loss(batch)[0], trained, allow_unused=True)
-            )
 
     def _step(self) -> None:
         stepper, watch = self._training.stepper, self._watch

@@ -299,6 +299,13 @@ class Verified:
     """Differences beyond the tolerance that come from the order of addition alone: with exact, the
     trainings have the same bits.
     """
+    equal_noise: tuple[int, int] | None = None
+    """Two samples that get the same noise, because the data set seeds a global generator itself."""
+
+    @property
+    def correct(self) -> bool:
+        """Whether neither a difference nor another mistake was found."""
+        return self.difference is None and self.equal_noise is None
 
     def as_json(self) -> dict[str, Any]:
         first = (
@@ -311,6 +318,7 @@ class Verified:
             "same": first is None,
             "trainings": [asdict(row) for row in self.rows],
             "difference": first,
+            "samples_with_equal_noise": self.equal_noise and list(self.equal_noise),
             "amplified_rounding": [
                 {**_place(each), "sentence": where(each, exact=False)} for each in self.amplified
             ],
@@ -351,7 +359,15 @@ def verify(
         same = other is None or other in amplified
         rows.append(TrainedRow(count, len(trace.steps), trace.steps[-1].loss, trace.sha256, same))
     difference, place, cause = blamed or (None, None, None)
-    return Verified(settings.exact, rows, difference, place, cause, tuple(amplified))
+    return Verified(
+        settings.exact,
+        rows,
+        difference,
+        place,
+        cause,
+        tuple(amplified),
+        next((trace.equal_noise for trace in traces if trace.equal_noise), None),
+    )
 
 
 Blamed = tuple[Difference, str, str]

@@ -97,6 +97,8 @@ class Trace:
     """The digests of the first step's samples, read again after the training, by slot."""
     sha256: str = ""
     """The checksum of the final weights."""
+    equal_noise: tuple[int, int] | None = None
+    """Two samples of the first step that get the same noise."""
 
 
 def merge(ranks: Sequence[Trace]) -> Trace:
@@ -122,6 +124,7 @@ def merge(ranks: Sequence[Trace]) -> Trace:
         steps=steps,
         again=dict(sorted(again.items())),
         sha256=first.sha256,
+        equal_noise=next((rank.equal_noise for rank in ranks if rank.equal_noise), None),
     )
 
 

@@ -23,6 +23,7 @@ from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.server import FOR_TRAININGS
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
+from lockstep.tools.verify.equal_noise import samples_with_equal_noise
 from lockstep.tools.verify.trace import (
     Sketch,
     Slot,
@@ -38,6 +39,7 @@ from lockstep.training.opening import computing, world_for
 from lockstep.training.resolve import resolve
 from lockstep.world.world import World
 
+_SAMPLES_FOR_NOISE = 8
 _HASH_SEED = "PYTHONHASHSEED"
 Start = Callable[..., list[Any]]
 """Runs a function on ranks: launcher.launch.start_ranks, or its equivalent on other machines."""
@@ -55,7 +57,7 @@ class Traced(Training):
                 parameter.register_hook(partial(self._landed, name))
 
     def walk(self) -> Trace:
-        """Take all steps, then read the first step's samples again."""
+        """Take all steps, then read the first step's samples again, and some of them alone."""
         steps = self.settings.steps
         assert steps is not None, "the command always says how many"
         with matmul_precision(self.precision):
@@ -64,6 +66,12 @@ class Traced(Training):
                 if self.stepper.steps == steps:
                     break
         self.trace.again = self._read_again()
+        if self.trace.steps:
+            slots = self.trace.steps[0].slots.values()
+            indices = [index for slot in slots for index in slot.indices or ()]
+            self.trace.equal_noise = samples_with_equal_noise(
+                self.task.train_data, self.task.seed, indices[:_SAMPLES_FOR_NOISE]
+            )
         self.trace.sha256 = sha256(weights(self.model))
         return self.trace
 
