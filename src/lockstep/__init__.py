@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lockstep import _moved as _moved
-
 __version__ = "0.2.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
