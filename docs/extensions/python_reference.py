@@ -75,7 +75,6 @@ BESIDE = {
             "lockstep.integrations.ray_train:LockstepConfig",
             "lockstep.integrations.dcp:LockstepReader",
             "lockstep.integrations.dcp:LockstepWriter",
-            "lockstep.integrations.hydra:OneOutputDirectory",
         ],
     ),
 }

@@ -50,10 +50,6 @@ class RunChoice:
         Mapping[str, str], Knob("run", unit="KEY=VALUE", flags=("--set",), common=True)
     ] = field(default_factory=dict)
     """Set a parameter of task(). May be repeated."""
-    multirun: Annotated[Mapping[str, str], Knob("run", unit="KEY=V1,V2")] = field(
-        default_factory=dict
-    )
-    """Train once for each value of a task() parameter. If repeated, once for each combination."""
     settings_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--settings",))] = None
     """Load reduce, update, threads, loader workers and bucket size from a `lockstep tune` file."""
 
@@ -61,8 +57,6 @@ class RunChoice:
         knob.check(self)
         if self.resume and (self.fresh or self.run is None):
             raise UsageError("resume-without-run")
-        if self.resume and self.multirun:
-            raise UsageError("multirun-alone", other="--resume")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
