@@ -49,7 +49,7 @@ BESIDE = {
         [
             "lockstep.training.result:Result",
             "lockstep.step.step_result:StepResult",
-            "lockstep.tools.bench.scaling.speedup:Scaling",
+            "lockstep.tools.bench.speedup:Scaling",
             "lockstep.tools.bench.ratio:CommunicationRatio",
         ],
     ),

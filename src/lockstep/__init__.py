@@ -23,7 +23,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "Stepper": "lockstep.step.stepper",
     "Task": "lockstep.config.task",
     "World": "lockstep.world.world",
-    "benchmark_scaling": "lockstep.tools.bench.scaling.benchmark",
+    "benchmark_scaling": "lockstep.tools.bench.scaling",
     "communication_ratio": "lockstep.tools.bench.ratio",
     "evaluate": "lockstep.training.inference.evaluation",
     "init": "lockstep.world.world",
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from lockstep.step.sharded_optimizer import ShardedOptimizer
     from lockstep.step.stepper import Stepper
     from lockstep.tools.bench.ratio import communication_ratio
-    from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
+    from lockstep.tools.bench.scaling import benchmark_scaling
     from lockstep.training.inference.evaluation import evaluate
     from lockstep.training.inference.prediction import predict
     from lockstep.training.train import train

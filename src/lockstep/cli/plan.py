@@ -20,7 +20,6 @@ from lockstep.cli.arguments import task_of
 from lockstep.cli.completion import tasks
 from lockstep.cli.options import GivenNames, Only
 from lockstep.cli.plan_options import METHOD, PlanChoice, check_together
-from lockstep.config.knob import knobs
 from lockstep.config.launching import RunChoice
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Config
@@ -145,8 +144,6 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
     from lockstep.tools.plan.curve import curve, describe, describe_layouts, drawing, layouts_of
 
     profile = _profile(asked, question, source, name)
-    if asked.profile is None:
-        _say_ratio(asked, question, profile)
     print(profile.describe(question.scaling.per_host))
     joined = _joined(asked, question, profile)
     print(joined.words)
@@ -178,41 +175,6 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
     )
     if asked.out is not None:
         drawing(found).save(asked.out)
-
-
-def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
-    """Print the task's ratio of communication to computation. There is none for --network here: its
-    all-reduces are measured, without a link's bandwidth.
-    """
-    from lockstep.tools.bench.ratio import ratio_of
-    from lockstep.tools.plan.networks import HERE, connection
-    from lockstep.tools.plan.work import gradient_work_of
-
-    if asked.network != HERE and question.method.mesh is None:
-        workers = max(question.workers)
-        found = ratio_of(
-            profile.task,
-            gradient_work_of(profile, question.scaling, workers),
-            profile.flops,
-            samples=min(profile.micro_batch, profile.global_batch),
-            world_size=workers,
-            network=connection(asked.network).links.between,
-            method=question.method,
-            told=_told(question.method),
-        )
-        print(f"{found.describe()}\n")
-
-
-def _told(method: Parallelism) -> str:
-    """Return the method as options of the command line."""
-    changed = [
-        field
-        for field in knobs(Parallelism).values()
-        if getattr(method, field.name) != field.default
-    ]
-    return (
-        " ".join(f"{field.flags[0]} {getattr(method, field.name)}" for field in changed) or "native"
-    )
 
 
 def _profile(

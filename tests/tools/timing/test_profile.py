@@ -140,11 +140,3 @@ def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
 def test_no_time(seconds: float) -> None:
     with refused("number-out-of-range", name="seconds", expected="a number above 0"):
         measured(small, [1], seconds, "cpu")
-
-
-def test_the_flops_of_a_micro_batch_are_counted() -> None:
-    found = measured(small, [1], 0.01, "cpu", threads=1)
-    forward = 2 * 4 * (16 * 18_750 + 18_750 * 3)
-    # nobody asks for the gradient of the first layer's input
-    assert found.flops == 2 * forward + 2 * 4 * 18_750 * 3
-    assert found.sides[0].threads == 1

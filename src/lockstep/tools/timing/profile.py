@@ -136,8 +136,6 @@ class Profile:
     """
     sides: Sequence[PhaseTimes]
     """Measurements in order of the number of ranks."""
-    flops: int = 0
-    """FLOPs of a micro-batch's forward and backward, as torch counts them."""
     messages: Mapping[int, float]
     """Seconds of the backend's all-reduce of a few numbers, by the number of ranks of this host:
     the time that software adds to a message.
