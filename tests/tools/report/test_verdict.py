@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.judged import ranks
+from lockstep.tools.report.judged import percentages, ranks
 from lockstep.tools.report.verdict import Verdict, verdict
 from tests.training.synthetic import BASE, anatomy, lines, noisy, planted
 
@@ -185,6 +187,16 @@ def test_as_json() -> None:
     assert plain["sentences"] == [found.do_first.sentence, *found.reasons()]
     assert plain["do_first"]["rank"] == 2
     assert plain["shares"] == dict(found.shares)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any))
+def test_percentages_add_up_and_are_near(weights: list[float]) -> None:
+    shares = [weight / sum(weights) for weight in weights]
+    found = percentages(shares)
+    assert sum(found) == 100
+    assert all(
+        abs(share - 100 * exact) < 1.0001 for share, exact in zip(found, shares, strict=True)
+    )
 
 
 def test_ranks_in_words() -> None:

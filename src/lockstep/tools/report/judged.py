@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -180,6 +181,18 @@ def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]
         lost={who: sum(line.lost.get(who, 0.0) for line in lines) for who in waited_for},
         hidden=sum(hidden) if len(hidden) == len(lines) else None,
     )
+
+
+def percentages(shares: Sequence[float]) -> list[int]:
+    """Round shares to whole per cents that add up as the shares do. What rounding down leaves goes
+    to the largest remainders.
+    """
+    whole = [math.floor(100 * share) for share in shares]
+    left = round(100 * sum(shares)) - sum(whole)
+    by_remainder = sorted(range(len(shares)), key=lambda index: whole[index] - 100 * shares[index])
+    for index in by_remainder[:left]:
+        whole[index] += 1
+    return whole
 
 
 def ranks(numbers: Sequence[int]) -> str:

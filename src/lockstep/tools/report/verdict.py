@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
-from lockstep.tools.report.judged import Judged, judged, milliseconds, ranks
+from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
 from lockstep.training.timeline import Anatomy
 
 LEAST = 0.05
@@ -68,8 +68,8 @@ class Verdict:
 
     def parts(self) -> list[tuple[int, str]]:
         """Return each share in per cent and in words, without those below 1 %."""
-        every = [(round(100 * share), _NAMES[name]) for name, share in self.shares.items()]
-        return [(percent, words) for percent, words in every if percent]
+        whole = zip(percentages([*self.shares.values()]), self.shares, strict=True)
+        return [(percent, _NAMES[name]) for percent, name in whole if percent]
 
     def reasons(self) -> list[str]:
         """Say in one line where the time went, then each note."""
