@@ -267,7 +267,8 @@ def _summary(
         if on_cpu
         else f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')}), torch {torch.__version__}"
     )
-    rounds, last = len(turns[next(iter(turns))]), next(reversed(turns.values()))[0]
+    every = [*turns.values()]
+    rounds, last = len(every[0]), every[-1][0]
     measured = rows(turns, steps)
     return Scaling(
         task=task.name or "task",
