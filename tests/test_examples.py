@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import subprocess
 import sys
@@ -142,26 +141,6 @@ def test_mnist_from_idx_files(tmp_path: Path) -> None:
     assert float(last.split("accuracy ")[1].split()[0]) > 0.7
 
 
-def test_each_combination_of_a_multirun_is_a_run(tmp_path: Path) -> None:
-    """Of a configuration that Hydra composes. The same command again trains nothing anew."""
-    command = [
-        *("-m", "lockstep", "train", str(EXAMPLES / "hydra_task.py"), "--workers", "2"),
-        *("--set", "cfg=conf/config.yaml", "--set", "cfg.model.width=16", "--run", "sweep"),
-        *("--multirun", "cfg.optimizer=sgd,adamw", "--epochs", "1"),
-    ]
-    lines = run(*command, folder=tmp_path).splitlines()
-    assert len(lines) == len({line.rsplit(maxsplit=1)[1] for line in lines}) == 2
-    assert run(*command, folder=tmp_path).splitlines() == lines
-    for name in ("sgd", "adamw"):
-        folder = tmp_path / "sweep" / f"cfg.optimizer={name}"
-        assert json.loads((folder / "settings.json").read_text())["overrides"] == {
-            "cfg": "conf/config.yaml",
-            "cfg.model.width": "16",
-            "cfg.optimizer": name,
-        }
-        assert (folder / "result.json").exists()
-
-
 def test_every_example_is_run_by_a_test() -> None:
     # tests/test_recipes.py runs those of RECIPES
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
@@ -170,5 +149,4 @@ def test_every_example_is_run_by_a_test() -> None:
         "setup_and_train.py",
         "mnist_idx.py",
         "averaging.py",
-        "hydra_task.py",
     }

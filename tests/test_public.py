@@ -7,12 +7,10 @@ import inspect
 import re
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
 import lockstep
-from lockstep import _moved
 
 NAMES = [
     "Checkpoints",
@@ -107,15 +105,3 @@ def test_a_loaders_signature_is_its_own() -> None:
 def test_a_public_name_is_no_module_of_that_name(name: str) -> None:
     """Importing lockstep.NAME would put the module in its place."""
     assert importlib.util.find_spec(f"lockstep.{name}") is None
-
-
-@pytest.mark.parametrize("old", sorted(_moved.NOW))
-def test_the_old_path_of_a_public_name_still_leads_to_its_module(old: str) -> None:
-    module = import_module(old)
-    assert module is import_module(_moved.NOW[old])
-    assert module.__spec__ is not None
-    assert module.__spec__.name == module.__name__ == _moved.NOW[old]
-
-
-def test_world_is_found_where_it_was() -> None:
-    assert import_module("lockstep.world").World is lockstep.World

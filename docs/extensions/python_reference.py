@@ -49,7 +49,7 @@ BESIDE = {
         [
             "lockstep.training.result:Result",
             "lockstep.step.step_result:StepResult",
-            "lockstep.tools.bench.scaling.speedup:Scaling",
+            "lockstep.tools.bench.speedup:Scaling",
             "lockstep.tools.bench.ratio:CommunicationRatio",
         ],
     ),
@@ -75,7 +75,6 @@ BESIDE = {
             "lockstep.integrations.ray_train:LockstepConfig",
             "lockstep.integrations.dcp:LockstepReader",
             "lockstep.integrations.dcp:LockstepWriter",
-            "lockstep.integrations.hydra:OneOutputDirectory",
         ],
     ),
 }
@@ -89,11 +88,7 @@ NOT_FOR_USERS = {
         "will_sync_module_buffers",
         "ignored",
     ],
-    "Stepper": [
-        *("at_once", "keepers", "part_if_due", "alike"),
-        *("meet", "meet_before", "between_meetings", "together"),  # the names of 0.1
-    ],
-    "StepResult": ["together"],
+    "Stepper": ["at_once", "keepers", "part_if_due", "alike"],
     "Group": [
         *("announce", "backend_all_reduce", "backend_broadcast", "ended", "exchange", "forget"),
         *("in_background", "look", "open", "receive", "say", "send", "share_host", "wait_for_all"),

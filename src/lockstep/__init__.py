@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lockstep import _moved as _moved
-
 __version__ = "0.2.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
@@ -25,7 +23,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "Stepper": "lockstep.step.stepper",
     "Task": "lockstep.config.task",
     "World": "lockstep.world.world",
-    "benchmark_scaling": "lockstep.tools.bench.scaling.benchmark",
+    "benchmark_scaling": "lockstep.tools.bench.scaling",
     "communication_ratio": "lockstep.tools.bench.ratio",
     "evaluate": "lockstep.training.inference.evaluation",
     "init": "lockstep.world.world",
@@ -82,7 +80,7 @@ if TYPE_CHECKING:
     from lockstep.step.sharded_optimizer import ShardedOptimizer
     from lockstep.step.stepper import Stepper
     from lockstep.tools.bench.ratio import communication_ratio
-    from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
+    from lockstep.tools.bench.scaling import benchmark_scaling
     from lockstep.training.inference.evaluation import evaluate
     from lockstep.training.inference.prediction import predict
     from lockstep.training.train import train

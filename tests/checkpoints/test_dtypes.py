@@ -110,7 +110,7 @@ def test_the_safetensors_library_reads_what_we_write_and_we_what_it_writes(tmp_p
     write(file, image(TensorFile(file.name, pieces)))
     same(load_file(file), expected)
     same(read_all(stored([file])), expected)
-    # as earlier versions wrote
+    # what the library writes with our notes in the header
     plain = {name: tensor.clone().contiguous() for name, tensor in expected.items()}
     as_real = {"wide": torch.ones(3, 2, dtype=torch.float64)}
     tied = {"again": torch.ones(3)}

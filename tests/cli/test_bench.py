@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from lockstep.cli.app import app
 from lockstep.cli.bench import _sizes
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.tools.bench import collectives as measured
-from lockstep.tools.bench import sampler_cost, training_step
+from lockstep.tools.bench import training_step
 from lockstep.tools.timing.output_files import check_writable
 from tests.cli.command import command
 from tests.refused import refused
@@ -42,7 +41,6 @@ def bench(*args: str) -> Result:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (measured, training_step):
         monkeypatch.setattr(each, "launch", None)
-    monkeypatch.setattr(sampler_cost, "in_a_process", None)
 
 
 def figures(
@@ -63,29 +61,6 @@ def figures(
         for size in sizes
         for name in algorithms
     ]
-
-
-# -- sampler -------------------------------------------------------------------------------------
-
-
-def test_sampler_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler_cost, "rows", partial(sampler_cost.rows, sizes=(1000, 10**6)))
-    monkeypatch.setattr(sampler_cost, "in_a_process", sampler_cost.measure)
-    file = tmp_path / "figures.json"
-    done = bench("sampler", "--largest-torch", "1000", "--json", str(file))
-    assert done.exit_code == 0, done.output
-    head, *lines = done.stdout.splitlines()
-    assert head.split()[0] == "samples"
-    assert [line.split()[0] for line in lines] == ["1e03", "1e06"]
-    assert [line.split().count("-") for line in lines] == [0, 4]  # torch's up to what was asked
-    small, large = json.loads(file.read_text())["rows"]
-    assert set(small) == {"samples", "ours", "torch", "note", "time_ratio", "memory_ratio"}
-    assert (small["samples"], large["samples"]) == (1000, 10**6)
-    assert set(small["ours"]) == {"seconds", "mib", "ns_per_index"}
-    assert small["torch"]["seconds"] > 0
-    assert large["torch"] is large["time_ratio"] is None
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -372,7 +347,6 @@ def test_at_least_one_of_each(option: str, value: int) -> None:
     [
         (["collectives"], "--json"),
         (["collectives"], "--out"),
-        (["sampler"], "--json"),
         (["train", "digits"], "--json"),
         (["train", "digits"], "--out"),
     ],

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.cli import bench
 from lockstep.cli.app import app
-from lockstep.tools.bench.scaling import benchmark
+from lockstep.tools.bench import scaling as module
 
 TASK = """
 from tests.training import toy
@@ -25,14 +25,12 @@ def task(global_batch: int = 8):
 """
 COLUMNS = {
     *(
-        "mode",
         "workers",
         "samples_per_s",
         "low",
         "high",
         "speedup",
         "efficiency",
-        "predicted_efficiency",
         "threads",
         "step_ms",
     ),
@@ -43,7 +41,7 @@ def scaling(*args: str) -> Result:
     return CliRunner().invoke(app, ["bench", "scaling", *args])
 
 
-def test_both_modes_with_json_and_a_picture(tmp_path: Path) -> None:
+def test_weak_scaling_with_json_and_a_picture(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)
     command = [
         sys.executable,
@@ -54,7 +52,7 @@ def test_both_modes_with_json_and_a_picture(tmp_path: Path) -> None:
         str(tmp_path / "small.py"),
         "--workers",
         "1,2",
-        "--both",
+        "--weak",
         "--set",
     ]
     command += [
@@ -74,20 +72,14 @@ def test_both_modes_with_json_and_a_picture(tmp_path: Path) -> None:
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "strong scaling: the global batch stays 16 (8 micro-batches of 2)" in done.stdout
     assert "weak scaling: the batch of a rank stays 16 (8 micro-batches of 2)" in done.stdout
     assert "loading is not timed" in done.stdout
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [(row["mode"], row["workers"]) for row in rows] == [
-        ("strong", 1),
-        ("strong", 2),
-        ("weak", 1),
-        ("weak", 2),
-    ]
-    for row in rows:
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["mode"] == "weak"
+    assert [row["workers"] for row in figures["rows"]] == [1, 2]
+    for row in figures["rows"]:
         assert set(row) == COLUMNS
-        base = next(each for each in rows if each["mode"] == row["mode"])
-        assert row["speedup"] == row["samples_per_s"] / base["samples_per_s"]
+        assert row["speedup"] == row["samples_per_s"] / figures["rows"][0]["samples_per_s"]
         assert row["efficiency"] == row["speedup"] / row["workers"]
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
 
@@ -102,7 +94,7 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(options, task=task, workers=workers)
         raise Done
 
-    monkeypatch.setattr(benchmark, "benchmark_scaling", instead)
+    monkeypatch.setattr(module, "benchmark_scaling", instead)
     given = [
         "--workers",
         "2,1",
@@ -174,7 +166,6 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
         (["digits", "--workers", "2,1,x"], "workers='2,1,x': give numbers of workers"),
         (["digits", "--workers", ""], "workers='': give numbers"),
         (["digits", "--workers", "2,2"], "workers=2,2: 2 is given twice"),
-        (["digits", "--strong", "--weak"], "--strong and --weak exclude each other"),
         (
             ["digits", "--workers", "1,2", "--steps", "0"],
             "steps=0: give a whole number of at least 1",
@@ -194,6 +185,6 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
 def test_mistakes_are_told_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(benchmark, "run_teams", None)
+    monkeypatch.setattr(module, "launch", None)
     done = scaling(*args)
     assert message in str(done.exception)

@@ -50,7 +50,7 @@ def test_the_same_file_from_one_rank_and_from_three(tmp_path: Path) -> None:
 
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
-    with refused("wrong-ending", option="out", file="x.csv", endings=(".npy", ".parquet")):
+    with refused("wrong-ending", option="out", file="x.csv", endings=(".npy",)):
         given("predict", "digits", run=tmp_path, out=Path("x.csv"))
     with refused("not-a-run-directory", directory=str(tmp_path)):
         given("predict", "digits", run=tmp_path)

@@ -26,14 +26,14 @@ def report(*words: str) -> str:
 def test_a_finished_run(tmp_path: Path) -> None:
     run, out = make(tmp_path / "run"), tmp_path / "report.json"
     action, verdict, page, timeline = report(str(run), "--json", str(out)).splitlines()
-    assert action.startswith("Use --loader-workers 1: about ")
+    assert "rank 3" in action
+    assert "data phase takes 55 ms a step, others 4." in action
     assert verdict.startswith("4 ranks: ")
-    assert "waiting for rank 3 (its loader: 55 ms a step, others 4." in verdict
     assert (page, timeline) == (f"page: {run}/report.html", f"timeline: {run}/timeline.json")
-    assert "waiting for rank 3" in (run / "report.html").read_text()
+    assert "rank 3 is slow" in (run / "report.html").read_text()
     assert json.loads((run / "timeline.json").read_text())["traceEvents"]
     found = json.loads(out.read_text())
-    assert found["verdict"]["actions"] == [action]
+    assert found["verdict"]["do_first"]["sentence"] == action
     assert found["verdict"]["sentences"] == [action, verdict]
     assert [each["ranks"] for each in found["ranks"]] == [[0], [1], [2], [3]]
     assert found["ranks"][3]["data"] > 0.05

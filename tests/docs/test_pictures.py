@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.tools.bench.scaling.speedup import Scaling, ScalingRow
+from lockstep.tools.bench.speedup import Scaling, ScalingRow
 from lockstep.tools.drawing import PALETTE, width_of
 from tests.browser import browser, require
 from tests.cli.command import command
@@ -62,31 +62,29 @@ def scaling() -> Scaling:
     rows: list[ScalingRow] = []
     for line in printed:
         cells = re.findall(r"[\d,.]+", line) if re.fullmatch(r"[\d\s,.%]+", line) else []
-        if len(cells) == 9:
-            workers, threads, ms, rate, low, high, speedup, share, predicted = (
+        if len(cells) == 8:
+            workers, threads, ms, rate, low, high, speedup, share = (
                 float(cell.replace(",", "")) for cell in cells
             )
             rows.append(
                 ScalingRow(
-                    mode="weak" if any(row.workers == workers for row in rows) else "strong",
                     workers=int(workers),
                     samples_per_s=rate,
                     low=low,
                     high=high,
                     speedup=speedup,
                     efficiency=share / 100,
-                    predicted_efficiency=predicted / 100,
                     threads=int(threads),
                     step_ms=ms,
                 )
             )
-    assert len(rows) == 6
+    assert len(rows) == 3
     cores = int(re.findall(r"(\d+) cores", where)[0])
-    modes = {"strong": "strong scaling", "weak": "weak scaling"}
     return Scaling(
         task=task,
         rows=rows,
-        modes=modes,  # type: ignore[arg-type]  # the two modes
+        mode="strong",
+        constant="strong scaling",
         where=where,
         how="9 turns of 10 steps",
         remarks=[],

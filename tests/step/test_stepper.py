@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import LockstepWarning
 from lockstep.runtime import randomness
-from lockstep.step.step_result import StepResult
 from lockstep.testing import run_ranks
 from lockstep.updates.update import Applied
 from tests import zoo
@@ -601,22 +600,3 @@ def test_a_fused_optimizer_divides_as_it_reads_and_leaves_the_same(
         )
     for a, b in zip(*found, strict=True):
         assert zoo.distance(a, b) < 1e-5
-
-
-def test_the_names_of_0_1_still_work() -> None:
-    stepper = lockstep.Stepper
-    assert stepper.meet is stepper.synchronize
-    assert stepper.meet_before is stepper.synchronize_before
-    assert stepper.between_meetings is stepper.between_synchronizations
-    assert stepper.together is stepper.synchronized
-    for synchronized in (False, True):
-        result = StepResult(
-            loss=1.0,
-            weight=1.0,
-            stop=False,
-            samples_by_rank=(1,),
-            bytes_sent=0,
-            outcome=Applied(),
-            synchronized=synchronized,
-        )
-        assert result.together is synchronized

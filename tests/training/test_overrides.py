@@ -1,17 +1,13 @@
-"""--set key=value as the arguments of `task()`: whole parameters, what is inside them, and
-configurations that Hydra composes.
-"""
+"""--set key=value as the arguments of `task()`: whole parameters, and what is inside them."""
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.settings import Settings
 from lockstep.errors import TaskError
@@ -64,20 +60,18 @@ def needs(depth: int, *, lr: float = 0.1) -> None:
     ],
 )
 def test_by_annotation(key: str, text: str, value: object) -> None:
-    found = arguments(typed, {key: text}, "t.py", Path())[key]
+    found = arguments(typed, {key: text}, "t.py")[key]
     assert (found, type(found)) == (value, type(value))
 
 
 def test_by_default_where_nothing_is_annotated() -> None:
-    found = arguments(
-        untyped, {"lr": "1", "epochs": "2", "flag": "off", "name": "x"}, "t.py", Path()
-    )
+    found = arguments(untyped, {"lr": "1", "epochs": "2", "flag": "off", "name": "x"}, "t.py")
     assert found == {"lr": 1.0, "epochs": 2, "flag": False, "name": "x"}
     assert isinstance(found["lr"], float)
 
 
 def test_nothing_set_passes_nothing() -> None:
-    assert arguments(typed, {}, "t.py", Path()) == {}
+    assert arguments(typed, {}, "t.py") == {}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +127,7 @@ def test_what_does_not_fit_is_refused(
     function: Any, overrides: dict[str, str], code: str, values: dict[str, str]
 ) -> None:
     with refused(code, TaskError, **values):
-        arguments(function, overrides, "t.py", Path())
+        arguments(function, overrides, "t.py")
 
 
 @dataclass(frozen=True)
@@ -150,15 +144,11 @@ class Conf:
 
 
 PLAIN = OrderedDict(lr=0.1, steps=3, on=True, name="x", nothing=None, inner={"deep": 1})
-DICT_CONFIG = OmegaConf.create({**PLAIN, "double": "${inner.deep}", "open": "???"})
-STRUCTURED = OmegaConf.structured(Conf)
 
 
 def nested(
     plain=PLAIN,  # type: ignore[no-untyped-def]
     conf: Conf = Conf(),  # noqa: B008
-    cfg: DictConfig = DICT_CONFIG,
-    typed: Any = STRUCTURED,
     lr: float = 0.1,
 ) -> None:
     pass
@@ -182,32 +172,22 @@ def at(value: Any, path: str) -> Any:
         ("conf.name", "7", "7"),
         ("conf.adam.lr", "1", 1.0),
         ("conf.adam.clip", "2", 2.0),
-        ("cfg.lr", "1", 1.0),
-        ("cfg.inner.deep", "4", 4),
-        ("cfg.open", "4", 4),
-        ("typed.adam.lr", "2", 2.0),
     ],
 )
 def test_inside_a_parameter_what_is_there_says_the_type(key: str, text: str, value: object) -> None:
     name, _, path = key.partition(".")
-    given = arguments(nested, {key: text}, "t.py", Path())
+    given = arguments(nested, {key: text}, "t.py")
     found, before = (
         given[name],
-        (*nested.__defaults__,)[["plain", "conf", "cfg", "typed"].index(name)],
+        (*nested.__defaults__,)[["plain", "conf"].index(name)],
     )  # type: ignore[misc]
     assert list(given) == [name]
     assert (at(found, path), type(at(found, path))) == (value, type(value))
     assert type(found) is type(before)
-    others = {each: each for each in ("plain.steps", "conf.adam.betas", "cfg.steps", "typed.name")}
+    others = {each: each for each in ("plain.steps", "conf.adam.betas")}
     untouched = next(each for each in others if each.startswith(f"{name}.")).partition(".")[2]
     assert at(found, untouched) == at(before, untouched)
-    assert PLAIN["lr"] == DICT_CONFIG.lr == 0.1, "the default itself was changed"
-
-
-def test_an_interpolation_follows_what_was_set() -> None:
-    found = arguments(nested, {"cfg.inner.deep": "4", "cfg.lr": "2"}, "t.py", Path())["cfg"]
-    assert (found.double, found.lr) == (4, 2.0)
-    assert arguments(nested, {"cfg.double": "5"}, "t.py", Path())["cfg"].double == 5
+    assert PLAIN["lr"] == 0.1, "the default itself was changed"
 
 
 @pytest.mark.parametrize(
@@ -220,13 +200,13 @@ def test_an_interpolation_follows_what_was_set() -> None:
             {"key": "plain.inner.dep", "known": "plain.inner takes deep (did you mean 'deep'?)"},
         ),
         ("conf.adam.rl", "1", "override-unknown", {"known": "conf.adam takes lr, betas, clip"}),
-        ("cfg.setps", "1", "override-unknown", {"file": "t.py"}),
+        ("plain.setps", "1", "override-unknown", {"file": "t.py"}),
         ("lr.x", "1", "override-unknown", {"known": "lr takes nothing"}),
         ("plian.lr", "1", "override-unknown", {"key": "plian.lr"}),
         ("plain.steps", "1.5", "override-wrong-value", {"choices": "a whole number"}),
         ("conf.adam.lr", "fast", "override-wrong-value", {"key": "conf.adam.lr"}),
-        ("cfg.lr", "fast", "override-wrong-value", {"choices": "a number"}),
-        ("typed.adam.clip", "x", "override-wrong-value", {"choices": "a number or none"}),
+        ("plain.lr", "fast", "override-wrong-value", {"choices": "a number"}),
+        ("conf.adam.clip", "x", "override-wrong-value", {"choices": "a number or none"}),
         ("conf.adam", "x", "override-wrong-value", {"choices": "a Adam, which --set cannot give"}),
     ],
 )
@@ -234,89 +214,25 @@ def test_what_does_not_fit_inside_is_refused(
     key: str, text: str, code: str, values: dict[str, str]
 ) -> None:
     with refused(code, TaskError, **values):
-        arguments(nested, {key: text}, "t.py", Path())
+        arguments(nested, {key: text}, "t.py")
 
 
-TASK = """
-from dataclasses import replace
-from omegaconf import DictConfig
-from tests.training import toy
-def task(cfg: DictConfig, optimizer: dict = {"lr": 0.1}):
-    given = toy.task()
-    def loss(output, batch):
-        return given.loss(output, batch)[0] * cfg.lr * optimizer["lr"], 1
-    return replace(given, loss=loss, name=f"{cfg.model.name} {cfg.lr}")
-"""
-
-
-@pytest.fixture
-def hydra_task(tmp_path: Path) -> str:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "config.yaml").write_text("defaults: [model: small, _self_]\nlr: 0.1\n")
-    for name in ("small", "big"):
-        (tmp_path / "conf" / "model" / f"{name}.yaml").write_text(f"name: {name}\n")
-    (tmp_path / "mine.py").write_text(TASK)
-    return str(tmp_path / "mine.py")
-
-
-CFG = {"cfg": "conf/config.yaml"}
-
-
-def test_a_task_from_a_configuration_that_hydra_composes(
-    hydra_task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is seen from the task's folder, wherever the command is given."""
-    monkeypatch.chdir("/")
-    assert resolve(hydra_task, CFG).name == "small 0.1"
-    chosen = {**CFG, "cfg.model": "big", "cfg.lr": "0.2"}
-    assert resolve(hydra_task, chosen).name == "big 0.2"
-
-
-@pytest.mark.parametrize("parameter", ["cfg: DictConfig = None", "cfg: DictConfig | None = None"])
-def test_a_configuration_may_be_optional(tmp_path: Path, hydra_task: str, parameter: str) -> None:
-    file = tmp_path / "optional.py"
-    file.write_text(TASK.replace("cfg: DictConfig,", f"{parameter},"))
-    located(str(file), {**CFG, "cfg.lr": "0.2"})
-    assert resolve(str(file), {**CFG, "cfg.lr": "0.2"}).name == "small 0.2"
-
-
-def test_the_digest_and_the_settings_see_what_is_set_inside(hydra_task: str) -> None:
-    first = code_digests(resolve(hydra_task, CFG))
-    assert code_digests(resolve(hydra_task, CFG)) == first
-    for more in ({"cfg.lr": "0.2"}, {"optimizer.lr": "0.2"}):
-        assert changes(first, code_digests(resolve(hydra_task, {**CFG, **more})))
-        before, now = Settings(task="t", overrides=CFG), Settings(task="t", overrides=CFG | more)
-        assert now.differences(before)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code", "values"),
-    [
-        ({}, "task-argument-missing", {"key": "cfg"}),
-        ({"cfg.lr": "0.2"}, "task-argument-missing", {"key": "cfg"}),
-        ({"cfg": "conf/confg.yaml"}, "cannot-read", {"name": "--set cfg"}),
-        ({**CFG, "cfg.lrr": "1"}, "config-not-composed", {"overrides": ["lrr=1"]}),
-        ({**CFG, "cfg.model": "tiny"}, "config-not-composed", {"overrides": ["model=tiny"]}),
-        ({**CFG, "cfg.lr": "0.1,0.2"}, "config-not-composed", {"overrides": ["lr=0.1,0.2"]}),
-    ],
-)
-def test_what_hydra_cannot_compose_is_refused(
-    hydra_task: str, overrides: dict[str, str], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, TaskError, **values):
-        resolve(hydra_task, overrides)
-
-
-def test_an_unknown_key_is_refused_with_the_nearest(hydra_task: str) -> None:
-    with refused("config-not-composed", TaskError) as caught:
-        resolve(hydra_task, {**CFG, "cfg.model.nmae": "x"})
-    assert caught.value.values["reason"].endswith("(did you mean 'model.name'?)")
-
-
-def test_without_hydra_the_extra_is_named(hydra_task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
-    with refused("missing-extra", TaskError, package="Hydra"):
-        resolve(hydra_task, CFG)
+def test_the_digest_and_the_settings_see_what_is_set_inside(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\nfrom tests.training import toy\n"
+        "def task(optimizer: dict = {'lr': 0.1}):\n"
+        "    given = toy.task()\n"
+        "    def loss(output, batch):\n"
+        "        return given.loss(output, batch)[0] * optimizer['lr'], 1\n"
+        "    return replace(given, loss=loss)\n"
+    )
+    first = code_digests(resolve(str(file), {}))
+    assert code_digests(resolve(str(file), {})) == first
+    inside = {"optimizer.lr": "0.2"}
+    assert changes(first, code_digests(resolve(str(file), inside)))
+    before, now = Settings(task="t"), Settings(task="t", overrides=inside)
+    assert now.differences(before)
 
 
 def test_a_literal_default_is_looked_at_before_the_file_runs(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from lockstep.training.timeline import (
     Begin,
     End,
-    LinksLine,
-    LinkUse,
     MemoryLine,
     Pause,
     StepsLine,
@@ -75,18 +73,6 @@ def test_the_other_kinds() -> None:
     assert parse(memory) == MemoryLine(
         parameters=1, gradients=2, optimizer=3, activations=None, peak=None
     )
-    link = {
-        "here": "10.0.0.1",
-        "peer": "10.0.0.2",
-        "rtt": 0.001,
-        "busy": 0.5,
-        "sent": 7,
-        "retransmitted": 0,
-        "rate": 1e6,
-    }
-    assert parse(json.dumps({"kind": "links", "step": 1, "to": [link]})) == LinksLine(
-        step=1, to=(LinkUse(**link),)
-    )
     assert parse('{"kind":"end","step":4}') == End(step=4)
 
 
@@ -121,7 +107,7 @@ def test_what_is_none(text: str) -> None:
     assert parse(text) is None
 
 
-@given(st.sampled_from(["begin", "steps", "pause", "links", "memory", "end"]), st.data())
+@given(st.sampled_from(["begin", "steps", "pause", "memory", "end"]), st.data())
 def test_nothing_that_a_line_may_hold_raises(kind: str, data: st.DataObject) -> None:
     whole = {"begin": begin(0, 1), "steps": STEPS}.get(
         kind, {"kind": kind, "what": "evaluate", "step": 1, "seconds": 1.0, "to": []}

@@ -32,11 +32,8 @@ MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
 """The files that a checkpoint has at least: its state, and the model in one file or in parts."""
 AVERAGE = "average.safetensors"
 FORMAT = 2
-_DIGESTS: dict[int, tuple[str, Callable[[], Any]]] = {
-    1: ("sha256", hashlib.sha256),
-    FORMAT: ("xxh3_128", xxhash.xxh3_128),
-}
-"""By format: the name of a digest in the manifest, and its algorithm. All formats can be read."""
+_DIGEST = "xxh3_128"
+"""The name of a file's digest in the manifest."""
 LARGEST = 64 * 2**20  # bytes; a larger manifest is not read
 _WORTH_THREADS = 2**22  # bytes
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -49,28 +46,24 @@ class SealedFile:
     name: str
     bytes: int
     digest: str
-    """XXH3 of 128 bits, in hexadecimal; in format 1, SHA-256."""
-    format: int = FORMAT
+    """XXH3 of 128 bits, in hexadecimal."""
 
 
 def new_digest() -> Any:
     """Return a digest for a file that is being written, with the methods of hashlib's digests."""
-    return _DIGESTS[FORMAT][1]()
+    return xxhash.xxh3_128()
 
 
-def measured(file: Path, format: int = FORMAT) -> SealedFile:
+def measured(file: Path) -> SealedFile:
     """Return size and digest of a file on disk."""
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, _DIGESTS[format][1])
-    return SealedFile(file.name, file.stat().st_size, digest.hexdigest(), format)
+        digest = hashlib.file_digest(stream, new_digest)
+    return SealedFile(file.name, file.stat().st_size, digest.hexdigest())
 
 
 def seal(folder: Path, step: int, entries: Sequence[SealedFile]) -> None:
     """Write the manifest and its seal, and force them to disk."""
-    files = [
-        {"name": entry.name, "bytes": entry.bytes, _DIGESTS[FORMAT][0]: entry.digest}
-        for entry in entries
-    ]
+    files = [{"name": entry.name, "bytes": entry.bytes, _DIGEST: entry.digest} for entry in entries]
     found = {"format": FORMAT, "step": step, "files": files}
     text = json.dumps(found, indent=1) + "\n"
     write_whole(folder / MANIFEST, text, forced=True)
@@ -100,7 +93,7 @@ def check(folder: Path) -> list[SealedFile]:
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
     with _several(sum(entry.bytes for entry in entries)) as each:
-        found = each(lambda entry: measured(folder / entry.name, entry.format), largest_first)
+        found = each(lambda entry: measured(folder / entry.name), largest_first)
         changed = [old.name for old, new in zip(largest_first, found, strict=True) if old != new]
     if changed:
         raise DamagedCheckpoint(
@@ -133,17 +126,17 @@ def listed(folder: Path) -> list[SealedFile]:
         )
     try:
         found: Any = json.loads(text)
-        if (version := found["format"]) not in _DIGESTS:
+        if (version := found["format"]) != FORMAT:
             raise DamagedCheckpoint(
                 "checkpoint-format-unknown",
                 checkpoint=folder.name,
                 file=MANIFEST,
                 format=version,
-                known=" and ".join(map(str, _DIGESTS)),
+                known=FORMAT,
             )
-        step, name_of = int(found["step"]), _DIGESTS[version][0]
+        step = int(found["step"])
         entries = [
-            SealedFile(str(each["name"]), int(each["bytes"]), str(each[name_of]), version)
+            SealedFile(str(each["name"]), int(each["bytes"]), str(each[_DIGEST]))
             for each in found["files"]
         ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:

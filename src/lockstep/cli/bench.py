@@ -40,12 +40,10 @@ class ScalingOptions:
         ),
     ] = None
     """Numbers of ranks on this host. The first one is the base of the speedup."""
-    strong: Annotated[bool, Knob("run")] = False
-    """Keep the global batch at every number of workers. This is the default."""
     weak: Annotated[bool, Knob("run")] = False
-    """Keep the batch of each rank, so that the global batch grows with the workers."""
-    both: Annotated[bool, Knob("run")] = False
-    """Measure strong and weak scaling, alternating."""
+    """Keep the batch of each rank, so that the global batch grows with the workers. Default: keep
+    the global batch.
+    """
     steps: Annotated[int, Knob("measurement", least=1)] = 10
     """Number of timed steps in a round."""
     rounds: Annotated[int, Knob("measurement", least=1)] = 5
@@ -55,22 +53,6 @@ class ScalingOptions:
 
     def __post_init__(self) -> None:
         knob.check(self)
-
-    @property
-    def mode(self) -> str:
-        given = [
-            name
-            for name, value in (("strong", self.strong), ("weak", self.weak), ("both", self.both))
-            if value
-        ]
-        if len(given) > 1:
-            raise UsageError(
-                "options-exclude-each-other",
-                one=f"--{given[0]}",
-                other=f"--{given[1]}",
-                reason="--both measures strong and weak scaling",
-            )
-        return given[0] if given else "strong"
 
     def counts(self, device: str) -> list[int]:
         """Return the numbers of ranks. Default: 1, 2, 4, ... up to the limit of the device."""
@@ -101,19 +83,17 @@ def scaling(
     """Measure samples/s, speedup and efficiency of TASK at several numbers of workers.
 
     The numbers of workers alternate. Efficiency is the speedup divided by the growth in workers.
-    The table also shows the predicted efficiency, from the work of one rank measured alone and the
-    link between two ranks.
     """
-    mode, counts = turns.mode, turns.counts(config.device)
+    counts = turns.counts(config.device)
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_picture(out)
-    from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
+    from lockstep.tools.bench.scaling import benchmark_scaling
 
     found = benchmark_scaling(
         place,
         counts,
-        mode=mode,
+        mode="weak" if turns.weak else "strong",
         steps=turns.steps,
         rounds=turns.rounds,
         loading=turns.loading,
@@ -142,33 +122,6 @@ DrawnFile = Annotated[
     Path | None,
     typer.Option("--out", "--plot", metavar="FILE.svg", help="Draw the times into an SVG file."),
 ]
-
-
-@app.command("sampler", cls=GroupedCommand)
-def sampler(
-    json_file: JsonFile = None,
-    largest_torch: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help=(
-                "Largest number of samples to measure with torch's DistributedSampler, which needs"
-                " about 50 bytes of memory per sample."
-            ),
-        ),
-    ] = 10**7,
-) -> None:
-    """Compare Lockstep's shuffled order with torch's DistributedSampler.
-
-    The table shows start-up time, memory, and time per index. Each measurement runs in a new
-    process.
-    """
-    from lockstep.tools.bench import sampler_cost as measured
-
-    check_writable(json_file, "--json")
-    found = list(measured.rows(largest_torch))
-    print(measured.table(found))
-    write_json(json_file, {"rows": [row.as_json() for row in found]})
 
 
 HostRanks = Annotated[

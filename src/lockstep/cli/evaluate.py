@@ -166,7 +166,7 @@ def predict(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File to write, .npy or .parquet. Default: DIR/predictions.npy.",
+            help="The .npy file to write. Default: DIR/predictions.npy.",
         ),
     ] = None,
     workers: Workers = None,
@@ -175,8 +175,8 @@ def predict(
 ) -> None:
     """Write the predictions of a run's newest (or best) checkpoint for the task's eval_data.
 
-    The rows are in the order of eval_data. The number of ranks does not change the file. Each rank
-    holds its own rows only.
+    The rows are in the order of eval_data. The number of ranks does not change the file. Ranks write
+    their rows to it as they compute them.
     """
     from lockstep.training.inference.apply import check_out
 

@@ -1,4 +1,4 @@
-"""`lockstep report`: how to make a run faster, and why, in sentences and on one page."""
+"""`lockstep report`: what to do first to make a run faster, and why, on one page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Show what would make RUN faster and where its time went, and write an HTML page.
+    """Show what to do first to make RUN faster, where its time went, and write an HTML page.
 
     The page is one file and needs no server. RUN/timeline.json is a trace for Perfetto.
     """
@@ -48,8 +48,7 @@ def report(
     check_writable(file, "--out")
     check_writable(json_file, "--json")
     found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
-    actions, reasons = told(recorded, found)
-    print("\n".join([*actions, *reasons]))
+    print("\n".join(told(recorded, found)))
     write_json(json_file, as_json(recorded, found))
     text = page(recorded, found)
     with writing(file, "--out"):

@@ -7,14 +7,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
-from lockstep.cli.multirun import each_run
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
@@ -51,29 +49,7 @@ def train(
       lockstep train my_task.py -n 2 --set lr=0.01   your task, with a parameter set
       lockstep train my_task.py --run runs/a         start the run in runs/a, or resume it
     """
-    from lockstep.training.run_directory import unused
-
     choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
-    runs = list(each_run(choice, unused(Path(task).stem)))
-    if choice.multirun:  # find a mistake in the last run before the first one trains
-        for each in runs:
-            task_of(task, each.overrides)
-    for number, each in enumerate(runs, 1):
-        if choice.multirun:
-            print(f"run {number} of {len(runs)}: {each.run}", file=sys.stderr)
-        _train(task, each, config, launch, cluster, several=bool(choice.multirun))
-
-
-def _train(
-    task: str,
-    choice: RunChoice,
-    config: Config,
-    launch: Launch,
-    cluster: Cluster,
-    *,
-    several: bool,
-) -> None:
-    """Train one run. `several` says that it is one of --multirun."""
     workers = _workers(choice, config)
     from lockstep.launcher.rank import rank_here
 
@@ -86,8 +62,6 @@ def _train(
     elif cluster.nodes is not None or (here := rank_here(workers)) is None:
         fixed, count = many.fixed_set(cluster, workers)
         workers = None if count is None else str(count)
-    if several and (here is not None or fixed is not None):
-        raise UsageError("multirun-alone", other="--nodes" if here is None else "another launcher")
     if here is not None:
         _listen(here, launch)
     place, overrides = task_of(task, choice.overrides)

@@ -50,17 +50,11 @@ class RunChoice:
         Mapping[str, str], Knob("run", unit="KEY=VALUE", flags=("--set",), common=True)
     ] = field(default_factory=dict)
     """Set a parameter of task(). May be repeated."""
-    multirun: Annotated[Mapping[str, str], Knob("run", unit="KEY=V1,V2")] = field(
-        default_factory=dict
-    )
-    """Train once for each value of a task() parameter. If repeated, once for each combination."""
 
     def __post_init__(self) -> None:
         knob.check(self)
         if self.resume and (self.fresh or self.run is None):
             raise UsageError("resume-without-run")
-        if self.resume and self.multirun:
-            raise UsageError("multirun-alone", other="--resume")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

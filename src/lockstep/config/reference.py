@@ -22,7 +22,7 @@ These are the options of `lockstep train`, by group. Other commands take some of
   line if the two differ. An unknown name, or a value of another type, is an error.
 - **From Python.** `lockstep.train(task, sync_every=8)` takes the same names for the groups training, gradients and model split, and for
   epochs, steps, device, checkpoint_every, checkpoints and allow_changes.
-- **A task's parameters.** [Configuration](../guide/configuration.md) explains the values of `--set` and `--multirun`, with and without Hydra.
+- **A task's parameters.** [Configuration](../guide/configuration.md) explains the values of `--set`.
 - **In the run directory.** settings.json holds the options of a run.
 """
 

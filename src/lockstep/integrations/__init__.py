@@ -1,1 +1,1 @@
-"""Lockstep inside other frameworks: Accelerate, DCP, Hydra, Lightning, Ray Train, transformers."""
+"""Lockstep inside other frameworks: Accelerate, DCP, Lightning, Ray Train, transformers."""

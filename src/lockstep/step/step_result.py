@@ -84,11 +84,6 @@ class StepResult:
         """Why the optimizer did not step; None if it did."""
         return self.outcome.reason
 
-    @property
-    def together(self) -> bool:
-        """The name of `synchronized` in 0.1, for one release."""
-        return self.synchronized
-
 
 class Outcomes:
     """Steps the scheduler after every applied update, and warns of a skipped one with the origin of

@@ -579,10 +579,6 @@ class Stepper:
         self._outcomes.settle()
         return self.update.synchronize(stop=self._wants_stop())
 
-    # the names of 0.1, for one release
-    meet, meet_before = synchronize, synchronize_before
-    between_meetings, together = between_synchronizations, synchronized
-
     def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
         by which the sum must still be divided.

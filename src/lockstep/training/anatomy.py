@@ -8,7 +8,6 @@ steps    sums over the steps first .. last, in seconds: data, forward, backward,
          `lost`: the part of the waits that a later rank caused, by that rank's number;
          spans and buckets, for some steps: when each piece began and ended
 pause    evaluate or checkpoint, between steps
-links    TCP connections to other hosts, since the previous such line
 memory   bytes of parameters, gradients, optimizer, activations of one micro-batch; peak
 end      the training ended
 
@@ -24,14 +23,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.collectives.tcp import Connection, connections
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
@@ -138,8 +136,6 @@ _IN_DETAIL = 20  # first steps with spans and buckets; then one in _RARELY, up t
 _RARELY = 100
 _DIGITS = 7
 _FLUSH_EVERY = 1.0  # s: a killed rank loses about this much
-_LOOK_EVERY = 1.0  # s between two reads of the link counters, at first
-_RARER = 1.02  # growth of that interval: the records grow with the logarithm of time
 _encoded = json.JSONEncoder(allow_nan=False).encode
 _NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # phase -> its name in the sums
 _SUMMED = (
@@ -220,7 +216,6 @@ class AnatomyFile:
         self._open: list[_Held] = []
         self._held: list[_Held] = []  # steps for which the last rank is not known yet
         self._activations: int | None = None
-        self._links = LinkCounters() if world.local_size != world.size else None
         self.write(
             {
                 "kind": "begin",
@@ -250,7 +245,6 @@ class AnatomyFile:
         for times in result.times:
             self._write_pause("evaluate", times.step - 1, times.evaluate)
             self._write_pause("checkpoint", times.step - 1, times.checkpoint)
-        self._look_at_links()
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._lines.write(f"{_encoded(record)}\n".encode())
@@ -263,17 +257,12 @@ class AnatomyFile:
         self._flush()
         for what, seconds in self._stepper.clock.running.paused().items():
             self._write_pause(what, step, seconds)
-        self._look_at_links(now_or_never=True)
         self._write_memory(self._activations)
         self.write({"kind": "end", "step": step})
 
     def _write_pause(self, what: str, step: int, seconds: float) -> None:
         if seconds:
             self.write({"kind": "pause", "what": what, "step": step, "seconds": _rounded(seconds)})
-
-    def _look_at_links(self, *, now_or_never: bool = False) -> None:
-        if self._links is not None and (rows := self._links.look(now_or_never=now_or_never)):
-            self.write({"kind": "links", "step": self._stepper.steps, "to": rows})
 
     def _write_memory(self, activations: int | None) -> None:
         self._activations = activations
@@ -380,46 +369,3 @@ def _opened(file: Path) -> TelemetryFile:
     if torn:
         found.write(b"\n")
     return found
-
-
-class LinkCounters:
-    """Reads now and then what this rank's connections to other hosts did since the last read."""
-
-    def __init__(self) -> None:
-        self._due, self._every = 0.0, _LOOK_EVERY
-        self._before: dict[tuple[str, str], Connection] = {}
-
-    def look(self, *, now_or_never: bool = False) -> list[dict[str, Any]]:
-        """Return a row for each host that this rank is connected to; none if no read is due."""
-        now = time.monotonic()
-        if now < self._due and not now_or_never:
-            return []
-        self._due, self._every = now + self._every, self._every * _RARER
-        found = {each.ends: each for each in connections()}
-        rows = by_host(self._before, found.values())
-        self._before = found
-        return rows
-
-
-def by_host(
-    before: Mapping[tuple[str, str], Connection], found: Iterable[Connection]
-) -> list[dict[str, Any]]:
-    """Return a row for each pair of local address and peer, summed over its connections: seconds,
-    bytes and packets since `before`; also the longest round trip and the highest rate.
-    """
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for each in found:
-        nothing = replace(each, busy=0.0, sent=0, retransmitted=0)
-        old = before.get(each.ends, nothing)
-        if old.sent > each.sent:
-            old = nothing  # a new connection between the same ends
-        row = rows.setdefault(
-            (each.here, each.host),
-            {"here": each.here, "peer": each.host, "rtt": 0.0, "rate": 0.0}
-            | {"busy": 0.0, "sent": 0, "retransmitted": 0},
-        )
-        row["rtt"] = _rounded(max(row["rtt"], each.round_trip))
-        row["rate"] = max(row["rate"], each.rate)
-        for name in ("busy", "sent", "retransmitted"):
-            row[name] = _rounded(row[name] + getattr(each, name) - getattr(old, name))
-    return list(rows.values())

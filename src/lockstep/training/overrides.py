@@ -1,10 +1,8 @@
 """--set key=value: convert texts to the arguments of a task file's `task()`.
 
 --set lr=0.1                  a parameter: its annotation, else its default, gives the type
---set optimizer.lr=0.1        a value inside a parameter's default, which is a dict, a dataclass or
-                              an OmegaConf object: the value that is there gives the type
---set cfg=conf/config.yaml    a parameter of type DictConfig: Hydra composes it from this file
---set cfg.optimizer=adam      after that: an override inside it, in Hydra's own grammar
+--set optimizer.lr=0.1        a value inside a parameter's default, which is a dict or a dataclass:
+                              the value that is there gives the type
 """
 
 from __future__ import annotations
@@ -14,18 +12,15 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.config.knob import closest
 from lockstep.errors import TaskError
-from lockstep.training.hydra_config import composed, of_omegaconf
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 _ANY = int | float | bool | str | None  # if there is no value that gives the type
-_OPEN = ("None", "???", "${")  # texts of None, and of OmegaConf's missing values and interpolations
 UNSEEN: Any = object()
 """A parameter's default that is not known before the file runs."""
 
@@ -41,7 +36,7 @@ class Parameter:
 
 
 def arguments(
-    function: Callable[..., object], overrides: Mapping[str, str], name: str, folder: Path
+    function: Callable[..., object], overrides: Mapping[str, str], name: str
 ) -> dict[str, Any]:
     """Return the keyword arguments for `function`, converted from text.
 
@@ -53,7 +48,6 @@ def arguments(
         function: the `task` of a task file.
         overrides: texts by parameter, or by `parameter.path.inside.it`.
         name: the name of the task, for errors.
-        folder: the folder of Hydra's configuration files.
     """
     hints = _hints(function)
     parameters = {
@@ -65,11 +59,11 @@ def arguments(
         for key, each in inspect.signature(function).parameters.items()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
-    return converted(parameters, overrides, name, folder)
+    return converted(parameters, overrides, name)
 
 
 def converted(
-    parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str, folder: Path
+    parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str
 ) -> dict[str, Any]:
     """Return `overrides` as values for these parameters of the task `name`. Raises TaskError as
     `arguments` does.
@@ -83,18 +77,13 @@ def converted(
     for key, parameter in parameters.items():
         if parameter.required and "" not in given.get(key, {}):
             raise TaskError("task-argument-missing", key=key, file=name)
-    return {key: _value(key, parameters[key], texts, name, folder) for key, texts in given.items()}
+    return {key: _value(key, parameters[key], texts, name) for key, texts in given.items()}
 
 
-def _value(
-    key: str, parameter: Parameter, texts: Mapping[str, str], name: str, folder: Path
-) -> Any:
+def _value(key: str, parameter: Parameter, texts: Mapping[str, str], name: str) -> Any:
     """Return one parameter's value. `texts`: by the path inside it; "" is the whole parameter."""
     inside = {path: text for path, text in texts.items() if path}
     whole = texts.get("")
-    kinds = get_args(parameter.kind) or (parameter.kind,)
-    if whole not in (None, "none") and any(map(of_omegaconf, kinds)):
-        return composed(key, folder / whole, inside)
     value = parameter.default if whole is None else _convert(key, whole, parameter.kind)
     if parameter.default is UNSEEN:
         return value
@@ -114,15 +103,8 @@ def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
     new = _changed(inner, rest, text, inside, name) if rest else _convert(inside, text, kind)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{here: new})
-    if not of_omegaconf(type(value)):
-        changed = copy.copy(value)
-        changed[here] = new
-        return changed
-    from omegaconf import read_write
-
-    changed = copy.deepcopy(value)
-    with read_write(changed):
-        changed[here] = new
+    changed = copy.copy(value)
+    changed[here] = new
     return changed
 
 
@@ -132,21 +114,9 @@ def _members(value: Any) -> dict[str, tuple[Any, Any]]:
         hints = _hints(type(value))
         held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         return {key: (each, hints.get(key, type(each))) for key, each in held.items()}
-    plain, hints = value, {}
-    if of_omegaconf(type(value)):
-        from omegaconf import OmegaConf
-
-        plain = OmegaConf.to_container(value)  # interpolations and missing values stay texts
-        hints = _hints(OmegaConf.get_type(value) or dict)  # a structured config has types
-    if not isinstance(plain, Mapping):
+    if not isinstance(value, Mapping):
         return {}
-    return {
-        key: (
-            value[key] if isinstance(each, Mapping) else each,
-            hints.get(key, _ANY if str(each).startswith(_OPEN) else type(each)),
-        )
-        for key, each in plain.items()
-    }
+    return {key: (inner, _ANY if inner is None else type(inner)) for key, inner in value.items()}
 
 
 def _unknown(

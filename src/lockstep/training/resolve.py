@@ -76,7 +76,7 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     place = locate(name)
     module = importlib.import_module(BUNDLED[place]) if place in BUNDLED else _load(Path(place))
     made = _function(module, name)
-    found = made(**arguments(made, overrides or {}, name, file_of(place).parent))
+    found = made(**arguments(made, overrides or {}, name))
     if not isinstance(found, Task):
         raise wrong_type(f"task() in {name}", found, "a lockstep.Task")
     return found if found.name else replace(found, name=short_name(place))
@@ -165,7 +165,7 @@ def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
         if isinstance(node, ast.FunctionDef) and node.name == "task" and not node.decorator_list
     ]
     if len(bound) == len(functions) == 1:
-        converted(dict(_parameters(functions[0])), overrides or {}, name, file_of(place).parent)
+        converted(dict(_parameters(functions[0])), overrides or {}, name)
     return place
 
 
@@ -237,10 +237,7 @@ def _parameters(function: ast.FunctionDef) -> Iterator[tuple[str, Parameter]]:
     for each, default in pairs:
         if each not in taken.posonlyargs:
             kind = _kind(each.annotation, default)
-            value = _literal(default)
-            if kind is Any and value is None:  # an override inside may belong to a Hydra file
-                value = UNSEEN
-            yield each.arg, Parameter(kind, default is None, value)
+            yield each.arg, Parameter(kind, default is None, _literal(default))
 
 
 def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:

@@ -87,7 +87,7 @@ def last_line(result: Mapping[str, Any]) -> str:
     counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
-    average = result.get("average_sha256")  # not in results of earlier versions
+    average = result["average_sha256"]
     return (
         f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights"
         f" sha256 {result['sha256']}{f' | average sha256 {average}' if average else ''}"

@@ -108,27 +108,6 @@ class Pause:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkUse:
-    """A rank's TCP connections from one address to another, since the previous line."""
-
-    here: str
-    peer: str
-    rtt: float
-    busy: float
-    """Seconds in which data was on its way."""
-    sent: int
-    retransmitted: int
-    rate: float
-    """Bytes per second that arrived at the peer, as the kernel last measured."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinksLine:
-    step: int
-    to: tuple[LinkUse, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLine:
     """Memory of one rank, in bytes; None if the device does not report it."""
 
@@ -146,12 +125,11 @@ class End:
     step: int
 
 
-Line = Begin | StepsLine | Pause | LinksLine | MemoryLine | End
+Line = Begin | StepsLine | Pause | MemoryLine | End
 _KINDS: Mapping[str, type[Line]] = {
     "begin": Begin,
     "steps": StepsLine,
     "pause": Pause,
-    "links": LinksLine,
     "memory": MemoryLine,
     "end": End,
 }
@@ -182,7 +160,6 @@ class Lane:
     begin: Begin
     steps: tuple[StepsLine, ...] = ()
     pauses: tuple[Pause, ...] = ()
-    links: tuple[LinksLine, ...] = ()
     memory: MemoryLine | None = None
     """The latest memory line."""
     ended: bool = False
@@ -195,7 +172,6 @@ class Lane:
             begin=begin,
             steps=tuple(each for each in lines if isinstance(each, StepsLine)),
             pauses=tuple(each for each in lines if isinstance(each, Pause)),
-            links=tuple(each for each in lines if isinstance(each, LinksLine)),
             memory=next((each for each in reversed(lines) if isinstance(each, MemoryLine)), None),
             ended=bool(lines) and isinstance(lines[-1], End),
         )

@@ -78,7 +78,7 @@ def test_all_sections(whole: str) -> None:
     assert [
         each for each in found.headings if each[0].isupper() and not each.startswith("Step ")
     ] == [
-        "What to do",
+        "What to do first",
         "Why",
         "Time by rank",
         "A step of each rank",
@@ -166,7 +166,7 @@ def test_runs_of_which_something_is_missing(
     found = Reader(written(make(tmp_path, **changes)))
     assert "Settings" in found.headings
     assert ("A step of each rank" in found.headings) is judged
-    assert ("What to do" in found.headings) is judged
+    assert ("What to do first" in found.headings) is judged
 
 
 def test_many_ranks_are_not_all_drawn(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_run_on_gpus_is_judged_too(tmp_path: Path) -> None:
     assert recorded.anatomy is not None
     found = verdict(recorded.anatomy)
     assert found is not None
-    assert found.stragglers
+    assert found.do_first.rank == 3
     cells = Reader(page(recorded, found)).cells
     assert cells.count("unknown") == 4
 

@@ -7,8 +7,6 @@ it is implemented.
                             float32 for every 64 elements
     powersgd:r              P [n, r] of every matrix, with all vectors, then Q [m, r]; a matrix that
                             would not get smaller is sent uncompressed
-    topk:s                  8 bytes for each of the s n largest elements, from every rank to every
-                            other one
     central                 one tensor after the other through rank 0
 
 A message sent during the backward overlaps with the rest of it. As in the code, a bucket's second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,12 +34,6 @@ class RankTimes:
     """Seconds of communication behind computation; None if unknown."""
     lost: Mapping[int, float]
     """Seconds that it waited, by the place it waited for."""
-    spread: float | None
-    """The standard deviation of a step's time without waiting, divided by the mean. None for fewer
-    than two steps.
-    """
-    error: float
-    """The standard error of the mean of that time, in seconds; 0 if unknown."""
 
     def each(self, *names: str) -> float:
         """The sum of these totals, per step."""
@@ -54,21 +47,6 @@ class RankTimes:
     def hidden_each(self) -> float | None:
         """Seconds a step of hidden communication; None if unknown."""
         return None if self.hidden is None else self.hidden / self.steps
-
-    @property
-    def busy(self) -> float:
-        """Seconds a step in which it did not wait."""
-        return (self.totals["seconds"] - self.totals["waits"]) / self.steps
-
-    @property
-    def computing(self) -> float:
-        """Seconds a step in forward and backward."""
-        return self.each("forward", "backward")
-
-    @property
-    def pieces(self) -> float:
-        """Micro-batches a step."""
-        return self.each("micro_batches")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +172,6 @@ def _with_lost(kept: Kept) -> dict[int, Sequence[StepsLine]]:
 
 def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]]) -> RankTimes:
     lines = [line for each in lines_of for line in each]
-    spreads = [found for each in lines_of if (found := _spread(each)) is not None]
     hidden = [line.hidden for line in lines if line.hidden is not None]
     waited_for = sorted({who for line in lines for who in line.lost})
     return RankTimes(
@@ -202,30 +179,8 @@ def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]
         steps=sum(line.count for line in lines),
         totals={name: sum(line.total(name) for line in lines) for name in (*PHASES, *_SUMS)},
         lost={who: sum(line.lost.get(who, 0.0) for line in lines) for who in waited_for},
-        spread=statistics.fmean(spreads) if spreads else None,
-        error=max(_error(each) for each in lines_of),
         hidden=sum(hidden) if len(hidden) == len(lines) else None,
     )
-
-
-def _spread(lines: Sequence[StepsLine]) -> float | None:
-    """Return the spread of the lines with the fewest steps: sums over several steps vary less."""
-    least = min(line.count for line in lines)
-    times = [line.busy / line.count for line in lines if line.count == least]
-    if len(times) < 2 or (mean := statistics.fmean(times)) == 0:
-        return None
-    return statistics.pstdev(times) / mean
-
-
-def _error(lines: Sequence[StepsLine]) -> float:
-    spread, least = _spread(lines), min(line.count for line in lines)
-    if spread is None:
-        return 0.0
-    steps = sum(line.count for line in lines)
-    return spread * (sum(line.busy for line in lines) / steps) / math.sqrt(steps / least)
-
-
-# -- numbers and ranks, as the verdict writes them ------------------------------------------------
 
 
 def percentages(shares: Sequence[float]) -> list[int]:
@@ -234,9 +189,9 @@ def percentages(shares: Sequence[float]) -> list[int]:
     """
     whole = [math.floor(100 * share) for share in shares]
     left = round(100 * sum(shares)) - sum(whole)
-    by_remainder = sorted(range(len(shares)), key=lambda place: whole[place] - 100 * shares[place])
-    for place in by_remainder[:left]:
-        whole[place] += 1
+    by_remainder = sorted(range(len(shares)), key=lambda index: whole[index] - 100 * shares[index])
+    for index in by_remainder[:left]:
+        whole[index] += 1
     return whole
 
 

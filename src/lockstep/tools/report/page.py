@@ -1,9 +1,9 @@
-"""`lockstep report`: advice, its reasons and the details of a run, as a page and as JSON."""
+"""`lockstep report`: what to do first, why, and the details of a run, as a page and as JSON."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from math import isnan
 from typing import Any
@@ -22,23 +22,20 @@ from lockstep.training.timeline import PHASES, Begin
 FILE = "report.html"
 
 
-NO_ANATOMY = (
-    "This run has no record of its steps' times (RUN/anatomy/). An earlier version trained it."
-)
+NO_ANATOMY = "This run has no record of its steps' times (RUN/anatomy/)."
 NO_STEP = "No step was recorded yet, so there is nothing to judge."
 
 
-def told(recorded: Recorded, found: Verdict | None) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the advice and its reasons, in sentences."""
+def told(recorded: Recorded, found: Verdict | None) -> list[str]:
+    """Return what to do first and its reasons, in sentences."""
     if found is not None:
-        return found.actions(), found.reasons()
-    return [], [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
+        return [found.do_first.sentence, *found.reasons()]
+    return [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
 
 
 def page(recorded: Recorded, found: Verdict | None) -> str:
     """Return the report as HTML, with the verdict `found` at the top."""
     places = _judged(recorded)
-    actions, reasons = told(recorded, found)
     sections = [
         inside_step.times(places),
         history.curves(recorded),
@@ -60,9 +57,9 @@ def page(recorded: Recorded, found: Verdict | None) -> str:
         began=str(recorded.start.get("at", "")).replace("T", " ").replace("+00:00", " UTC"),
         command=_command(recorded.settings),
         facts=_facts(recorded),
-        actions=actions,
-        shares=[] if found is None else found.shares(),
-        reasons=reasons if found is None else found.notes,
+        do_first=None if found is None else found.do_first.sentence,
+        shares=[] if found is None else found.parts(),
+        reasons=told(recorded, found) if found is None else found.notes,
         sections=[each for each in sections if not each.empty],
     )
 
@@ -183,7 +180,11 @@ def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
 def _row(place: RankTimes) -> dict[str, Any]:
     lost = {str(who): place.waited_for(who) for who in place.lost}
     times = {name: place.each(name) for name in (*PHASES, "seconds", "moving", "waits")}
-    whole = {"hidden": place.hidden_each, "lost": lost, "micro_batches": place.pieces}
+    whole = {
+        "hidden": place.hidden_each,
+        "lost": lost,
+        "micro_batches": place.each("micro_batches"),
+    }
     return {"ranks": list(place.ranks), "steps": place.steps, **times, **whole}
 
 

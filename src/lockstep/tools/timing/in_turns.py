@@ -5,9 +5,7 @@ then affects all of them alike. A Trial provides the step of a task as such a wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import replace
-from itertools import cycle, islice
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +15,6 @@ from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.step.forward import matmul_precision
-from lockstep.training.build import loader_of
 from lockstep.training.loop import Training
 from lockstep.training.opening import intra_op_threads
 from lockstep.world.world import World
@@ -88,23 +85,6 @@ class Trial:
         )
         self._loader, self._threads = self.training.loader, settings.threads
         self._windows = self._walk()
-
-    def beside(self, global_batch: int, threads: int, *, held: int = 0) -> Trial:
-        """Return a trial that shares this training, with its own Loader, global batch and intra-op
-        threads. With `held`, it fetches that many windows now and repeats them.
-        """
-        other, training = copy(self), self.training
-        task = replace(training.task, global_batch=global_batch)
-        other._loader = loader_of(
-            task, training.world, training.settings.loader_workers, drop_last=True
-        )
-        other._threads, other._windows = threads, other._walk()
-        if held:
-            windows = list(islice(other._windows, held))
-            for window in windows:
-                list(window)  # fetches the batches, which the window keeps
-            other._windows = cycle(windows)
-        return other
 
     def _walk(self) -> Iterator[Window]:
         for epoch in self._loader.epochs(ENDLESS):

@@ -1,10 +1,10 @@
-"""Times the work of a step: each of its phases, and when each gradient is complete. Plans, ratios
-and benchmarks all use this profiler.
+"""Times the work of a step: each of its phases, and when each gradient is complete. Plans use this
+profiler.
 
 `profile` measures a task with the training of `lockstep train`, its Loader and its Stepper. Several
 ranks of this host train side by side and start every step together, but do not exchange gradients.
 So they share memory bandwidth and caches as in a real training, and the times contain no
-communication. `counted` measures a model without a task.
+communication.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 from lockstep.config import knob
 from lockstep.config.settings import Device, Settings
@@ -45,8 +44,6 @@ _WARM_UP = 3  # steps: the second one orders the buckets by arrival
 _FEWEST = 5
 _MESSAGES = 41
 _NEVER = 10**9  # steps between two synchronizations
-# for `counted`: fewest and most repetitions; after these seconds, the fewest are enough
-_REPEATS, _BUDGET = (5, 50), 2.0
 
 
 class Stopwatch:
@@ -100,107 +97,6 @@ class Stopwatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counted:
-    """Measurements of one micro-batch on one device."""
-
-    flops: int
-    """FLOPs of matrix products, convolutions and attention: torch's FlopCounterMode counts no
-    others. 0: the model has none of them.
-    """
-    forward: float
-    """Median seconds of the forward."""
-    backward: float
-    """Median seconds of the backward."""
-    landed: Sequence[float]
-    """For each trained parameter, in the model's order: the share of the backward after which
-    its gradient was complete.
-    """
-
-
-def counted(model: nn.Module, loss: Callable[[], Tensor]) -> Counted:
-    """Measure a model. `loss` runs its forward on one batch and returns one number to
-    differentiate; if it does not, raises UsageError.
-
-    Restores the model's gradients and buffers (batch normalisation changes its statistics) and the
-    random streams.
-    """
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    forwards: list[float] = []
-    backwards: list[float] = []
-    with _as_found(model, device):
-        for _ in range(2):  # warm-up
-            checked(loss()).backward()
-        flops = flops_of(lambda: loss().backward())
-        watch = Stopwatch([], device)
-        while len(forwards) < _REPEATS[0] or (
-            len(forwards) < _REPEATS[1] and sum(forwards) + sum(backwards) < _BUDGET
-        ):
-            watch.lap()
-            found = loss()
-            forwards.append(watch.lap())
-            found.backward()
-            backwards.append(watch.lap())
-        landed = _landed(model, loss, device)
-    return Counted(
-        flops=flops,
-        forward=statistics.median(forwards),
-        backward=statistics.median(backwards),
-        landed=landed,
-    )
-
-
-def _landed(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> list[float]:
-    """Record when gradients are complete, in one more backward that only serves for this."""
-    watch = Stopwatch([each for each in model.parameters() if each.requires_grad], device)
-    try:
-        found = loss()
-        watch.lap()
-        watch.listen()
-        found.backward()
-        return watch.landed(watch.lap())
-    finally:
-        watch.close()
-
-
-def flops_of(work: Callable[[], object]) -> int:
-    """Count the FLOPs that `work` dispatches; a compiled model runs uncompiled here."""
-    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
-        work()
-    return int(counter.get_total_flops())
-
-
-def checked(found: object) -> Tensor:
-    """Return the loss `found`. Raises UsageError if it cannot be differentiated."""
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else f"a {type(found).__name__}"
-        )
-        raise UsageError("loss-not-a-number", what=what)
-    if not found.requires_grad:
-        raise UsageError("loss-without-parameters")
-    return found
-
-
-@contextmanager
-def _as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
-    gradients = [(each, each.grad) for each in model.parameters()]
-    buffers = [(each, each.detach().clone()) for each in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def profile(

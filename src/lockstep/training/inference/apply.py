@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.settings import Device
 from lockstep.errors import TaskError, UsageError
-from lockstep.runtime.extras import missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +91,14 @@ def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
     return {**found, "out": str(written)}
 
 
-SUFFIXES = (".npy", ".parquet")
-
-
 def check_out(path: Path) -> Path:
-    """Return the path if predictions can be written there. Raises UsageError for another extension,
-    a folder, or Parquet without pyarrow.
+    """Return the path if predictions can be written there. Raises UsageError for another extension
+    or a folder.
     """
-    if path.suffix not in SUFFIXES:
-        raise UsageError("wrong-ending", option="out", file=str(path), endings=SUFFIXES)
+    if path.suffix != ".npy":
+        raise UsageError("wrong-ending", option="out", file=str(path), endings=(".npy",))
     if path.is_dir():
         raise UsageError("cannot-write", name="out", file=str(path), reason="it is a folder")
-    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise missing(f"out={path}", "pyarrow", "parquet")
     return path
 
 

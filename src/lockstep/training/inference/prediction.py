@@ -19,18 +19,10 @@ from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
 from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
 from lockstep.training.inference.apply import check_out
-from lockstep.training.inference.prediction_files import (
-    Npy,
-    Parquet,
-    RowLayout,
-    agreed,
-    same,
-    split,
-)
+from lockstep.training.inference.prediction_files import NpyFile, RowLayout, agreed, same, split
 from lockstep.world.world import World
 
 _AT_ONCE = 2**21  # numbers of 8 bytes per all-reduce
-_FILES = {".npy": Npy, ".parquet": Parquet}
 
 
 def predict(
@@ -63,9 +55,8 @@ def predict(
         data: a map-style data set; or one batch: a tensor, or a tuple or dict of tensors with equal
             first dimensions.
         batch: rows per forward, at fixed positions. The last forward has the rest.
-        out: a file that ends in .npy (one tensor) or .parquet (columns by name; needs pyarrow).
-            Rows are streamed to it, and no rank holds more than its own. The file is complete or
-            absent.
+        out: a .npy file, for a model that returns one tensor. Rows are streamed to it, and no rank
+            holds them. All ranks must see its folder. The file is complete or absent.
         collate: list of samples -> batch. Default: torch's.
         loader_workers: processes of each rank that load data.
         inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default for a data
@@ -78,7 +69,7 @@ def predict(
         a data set, on the model's device for one batch. With `out`: its path.
 
     Raises:
-        UsageError: no world is open, no rows, batch < 1, an unknown extension, an output whose rows
+        UsageError: no world is open, no rows, batch < 1, another extension, an output whose rows
             are not the input's, batches whose columns differ, or a file that cannot be written.
     """
     found = World.current() if world is None else world
@@ -105,7 +96,7 @@ def predict(
 
 def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> Any:
     """Run `call` (which has a `.model`) on all rows, as `predict` does. A collective."""
-    sink = RowsInMemory(rows.total, world) if out is None else _FILES[out.suffix](out, rows, world)
+    sink = RowsInMemory(rows.total, world) if out is None else NpyFile(out, rows, world)
     layout: RowLayout | None = None
     try:
         with evaluating(call.model):

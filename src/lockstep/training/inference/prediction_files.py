@@ -1,14 +1,9 @@
-"""Predictions as one file, .npy or .parquet. A model's output for a batch becomes named columns
-with one row per sample, whatever its container. Rank 0 creates the file and gives it its final
-name. Rows are written as early as possible.
+"""Predictions as one .npy file. A model's output for a batch becomes named columns with one row per
+sample, whatever its container; the file holds one column.
 
-    .npy        the position of a row follows from its number alone: every rank that sees the file
-                writes its own rows, and holds none of them
-    .parquet    rank 0 writes row groups in the order of the data set; a group ends when its rows
-                reach a size, so the file has the same bytes at every world size
-
-A rank that cannot write its rows holds them until the end, and then sends them to rank 0 batch by
-batch.
+The position of a row follows from its number alone, so every rank writes its own rows as they come,
+and holds none of them. No rank needs more than numpy. Rank 0 creates the file and gives it its final
+name. All ranks must see it.
 """
 
 from __future__ import annotations
@@ -17,10 +12,8 @@ import io
 import os
 import secrets
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +24,7 @@ from torch import Tensor
 
 from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
-from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.runtime.disk import force
 from lockstep.training.metrics import typed
 from lockstep.world.world import World
@@ -154,265 +147,115 @@ def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
     return first
 
 
-_HALF = ("bfloat16",)  # numpy has no such type
-_GROUP_BYTES = 4 * 2**20
 _PLACE = "for the file of predictions"
 
 
-class Unfinished:
-    """FILE.part, which becomes FILE when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self.final = path
-        self.path = path.with_name(path.name + ".part")
-
-    def create(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(b"")
-        except OSError as error:
-            raise self.failed(error) from None
-
-    def keep(self) -> None:
-        """Force the file to disk, and give it its final name."""
-        force(self.path)
-        self.path.replace(self.final)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def failed(self, error: OSError) -> LockstepError:
-        return UsageError(
-            "cannot-write", name="predictions", file=str(self.final), reason=str(error.strerror)
-        )
-
-
-class PredictionFile(ABC):
-    """A file of predictions. Every rank makes it, puts its batches, and finishes or discards it.
-    bfloat16 is written as float32, with a warning.
+class NpyFile:
+    """FILE.part, which becomes FILE when it is complete. Every rank opens it, puts its batches, and
+    finishes or discards it. bfloat16, which numpy lacks, is written as float32, with a warning.
     """
 
     def __init__(self, path: Path, rows: Rows, world: World) -> None:
+        """Raises UsageError on all ranks if rank 0 cannot create the file, or a rank cannot open
+        it. Rank 0 writes a token into it: a rank that does not read it there sees another file.
+        """
+        self._final, self._part = path, path.with_name(path.name + ".part")
         self._rows, self._world = rows, world
-        self._unfinished = Unfinished(path)
-        self._held: dict[int, list[Tensor]] = {}
-        failure = None
-        if world.rank == 0:
-            try:
-                self._create()
-            except (UsageError, OSError) as error:
-                failure = error
-        if said_by(0, failure is not None, world.control, _PLACE):
-            raise failure or PeerFailed("rank-0-failed", what=f"write {path}")
+        self._file: int | None = None
+        token = secrets.token_hex(16)
+        failure = self._create(token) if world.rank == 0 else ""
+        token, failure = said_by(0, [token, failure], world.control, _PLACE)
+        if failure:
+            raise self._not_written(failure)
+        self._file = self._open(token)
+        opened = everybodys(self._file is not None, world.control, _PLACE)
+        if not all(opened):
+            self.discard()
+            blind = [rank for rank, sees_it in enumerate(opened) if not sees_it]
+            raise UsageError("predictions-file-not-shared", file=str(path), ranks=blind)
+
+    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
+        """Write a batch of this rank."""
+        assert self._file is not None
+        rows = as_numpy(_only(layout), tensors[0])
+        start = len(header(layout, self._rows.total)) + piece.rows.start * rows[0].nbytes
+        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], start + written)
+        except OSError as error:
+            raise self._not_written(str(error.strerror)) from None
 
     def finish(self, layout: RowLayout) -> Path:
-        self._collect(layout, self._apart())
-        said = self._complete(layout) if self._world.rank == 0 else ""
-        if said_by(0, said, self._world.control, _PLACE):
-            raise (
-                PeerFailed("rank-0-failed", what=f"finish {self._unfinished.final}")
-                if self._world.rank
-                else UsageError(said)
-            )
-        return self._unfinished.final
+        """Complete the file after all rows, force it to disk, and rename it. A collective."""
+        if self._world.rank > 0:
+            self._close()  # on a network file system others see what a closed file holds
+        everybodys(None, self._world.control, _PLACE)
+        failure = self._complete(layout) if self._world.rank == 0 else ""
+        if failure := said_by(0, failure, self._world.control, _PLACE):
+            raise self._not_written(failure)
+        return self._final
 
     def discard(self) -> None:
         self._close()
         if self._world.rank == 0:
-            self._unfinished.remove()
+            self._part.unlink(missing_ok=True)
 
-    def _collect(self, layout: RowLayout, apart: Collection[int]) -> None:
-        """Send what the ranks in `apart` hold to rank 0, which writes it to the file in order."""
-        rank, control, size = self._world.rank, self._world.control, self._rows.size
-        for number in range(self._rows.count):
-            owner = number % self._world.size
-            if owner not in apart or rank not in (0, owner):
-                continue
-            if rank == owner:
-                tensors = self._held.pop(number, [])  # rank 0 may have written it
-            else:
-                rows = min(size, self._rows.total - number * size)
-                tensors = [
-                    torch.empty(rows, *column.shape, dtype=column.torch_dtype)
-                    for column in layout.columns
-                ]
-            for tensor in tensors:
-                if rank:
-                    control.send(_octets(tensor), 0)
-                elif owner:
-                    control.receive(_octets(tensor), owner)
-            if rank == 0 and tensors:
-                self._write(number, layout, tensors)
-
-    def _complete(self, layout: RowLayout) -> str:
-        """On rank 0: write the rest, force it to disk, rename it. Return the reason if it fails."""
+    def _create(self, token: str) -> str:
+        """Create the file. Return the reason if that fails."""
         try:
-            self._end(layout)
-            self._close()
-            self._unfinished.keep()
-        except UsageError as error:
-            return str(error)
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            self._part.write_text(token)
         except OSError as error:
-            return str(self._unfinished.failed(error))
-        half = [column.name for column in layout.columns if column.dtype in _HALF]
-        if half:
-            said = (
-                f"{', '.join(map(repr, half))} is bfloat16, which the file format does not"
-                " support: written as float32"
-            )
-            warnings.warn(said, LockstepWarning, stacklevel=2)
+            return str(error.strerror)
         return ""
 
-    @abstractmethod
-    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
-        """Take a batch of this rank."""
-
-    @abstractmethod
-    def _create(self) -> None:
-        """Create the file, on rank 0."""
-
-    @abstractmethod
-    def _apart(self) -> Collection[int]:
-        """Return the ranks that may hold rows. A collective."""
-
-    @abstractmethod
-    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None: ...
-
-    @abstractmethod
-    def _end(self, layout: RowLayout) -> None:
-        """Complete the file after all rows."""
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-
-class Npy(PredictionFile):
-    """One tensor's rows. Rank 0 writes a token into the file; a rank that does not find it there
-    has another file system.
-    """
-
-    def __init__(self, path: Path, rows: Rows, world: World) -> None:
-        self._token = secrets.token_hex(16)
-        self._file: int | None = None
-        super().__init__(path, rows, world)
-        self._token = said_by(0, self._token, world.control, _PLACE)
-        self._file = self._open()
-        self._is_apart = self._file is None
-
-    def _create(self) -> None:
-        self._unfinished.create()
-        self._unfinished.path.write_text(self._token)
-
-    def _open(self) -> int | None:
+    def _open(self, token: str) -> int | None:
         try:
-            handle = os.open(self._unfinished.path, os.O_RDWR)
+            handle = os.open(self._part, os.O_RDWR)
         except OSError:
             return None
-        if os.pread(handle, len(self._token), 0) == self._token.encode():
+        if os.pread(handle, len(token), 0) == token.encode():
             return handle
         os.close(handle)
         return None
 
-    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
-        if self._is_apart:
-            as_numpy(_only(layout), tensors[0])  # raises now if the file cannot hold it
-            self._held[piece.number] = tensors
-        else:
-            self._write(piece.number, layout, tensors)
-
-    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None:
+    def _complete(self, layout: RowLayout) -> str:
         assert self._file is not None
-        plain = as_numpy(_only(layout), tensors[0])
-        start = len(header(layout, self._rows.total)) + number * self._rows.size * plain[0].nbytes
-        data, place = np.ascontiguousarray(plain).reshape(-1).view(np.uint8).data, 0
         try:
-            while place < len(data):
-                place += os.pwrite(self._file, data[place:], start + place)
-        except OSError as error:
-            raise self._unfinished.failed(error) from None
-
-    def _apart(self) -> Collection[int]:
-        if self._world.rank > 0:
-            # before rank 0 is told: on a network file system others see what a closed file holds
+            os.pwrite(self._file, header(layout, self._rows.total), 0)
             self._close()
-        return [
-            rank
-            for rank, apart in enumerate(everybodys(self._is_apart, self._world.control, _PLACE))
-            if apart
-        ]
-
-    def _end(self, layout: RowLayout) -> None:
-        assert self._file is not None
-        os.pwrite(self._file, header(layout, self._rows.total), 0)
+            force(self._part)
+            self._part.replace(self._final)
+        except OSError as error:
+            return str(error.strerror)
+        if _only(layout).dtype == "bfloat16":
+            message = (
+                "the predictions are bfloat16, which .npy does not support: written as float32"
+            )
+            warnings.warn(message, LockstepWarning, stacklevel=2)
+        return ""
 
     def _close(self) -> None:
         if self._file is not None:
             handle, self._file = self._file, None
             os.close(handle)
 
-
-class Parquet(PredictionFile):
-    """Columns by name; a row of several numbers is a list of fixed size."""
-
-    def __init__(self, path: Path, rows: Rows, world: World) -> None:
-        self._next = 0  # batch that rank 0 writes next
-        self._waiting: list[Any] = []  # tables of the next row group
-        self._writer: Any = None
-        super().__init__(path, rows, world)
-
-    def _create(self) -> None:
-        _arrow()  # imported before there are rows, because it takes memory
-        self._unfinished.create()
-
-    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
-        if self._world.rank == 0 and piece.number == self._next:
-            self._write(piece.number, layout, tensors)
-        else:
-            self._held[piece.number] = tensors
-
-    def _apart(self) -> Collection[int]:
-        return range(self._world.size)
-
-    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None:
-        arrays = [
-            _array(column, as_numpy(column, tensor))
-            for column, tensor in zip(layout.columns, tensors, strict=True)
-        ]
-        self._waiting.append(
-            _arrow().table(arrays, names=[column.name for column in layout.columns])
-        )
-        self._next = number + 1
-        if sum(table.nbytes for table in self._waiting) >= _GROUP_BYTES:
-            self._end(layout)
-
-    def _end(self, layout: RowLayout) -> None:
-        if self._waiting:
-            table = _arrow().concat_tables(self._waiting).combine_chunks()
-            self._waiting = []
-            try:
-                if self._writer is None:
-                    self._writer = import_module("pyarrow.parquet").ParquetWriter(
-                        self._unfinished.path, table.schema, use_dictionary=False
-                    )
-                self._writer.write_table(table, row_group_size=len(table))
-            except OSError as error:
-                raise self._unfinished.failed(error) from None
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    def _not_written(self, reason: str) -> UsageError:
+        return UsageError("cannot-write", name="predictions", file=str(self._final), reason=reason)
 
 
 def header(layout: RowLayout, total: int) -> bytes:
     """Return the beginning of a .npy file, which every rank can compute alone."""
     column = _only(layout)
-    plain = as_numpy(column, torch.empty(0, *column.shape, dtype=column.torch_dtype))
-    text = io.BytesIO()
+    empty = as_numpy(column, torch.empty(0, *column.shape, dtype=column.torch_dtype))
     fields = {
-        "descr": np.lib.format.dtype_to_descr(plain.dtype),
+        "descr": np.lib.format.dtype_to_descr(empty.dtype),
         "fortran_order": False,
         "shape": (total, *column.shape),
     }
+    text = io.BytesIO()
     np.lib.format.write_array_header_1_0(text, fields)
     return text.getvalue()
 
@@ -420,37 +263,12 @@ def header(layout: RowLayout, total: int) -> bytes:
 def as_numpy(column: Column, tensor: Tensor) -> NDArray[Any]:
     """Return a column's rows as an array. Raises UsageError for a dtype that numpy lacks."""
     try:
-        return (tensor.float() if column.dtype in _HALF else tensor).numpy()
+        return (tensor.float() if column.dtype == "bfloat16" else tensor).numpy()
     except TypeError:
-        raise _not_writable(column, "return .float() in the model") from None
-
-
-def _not_writable(column: Column, instead: str) -> UsageError:
-    return UsageError("column-not-writable", column=column.name, kind=str(column), instead=instead)
-
-
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+        raise UsageError("column-not-writable", column=column.name, kind=str(column)) from None
 
 
 def _only(layout: RowLayout) -> Column:
     if layout.container != "tensor":
         raise UsageError("npy-holds-one-tensor", layout=str(layout))
     return layout.columns[0]
-
-
-def _arrow() -> Any:
-    return import_module("pyarrow")
-
-
-def _array(column: Column, plain: NDArray[Any]) -> Any:
-    pa = _arrow()
-    if 0 in column.shape:
-        raise _not_writable(column, "write .npy")
-    try:
-        found = pa.array(plain.reshape(-1))
-    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
-        raise _not_writable(column, "write .npy, or return real numbers") from None
-    for size in reversed(column.shape):
-        found = pa.FixedSizeListArray.from_arrays(found, size)
-    return found

@@ -1,5 +1,4 @@
-"""`lockstep.benchmark_scaling`: from turns to rows, what a prediction is made of, and a
-measurement on real ranks.
+"""`lockstep.benchmark_scaling`: from turns to rows, and a measurement on real ranks.
 
 What `benchmark_scaling` takes for a task, and what it says of anything else.
 """
@@ -20,47 +19,33 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.collectives.network import Link
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.tools.bench.scaling import benchmark
-from lockstep.tools.bench.scaling.benchmark import Source, made, source_of
-from lockstep.tools.bench.scaling.prediction import Carried
-from lockstep.tools.bench.scaling.timing import Timed
-from lockstep.tools.bench.scaling.works import TimedWork
-from lockstep.tools.timing.profile import Leaves
+from lockstep.tools.bench import scaling
+from lockstep.tools.bench.scaling import check_workers, global_batches, uneven
+from lockstep.tools.bench.speedup import Scaling, Turn
+from lockstep.tools.bench.task_source import Source, made, source_of
 from tests.refused import refused
 from tests.training import toy
 
-BUCKETS = [Leaves(ready=1.0, elements=1000)]
+
+def toy_task() -> lockstep.Task:
+    return toy.task(global_batch=16, micro_batch=4)
 
 
-class Teams:
-    """In place of ranks: seconds of a step by (workers, global batch); the link costs nothing."""
+class Machine:
+    """In place of ranks: seconds of a step by (workers, global batch)."""
 
     def __init__(self, seconds: dict[tuple[int, int], float]) -> None:
         self.seconds = seconds
-        self.works: list[TimedWork] = []
-        self.links: int | None = None
+        self.turns: list[int] = []
 
-    def __call__(self, fn: Any, sizes: list[int], args: tuple[Any, ...]) -> list[Timed]:
-        _, _, self.works, steps, rounds, _, self.links = args
-        return [self._team(size, steps, rounds) for size in sizes]
-
-    def _team(self, size: int, steps: int, rounds: int) -> Timed:
-        turns = {
-            number: (
-                [(steps * work.global_batch, steps * self.seconds[work.workers, work.global_batch])]
-                * rounds
-            )
-            for number, work in enumerate(self.works)
-            if work.workers == size
-        }
-        link = Link(0.0, float("inf")) if size == self.links else None
-        known = Carried(
-            buckets=BUCKETS, width=4, buffers=0, reduction="native", overlaps=True, link=link
-        )
-        return Timed(turns=turns, carried=known)
+    def __call__(self, timed: Any, workers: int) -> list[Turn]:
+        self.turns.append(workers)
+        batch, steps = timed.global_batch, timed.steps
+        seconds = steps * self.seconds[workers, batch]
+        return [Turn(samples=steps * batch, seconds=seconds, threads=1, reduction="native")]
 
 
 def measured(
@@ -68,89 +53,107 @@ def measured(
     seconds: dict[tuple[int, int], float],
     workers: Any,
     **options: Any,
-) -> Any:
-    teams = Teams(seconds)
-    monkeypatch.setattr(benchmark, "run_teams", teams)
-    monkeypatch.setattr(benchmark, "cores", lambda: 4)
-    found = lockstep.benchmark_scaling(lambda_free, workers, device="cpu", **options)
-    return found, teams
+) -> tuple[Scaling, Machine]:
+    machine = Machine(seconds)
+    monkeypatch.setattr(scaling, "launch", machine)
+    found = lockstep.benchmark_scaling(toy_task, workers, device="cpu", **options)
+    return found, machine
 
 
-def lambda_free() -> lockstep.Task:
-    return toy.task(global_batch=16, micro_batch=4)
+SECONDS = {(1, 16): 0.4, (2, 16): 0.25, (4, 16): 0.2}
 
 
-SECONDS = {(1, 16): 0.4, (1, 8): 0.2, (1, 4): 0.11, (2, 16): 0.25, (4, 16): 0.2}
-
-
-def test_rows_follow_from_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, teams = measured(monkeypatch, SECONDS, [1, 2, 4], steps=3, rounds=2)
-    assert [row.samples_per_s for row in found.rows] == [
-        pytest.approx(rate) for rate in (40, 64, 80)
-    ]
-    assert [row.efficiency for row in found.rows] == [
-        pytest.approx(share) for share in (1, 0.8, 0.5)
-    ]
+def test_rows_follow_from_the_turns_which_go_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, machine = measured(monkeypatch, SECONDS, [1, 2, 4], steps=3, rounds=2)
+    rates = [row.samples_per_s for row in found.rows]
+    assert rates == [pytest.approx(rate) for rate in (40, 64, 80)]
+    shares = [row.efficiency for row in found.rows]
+    assert shares == [pytest.approx(share) for share in (1, 0.8, 0.5)]
     assert [row.step_ms for row in found.rows] == [pytest.approx(ms) for ms in (400, 250, 200)]
-    assert [row.threads for row in found.rows] == [4, 2, 1]
-    assert teams.links == 2
-    assert "2 turns of 3 steps for each row" in found.how
-    assert any(each.startswith("ranks had 4 threads with 1 worker") for each in found.remarks)
-
-
-def test_a_prediction_is_made_of_one_rank_alone_and_never_of_what_it_is_compared_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, _ = measured(monkeypatch, SECONDS, [1, 2, 4])
-    assert [row.predicted_efficiency for row in before.rows] == [
-        1,
-        pytest.approx(1),
-        pytest.approx(0.1 / 0.11),
-    ]
-    after, _ = measured(monkeypatch, SECONDS | {(2, 16): 9.0, (4, 16): 9.0}, [1, 2, 4])
-    assert [row.predicted_efficiency for row in after.rows] == [
-        row.predicted_efficiency for row in before.rows
-    ]
-    slower, _ = measured(monkeypatch, SECONDS | {(1, 4): 0.2}, [1, 2, 4])
-    assert slower.rows[2].predicted_efficiency == pytest.approx(0.5)
+    assert machine.turns == [1, 2, 4, 4, 2, 1]
 
 
 def test_weak_scaling_counts_the_samples_of_the_larger_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, teams = measured(
-        monkeypatch,
-        {(1, 16): 0.4, (1, 8): 0.3, (2, 16): 0.3, (2, 32): 0.5},
-        [1, 2],
-        mode="both",
-        threads=1,
-    )
-    assert [(row.mode, row.workers) for row in found.rows] == [
-        ("strong", 1),
-        ("strong", 2),
-        ("weak", 1),
-        ("weak", 2),
-    ]
-    weak = found.rows[3]
-    assert (weak.samples_per_s, weak.efficiency) == (pytest.approx(64), pytest.approx(0.8))
-    assert weak.predicted_efficiency == 1  # the fullest rank has what the base has
-    assert {work.global_batch for work in teams.works if work.workers == 2} == {16, 32}
-    assert {work.threads for work in teams.works} == {1}
+    seconds = {(1, 16): 0.4, (2, 32): 0.5}
+    found, _ = measured(monkeypatch, seconds, [1, 2], mode="weak")
+    assert found.mode == "weak"
+    row = found.rows[1]
+    assert (row.samples_per_s, row.efficiency) == (pytest.approx(64), pytest.approx(0.8))
 
 
-def test_another_base_and_one_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_base(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = measured(monkeypatch, SECONDS, [4, 2])
     assert [row.efficiency for row in found.rows] == [1, pytest.approx(1.6)]
-    alone, teams = measured(monkeypatch, SECONDS, [1])
-    assert (len(alone.rows), teams.links) == (1, None)
-    assert any(
-        each.startswith("1 worker only: there is nothing to compare with") for each in alone.remarks
-    )
 
 
-def test_exact_mode_has_one_thread_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured(monkeypatch, SECONDS, [1, 2], exact=True)
-    assert [row.threads for row in found.rows] == [1, 1]
+def test_strong_keeps_the_global_batch_and_weak_that_of_a_rank() -> None:
+    task = toy.task(global_batch=8, micro_batch=2)
+    assert global_batches("strong", task, [1, 2, 3]) == {1: 8, 2: 8, 3: 8}
+    assert global_batches("weak", task, [1, 2, 3]) == {1: 8, 2: 16, 3: 24}
+    assert global_batches("weak", task, [4, 1, 6]) == {4: 8, 1: 2, 6: 12}
+    with refused("weak-scaling-uneven", global_batch=8, micro_batch=2, workers=3):
+        global_batches("weak", task, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("workers", "code", "values"),
+    [
+        ([], "wrong-type", {"name": "workers", "value": []}),
+        ([1, 0], "not-a-whole-number", {"value": 0}),
+        ([True, 2], "not-a-whole-number", {"value": True}),
+        ([2, 1, 2], "given-twice", {"where": "workers=2,1,2", "name": 2}),
+        ("1,2", "wrong-type", {"name": "workers", "value": "1,2"}),
+        (4, "wrong-type", {"name": "workers", "value": 4}),
+    ],
+)
+def test_numbers_of_workers_that_make_no_sense_are_refused(
+    workers: Any, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
+        check_workers(workers)
+
+
+def test_what_does_not_divide_is_said() -> None:
+    three, sixteen = uneven({1: 64, 2: 64, 3: 64, 16: 64}, 8)
+    assert three.startswith("3 workers: 8 micro-batches on 3 ranks: 3, 3, 2")
+    assert "89 %" in three
+    assert "50 %" in sixteen
+    assert uneven({1: 64, 3: 192}, 8) == []
+
+
+class Counting(torch.utils.data.Dataset[Any]):
+    """Counts what is fetched."""
+
+    def __init__(self) -> None:
+        self.inner, self.fetched = toy.data(40, 1), 0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, number: int) -> Any:
+        self.fetched += 1
+        return self.inner[number]
+
+
+@pytest.mark.parametrize(("loading", "fetched"), [(True, 8), (False, 4)])
+def test_a_turn_has_the_batch_and_the_threads_that_were_asked_for(
+    loading: bool, fetched: int
+) -> None:
+    """Three steps to warm up and five; without loading, the first four windows again and again."""
+    data, threads = Counting(), set()
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        threads.add(torch.get_num_threads())
+        return toy.loss(output, batch)
+
+    task = toy.task(global_batch=16, micro_batch=4, loss=loss, train_data=data)
+    settings = Settings(task="toy", device="cpu", threads=2)
+    turn = scaling._TimedSteps(lambda: task, settings, 8, 5, loading)()
+    assert (turn.samples, turn.threads, threads) == (5 * 8, 2, {2})
+    assert turn.seconds > 0
+    assert data.fetched == fetched * 8
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_exact_mode_has_one_thread_everywhere(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
         ({"rounds": 1.5}, "not-a-whole-number", {"name": "rounds", "value": 1.5}),
-        ({"mode": "both of them"}, "unknown-choice", {"name": "mode", "value": "both of them"}),
+        ({"mode": "both"}, "unknown-choice", {"name": "mode", "value": "both"}),
         ({"threads": 0}, "not-a-whole-number", {"name": "threads", "value": 0}),
         ({"update": "server"}, "server-not-measured", {"update": "server"}),
         ({"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
@@ -173,9 +176,9 @@ def test_exact_mode_has_one_thread_everywhere(monkeypatch: pytest.MonkeyPatch) -
 def test_values_that_cannot_work_are_refused_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str, values: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(benchmark, "run_teams", None)
+    monkeypatch.setattr(scaling, "launch", None)
     with refused(code, **values):
-        lockstep.benchmark_scaling(lambda_free, **{"workers": [1, 2]} | options)
+        lockstep.benchmark_scaling(toy_task, **{"workers": [1, 2]} | options)
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(2, "auto"), (2, "cuda"), (0, "cuda")])
@@ -185,7 +188,7 @@ def test_more_ranks_than_gpus_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with refused("too-few-gpus", workers=4, gpus=gpus):
-        lockstep.benchmark_scaling(lambda_free, [1, 4], device=device)
+        lockstep.benchmark_scaling(toy_task, [1, 4], device=device)
 
 
 def test_on_real_ranks() -> None:
@@ -200,11 +203,10 @@ def test_on_real_ranks() -> None:
     )
     assert found.task == "Sequential"
     one, two = found.rows
-    assert (one.workers, one.speedup, one.efficiency, one.predicted_efficiency) == (1, 1, 1, 1)
+    assert (one.workers, one.speedup, one.efficiency) == (1, 1, 1)
     assert two.speedup == two.samples_per_s / one.samples_per_s
     assert two.efficiency == two.speedup / 2
     assert two.low <= two.samples_per_s <= two.high
-    assert two.predicted_efficiency > 0
     assert two.step_ms == pytest.approx(1e3 * 16 / two.samples_per_s)  # the medians of one turn
     assert replace(one, workers=2) != two
 

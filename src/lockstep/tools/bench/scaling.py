@@ -1,0 +1,303 @@
+"""`lockstep.benchmark_scaling` measures how much faster more workers train a task on this host.
+
+Each number of workers has a turn in every round, in new processes: a real training whose model is
+discarded. After some untimed steps all ranks start the timed ones together, and the slowest rank
+counts. The numbers of workers alternate, so other load on the host slows all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config import knob
+from lockstep.config.parallelism import Reduce
+from lockstep.config.settings import Device, Settings
+from lockstep.config.task import Task
+from lockstep.data.loader import Loader
+from lockstep.data.windows import ENDLESS, Plan, Window, counted, shares
+from lockstep.errors import UsageError
+from lockstep.launcher.launch import launch
+from lockstep.runtime.cores import busy, cores, processor
+from lockstep.step.forward import matmul_precision
+from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
+from lockstep.tools.bench.task_source import Source, made, source_of
+from lockstep.tools.timing.in_turns import Trial, largest, settle
+from lockstep.training.build import loader_of
+from lockstep.training.opening import backend_of, computing
+from lockstep.world.world import init
+
+WARM_UP = 3  # steps
+_HELD = 4  # windows that are repeated if loading is not timed
+
+
+def benchmark_scaling(
+    task: Task | str | Path | Callable[[], Task] | tuple[Any, Any, Any],
+    workers: Sequence[int],
+    *,
+    mode: str = "strong",
+    steps: int = 10,
+    rounds: int = 5,
+    device: Device = "auto",
+    threads: int | None = None,
+    loading: bool = True,
+    loader_workers: int = 0,
+    reduce: Reduce = "auto",
+    compress: str | None = None,
+    update: str = "replicated",
+    exact: bool = False,
+    overrides: Mapping[str, str] | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+) -> Scaling:
+    """Train at each number of workers in turns, on this host, and compare samples per second.
+
+    Ranks are new processes, and the trained models are discarded. A script that calls this needs
+    `if __name__ == "__main__":` around the call, because ranks import the script.
+
+    Example::
+
+        report = lockstep.benchmark_scaling("digits", workers=[1, 2], steps=20)
+        print(report.describe())
+
+    Args:
+        task: a Task, a bundled name or a file, a function that returns a Task, or (model, dataset,
+            loss): a module or a function that builds one, a map-style data set of (input, target),
+            and loss(output, target). Other processes must be able to import all of it.
+        workers: numbers of ranks, such as [1, 2, 4]. The first one is the base: its speedup and
+            efficiency are 1.
+        mode: "strong": the global batch stays the same; "weak": the batch of a rank stays the same.
+        steps, rounds: timed steps of a turn, and turns of each number of workers.
+        threads: intra-op threads of each rank. None: an equal part of the cores, as in
+            `lockstep train`.
+        loading: also time the loading of batches, as in a training. False: repeat a few batches
+            that are already loaded.
+        device, loader_workers, reduce, compress, update, exact: as for `lockstep.train`; no server.
+        overrides: parameters of task() in a file.
+        global_batch, micro_batch, optimizer: for (model, dataset, loss) only. Default: SGD, and
+            micro-batches of 32 samples (fewer for a small data set), one for each rank of the
+            largest number of workers.
+
+    Returns:
+        A Scaling; its `describe()` is a table.
+
+    Raises:
+        UsageError: invalid values, or a task that cannot be sent to other processes.
+        WorkerFailed: a rank failed.
+    """
+    counts = check_workers(workers)
+    knob.chosen("mode", mode, ("strong", "weak"))
+    knob.whole("steps", steps)
+    knob.whole("rounds", rounds)
+    parts = {"global_batch": global_batch, "micro_batch": micro_batch, "optimizer": optimizer}
+    growth = max(counts) / counts[0] if mode == "weak" else 1.0
+    source = source_of(task, counts, growth, overrides, parts)
+    settings = Settings(
+        task="task",
+        device=device,
+        threads=threads,
+        loader_workers=loader_workers,
+        reduce=reduce,
+        compress=compress,
+        update=update,
+        exact=exact,
+    )
+    settings = replace(settings, device=_kind(device, counts))
+    if settings.method().server is not None:
+        raise UsageError("server-not-measured", update=update)
+    task_here = made(source)
+    batches = global_batches(mode, task_here, counts)
+    load = busy()
+    turns: dict[int, list[Turn]] = {count: [] for count in counts}
+    for number in range(rounds):
+        for count in counts if number % 2 == 0 else reversed(counts):
+            timed = _TimedSteps(source, settings, batches[count], steps, loading)
+            turns[count].append(launch(timed, count)[0])
+    return _summary(task_here, turns, batches, settings, mode, steps, loading, load)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedSteps:
+    """One turn, as a function for every rank."""
+
+    source: Source
+    settings: Settings
+    global_batch: int
+    steps: int
+    loading: bool
+
+    def __call__(self) -> Turn:
+        """Return the samples of all ranks and the seconds of the slowest; equal on all ranks."""
+        task = replace(self.source(), global_batch=self.global_batch)
+        backend = backend_of(self.settings.device)
+        with init(backend=backend) as world, computing(self.settings, world):
+            settings = replace(self.settings, workers=world.size)
+            training = Trial(task, settings, world).training
+            loader = loader_of(task, world, settings.loader_workers, drop_last=True)
+            windows = _windows(loader, self.loading)
+            with matmul_precision(training.precision):
+                for _ in range(WARM_UP):
+                    training.step(next(windows))
+                world.group.all_reduce(torch.zeros(1, device=world.device)).wait()
+                settle(world)
+                begin = perf_counter()
+                results = [training.step(next(windows)) for _ in range(self.steps)]
+                settle(world)
+                seconds = largest(perf_counter() - begin, world)
+            loader.close()
+            return Turn(
+                samples=sum(sum(result.samples_by_rank) for result in results),
+                seconds=seconds,
+                threads=torch.get_num_threads(),
+                reduction=training.stepper.reducer.reduction.name,
+            )
+
+
+def _windows(loader: Loader, loading: bool) -> Iterator[Window]:
+    every = (window for epoch in loader.epochs(ENDLESS) for window in epoch)
+    if loading:
+        return every
+    held = list(islice(every, _HELD))
+    for window in held:
+        list(window)  # fetches the batches, which the window keeps
+    return cycle(held)
+
+
+def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of workers unchanged. Raises UsageError if there are none, if one is below
+    1, or if one is given twice.
+    """
+    if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
+        expected = "numbers of workers to measure, such as 1,2,4; the first is the base"
+        raise UsageError("wrong-type", name="workers", value=workers, expected=expected)
+    shown = f"workers={','.join(map(str, workers))}"
+    for count in workers:
+        with knob.within(shown):
+            knob.whole("workers", count)
+        if workers.count(count) > 1:
+            raise UsageError("given-twice", where=shown, name=count)
+    return tuple(workers)
+
+
+def global_batches(mode: str, task: Task, workers: Sequence[int]) -> dict[int, int]:
+    """Return the global batch for each number of workers. The first number is the base, with the
+    task's own global batch. In weak scaling, every rank has as many samples as a rank of the base.
+
+    Raises UsageError if weak scaling cannot give every rank the same whole number of micro-batches,
+    or if the data set has too few samples for a step.
+    """
+    batches = dict.fromkeys(workers, task.global_batch)
+    if mode == "weak":
+        base, micro_batch = workers[0], task.micro_batch
+        each, rest = divmod(task.global_batch, base * micro_batch)
+        if rest or not each:
+            raise UsageError(
+                "weak-scaling-uneven",
+                global_batch=task.global_batch,
+                micro_batch=micro_batch,
+                workers=base,
+                each=task.global_batch / base,
+            )
+        batches = {count: each * micro_batch * count for count in workers}
+    length = getattr(task.train_data, "__len__", None)  # a stream has no length
+    for count, batch in batches.items():
+        if length is not None and batch > length():
+            raise UsageError(
+                "step-larger-than-data",
+                workers=count,
+                mode=mode,
+                global_batch=batch,
+                samples=length(),
+            )
+    return batches
+
+
+def uneven(batches: Mapping[int, int], micro_batch: int) -> list[str]:
+    """Return a sentence for each number of workers at which the micro-batches do not divide evenly:
+    a step takes as long as the rank with the most of them.
+    """
+    sentences = []
+    for workers, batch in batches.items():
+        slots = -(-batch // micro_batch)
+        if slots % workers:
+            cut = Plan(samples=batch, global_batch=batch, micro_batch=micro_batch).cut(0)
+            most = slots / (workers * len(cut.share(0, workers)))
+            sentences.append(
+                f"{counted(workers, 'worker')}: {counted(slots, 'micro-batch', 'es')} on"
+                f" {shares(slots, workers)}, so a step uses at most {100 * most:.0f} % of the ranks"
+            )
+    return sentences
+
+
+def _kind(device: Device, counts: Sequence[int]) -> Device:
+    """Return the kind of device on which ranks compute. Raises UsageError if there are too few
+    GPUs: ranks do not share one.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and not gpus):
+        return "cpu"
+    if max(counts) > gpus:
+        raise UsageError("too-few-gpus", workers=max(counts), gpus=gpus)
+    return "cuda"
+
+
+def _summary(
+    task: Task,
+    turns: Mapping[int, Sequence[Turn]],
+    batches: Mapping[int, int],
+    settings: Settings,
+    mode: str,
+    steps: int,
+    loading: bool,
+    load: str | None,
+) -> Scaling:
+    on_cpu = settings.device == "cpu"
+    number = cores() if on_cpu else torch.cuda.device_count()
+    where = (
+        f"the CPU ({processor()}, {counted(number, 'core')}), torch {torch.__version__}"
+        if on_cpu
+        else f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')}), torch {torch.__version__}"
+    )
+    every = [*turns.values()]
+    rounds, last = len(every[0]), every[-1][0]
+    measured = rows(turns, steps)
+    return Scaling(
+        task=task.name or "task",
+        rows=measured,
+        mode=mode,
+        constant=_constant(mode, batches, task.micro_batch),
+        where=where,
+        how=(
+            f"{counted(rounds, 'turn')} of {counted(steps, 'step')} for each row, after {WARM_UP}"
+            f" steps to warm up; loading is {'timed too' if loading else 'not timed'}; gradients by"
+            f" {last.reduction}"
+        ),
+        remarks=(
+            *remarks(measured, cores=number if on_cpu else None, busy=load),
+            *uneven(batches, task.micro_batch),
+        ),
+        cores=number,
+        device=settings.device,
+    )
+
+
+def _constant(mode: str, batches: Mapping[int, int], micro_batch: int) -> str:
+    """Describe what stays the same from one number of workers to the next."""
+    base, batch = next(iter(batches.items()))
+    size = batch if mode == "strong" else batch // base
+    slots = f"{counted(-(-size // micro_batch), 'micro-batch', 'es')} of {micro_batch}"
+    if mode == "strong":
+        return f"strong scaling: the global batch stays {size} ({slots}), more workers share it"
+    return (
+        f"weak scaling: the batch of a rank stays {size} ({slots}), the global batch grows with the"
+        " workers"
+    )

@@ -1,0 +1,153 @@
+"""Turns what `lockstep.benchmark_scaling` is given into a function that can be sent to every rank, and
+makes the task there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.task import Task
+from lockstep.errors import TaskError, UsageError
+from lockstep.launcher.call import for_ranks
+from lockstep.training.resolve import locate, resolve
+
+Source = Callable[[], Task]
+MICRO_BATCH = 32  # samples, if the data set is large enough
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskParts:
+    """A function that makes a task from a model, a data set and a loss."""
+
+    model: Any
+    """A module, of which every rank gets a copy, or a function that builds a module."""
+    dataset: Any
+    loss: Callable[[Any, Any], Tensor]
+    global_batch: int
+    micro_batch: int
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+
+    def __call__(self) -> Task:
+        return Task(
+            name=(
+                type(self.model).__name__
+                if isinstance(self.model, nn.Module)
+                else getattr(self.model, "__name__", "model")
+            ),
+            model=(
+                partial(copy.deepcopy, self.model)
+                if isinstance(self.model, nn.Module)
+                else self.model
+            ),
+            train_data=self.dataset,
+            loss=partial(_summed, self.loss),
+            optimizer=self.optimizer or _sgd,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+        )
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with a learning rate so low that the loss does not become nan while timing."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tuple[Tensor, float]:
+    """Return the sum of the loss over the batch, and its number of samples. `loss` returns the mean
+    over the batch, as torch's criteria do, or one element per sample.
+    """
+    found = loss(output, batch[1])
+    count = len(batch[1])
+    return (found * count if found.dim() == 0 else found.sum()), float(count)
+
+
+def _same(task: Task) -> Task:
+    return task
+
+
+def source_of(
+    given: Any,
+    workers: Sequence[int],
+    growth: float,
+    overrides: Mapping[str, str] | None,
+    parts: Mapping[str, Any],
+) -> Source:
+    """Return a function that makes the task. `given`: a Task, a name or file, a function that
+    returns a Task, or (model, dataset, loss). Only the last allows values in `parts`.
+
+    `growth`: by how much the global batch grows at the largest number of workers. Raises
+    UsageError, also for an object that cannot be sent to ranks.
+    """
+    if overrides and not isinstance(given, str | Path):
+        raise UsageError("overrides-without-file", overrides=dict(overrides))
+    if isinstance(given, tuple):
+        return _portable(_from_parts(given, workers, growth, parts))
+    for name, value in parts.items():
+        if value is not None:
+            raise UsageError("not-for-a-task", name=name, value=value)
+    if isinstance(given, str | Path):
+        return partial(resolve, locate(str(given)), dict(overrides or {}))
+    if isinstance(given, Task):
+        return _portable(partial(_same, given))
+    if callable(given) and not isinstance(given, nn.Module):
+        return _portable(given)
+    raise UsageError("not-a-task-source", kind=type(given).__name__)
+
+
+def _from_parts(
+    given: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
+) -> TaskParts:
+    if len(given) != 3:
+        raise UsageError("not-model-dataset-loss", given=f"a tuple of {len(given)}")
+    model, dataset, loss = given
+    if not (isinstance(model, nn.Module) or callable(model)) or not callable(loss):
+        kinds = f"({type(model).__name__}, ..., {type(loss).__name__})"
+        raise UsageError("not-model-dataset-loss", given=kinds)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError("dataset-not-map-style", kind=type(dataset).__name__)
+    most = max(workers)
+    micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
+    if micro_batch is None:
+        fits = (
+            int(len(dataset) // (most * growth))
+            if global_batch is None
+            else math.ceil(global_batch / most)
+        )
+        micro_batch = max(1, min(MICRO_BATCH, fits))
+    return TaskParts(
+        model=model,
+        dataset=dataset,
+        loss=loss,
+        global_batch=most * micro_batch if global_batch is None else global_batch,
+        micro_batch=micro_batch,
+        optimizer=parts["optimizer"],
+    )
+
+
+def _portable(source: Source) -> Source:
+    """Return the source, or raise UsageError if it cannot be sent to ranks. Ranks are new
+    processes: the source is pickled, and they import its functions by name.
+    """
+    try:
+        for_ranks(source)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError("task-not-portable", reason=str(error)) from None
+    return source
+
+
+def made(source: Source) -> Task:
+    """Make the task in this process. Raises TaskError if the function returns something else."""
+    found: Any = source()
+    if not isinstance(found, Task):
+        raise TaskError("function-without-task", kind=type(found).__name__)
+    return found

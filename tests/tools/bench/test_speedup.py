@@ -1,0 +1,129 @@
+"""Rates, speedups and efficiencies from turns, with any base.
+
+Each remark is there where it belongs, and only there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.tools.bench.speedup import Scaling, ScalingRow, Turn, efficiency, remarks, rows
+from tests.refused import refused
+
+
+def turns(*rates: float, seconds: float = 2.0, threads: int = 1) -> list[Turn]:
+    return [
+        Turn(samples=round(rate * seconds), seconds=seconds, threads=threads, reduction="native")
+        for rate in rates
+    ]
+
+
+def found(**taken: list[Turn]) -> list[ScalingRow]:
+    return rows({int(name.removeprefix("w")): given for name, given in taken.items()}, steps=10)
+
+
+def test_the_first_is_the_base_and_efficiency_is_the_share_of_the_ideal() -> None:
+    one, two, four = found(
+        w1=turns(100, 100, threads=8), w2=turns(180, 180), w4=turns(200, 200, threads=2)
+    )
+    assert (one.speedup, one.efficiency) == (1, 1)
+    assert (two.speedup, two.efficiency) == (pytest.approx(1.8), pytest.approx(0.9))
+    assert (four.speedup, four.efficiency) == (2, 0.5)
+    assert (one.threads, four.threads) == (8, 2)
+
+
+def test_any_number_may_be_the_base() -> None:
+    four, eight, one = found(w4=turns(300), w8=turns(450), w1=turns(100))
+    assert (four.speedup, four.efficiency) == (1, 1)
+    assert (eight.speedup, eight.efficiency) == (1.5, 0.75)  # twice the workers
+    assert one.speedup == pytest.approx(1 / 3)
+    assert one.efficiency == pytest.approx(4 / 3)  # superlinear values stay as they are
+
+
+def test_rates_are_medians_and_quartiles_of_the_turns() -> None:
+    (row,) = found(w1=turns(10, 50, 20, 40, 30))
+    assert (row.low, row.samples_per_s, row.high) == (20, 30, 40)
+    assert row.step_ms == 200  # ten steps in two seconds
+    (once,) = found(w1=turns(7))
+    assert once.low == once.samples_per_s == once.high == 7
+
+
+def test_seeds_example() -> None:
+    """100 seconds with one, 28 with four: 3.57 times as fast, and 89.3 per cent."""
+    assert efficiency(100 / 28, 4, 1) == pytest.approx(0.893, abs=5e-4)
+
+
+SCALING = Scaling(
+    task="toy",
+    rows=found(w1=turns(100, threads=2), w2=turns(150)),
+    mode="strong",
+    constant="the batch stays",
+    where="a machine",
+    how="in a way",
+    remarks=["believe " * 30],
+    cores=1,
+    device="cpu",
+)
+
+
+def test_json_is_plain() -> None:
+    plain = json.loads(json.dumps(SCALING.as_json()))
+    first, second = plain["rows"]
+    assert (first["workers"], first["threads"], first["efficiency"]) == (1, 2, 1)
+    assert (second["workers"], second["threads"], second["efficiency"]) == (2, 1, 0.75)
+    assert (plain["mode"], plain["remarks"]) == ("strong", SCALING.remarks)
+
+
+def test_the_table() -> None:
+    lines = SCALING.describe().splitlines()
+    assert lines[:2] == ["toy on a machine", "in a way"]
+    head = lines.index("the batch stays") + 1
+    assert lines[head + 2].split() == ["2", "1", "200.00", "150", "150", "150", "1.50", "75.0", "%"]
+    assert len(lines[head]) == len(lines[head + 1])  # the head stands over its columns
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_picture_has_every_line(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.svg"
+    SCALING.plot(file)
+    for words in ("ideal", "strong scaling, measured", "more ranks than the 1 core"):
+        assert f">{words}</text>" in file.read_text()
+    with refused("cannot-write", name="--out", file=str(tmp_path / "nowhere" / "x.svg")):
+        SCALING.plot(tmp_path / "nowhere" / "x.svg")
+
+
+def remarked(*given: list[Turn], cores: int | None = 4, busy: str | None = None) -> list[str]:
+    """The remarks of 1, 2, 4 ... workers."""
+    numbered = {2**power: taken for power, taken in enumerate(given)}
+    return remarks(rows(numbered, steps=10), cores=cores, busy=busy)
+
+
+def test_a_fair_comparison_needs_no_remark() -> None:
+    assert remarked(turns(100), turns(190), turns(350)) == []
+
+
+def test_more_threads_than_cores() -> None:
+    (said,) = remarked(turns(100), turns(190), turns(200), cores=2)
+    assert said.startswith("4 workers with 1 thread each on 2 cores")
+    assert remarked(turns(100), turns(190), turns(200), cores=None) == []
+
+
+def test_other_numbers_of_threads() -> None:
+    (said,) = remarked(turns(100, threads=4), turns(120, threads=2), turns(130))
+    assert "--threads 1" in said
+    assert remarked(turns(100, threads=4), turns(150), cores=None) == []
+
+
+def test_above_the_ideal() -> None:
+    (said,) = remarked(turns(100), turns(250))
+    assert "2 workers: efficiency 125 %" in said
+    # fewer workers than the base are above it as a rule
+    assert remarks(rows({4: turns(100), 1: turns(40)}, steps=10), cores=4) == []
+
+
+def test_a_busy_host_is_named_first() -> None:
+    said = remarked(turns(100), turns(250), busy="load 6.0 on 2 cores")
+    assert "load 6.0 on 2 cores" in said[0]
