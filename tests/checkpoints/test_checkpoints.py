@@ -592,3 +592,81 @@ def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int
 def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:
     """The other ranks may not come."""
     assert run_ranks(closed, 2, (str(tmp_path), 100, 3, True)) == [[], []]
+
+
+RATES = [0.1, 0.0933, 0.075, 0.05, 0.025, 0.0067]  # of CosineAnnealingLR, by epoch
+
+
+def stepping_the_scheduler(
+    world: lockstep.World, folder: str, stop: int, where: str
+) -> list[float]:
+    """Learning rates by epoch, from the first that is not over, until step `stop`; an epoch has 4
+    steps. `where` the loop steps its scheduler: at the beginning or at the end of an epoch.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    stepper = lockstep.Stepper(model, optimizer)
+    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
+    loader = lockstep.Loader(data, global_batch=4, micro_batch=2, seed=0)
+    checkpoints = lockstep.Checkpoints(folder, stepper, loader, scheduler=scheduler, every=1)
+    checkpoints.resume()
+    rates = []
+    for epoch in loader.epochs(6):
+        if where == "beginning" and scheduler.last_epoch < epoch.number:
+            scheduler.step()
+        for window in epoch:
+            for (x,) in stepper.micro_batches(window):
+                stepper.backward(model(x).square().sum(), weight=len(x))
+            stepper.step()
+            checkpoints.step()
+            if stepper.steps == stop:
+                checkpoints.close()
+                return rates
+        rates.append(round(optimizer.param_groups[0]["lr"], 4))
+        if where == "end":
+            scheduler.step()
+    checkpoints.close()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("stop", "where"), [(10, "end"), (10, "beginning"), (8, "beginning")], ids=str
+)
+def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(
+    tmp_path: Path, stop: int, where: str
+) -> None:
+    over = 2 if stop == 10 else 1  # the epoch of the last step is not in the list
+    assert run_ranks(stepping_the_scheduler, 2, (str(tmp_path), stop, where))[0] == RATES[:over]
+    found = run_ranks(stepping_the_scheduler, 3, (str(tmp_path), 0, where))
+    assert found == [RATES[2:]] * 3
+
+
+def test_a_step_of_the_scheduler_that_no_checkpoint_has_is_said(tmp_path: Path) -> None:
+    """The checkpoint is of the last step of an epoch: the loop would have stepped it next."""
+    with lockstep.init() as world:
+        stepping_the_scheduler(world, str(tmp_path), 8, "end")
+        with pytest.warns(LockstepWarning, match="one epoch behind") as caught:
+            stepping_the_scheduler(world, str(tmp_path), 0, "end")
+    assert len(caught) == 1
+
+
+def test_a_scheduler_that_no_checkpoint_would_hold_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.init():
+        stepper = lockstep.Stepper(model, optimizer)
+        early = lockstep.Checkpoints(tmp_path, stepper)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with refused("scheduler-not-saved"):
+            early.save()
+        with refused("scheduler-not-saved"):
+            lockstep.Checkpoints(tmp_path, stepper)
+        kept = lockstep.Checkpoints(tmp_path, stepper, scheduler=scheduler)
+        kept.save()
+        kept.close()
+        other = nn.Linear(4, 1)
+        plain = lockstep.Stepper(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        with refused("checkpoint-of-another-training", there="a scheduler of the loop"):
+            lockstep.Checkpoints(tmp_path, plain).resume()

@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launcher import console
-from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans, write_all
+from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans
 
 _SPEAK = """
 import os, sys
@@ -132,19 +131,6 @@ def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path: Path) -> None:
         assert running.wait(60) == 0
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
-
-
-def test_a_terminal_that_somebody_made_non_blocking_gets_everything() -> None:
-    reading, writing = os.pipe2(os.O_NONBLOCK)
-    data, arrived = os.urandom(10**6), bytearray()
-    writer = threading.Thread(target=lambda: (write_all(writing, data), os.close(writing)))
-    writer.start()
-    os.set_blocking(reading, True)
-    while piece := os.read(reading, 5000):
-        arrived += piece
-    writer.join()
-    os.close(reading)
-    assert bytes(arrived) == data
 
 
 def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import LockstepWarning
+from lockstep.errors import LockstepWarning, WorkerFailed
 from lockstep.runtime import randomness
 from lockstep.testing import run_ranks
 from lockstep.updates.update import Applied
@@ -85,6 +85,79 @@ def test_one_backward_a_micro_batch(world: lockstep.World) -> None:
         loss = zoo.loss_sum(model(x), y)
         with refused("second-backward"):
             stepper.backward(loss, weight=4)
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def failing_loss(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    """A loss whose backward fails after the last layer's gradients, before those of the first."""
+
+    def fail(gradient: Tensor) -> None:
+        raise OutOfMemory
+
+    hidden = model[:-1](x)
+    hidden.register_hook(fail)
+    return zoo.loss_sum(model[-1](hidden), y)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])  # the last backward has sent the weights before
+def test_no_step_follows_a_backward_that_an_exception_ended(
+    world: lockstep.World, failing: int, exact: bool
+) -> None:
+    model = zoo.build("mlp")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    stepper = stepper_for(model, exact=exact)
+    loader = lockstep.Loader(TensorDataset(*zoo.samples(8)), global_batch=8, micro_batch=4)
+    for epoch in loader.epochs(1):
+        for number, (x, y) in enumerate(stepper.micro_batches(next(iter(epoch)))):
+            if number == failing:
+                with pytest.raises(OutOfMemory):
+                    stepper.backward(failing_loss(model, x, y), weight=4)
+                with refused("backward-interrupted"):  # a second try in smaller parts
+                    stepper.backward(zoo.loss_sum(model(x[:2]), y[:2]), weight=2)
+            elif number < failing:
+                stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        break
+    with refused("backward-interrupted"):
+        stepper.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def catching(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    x, y = window(1, 4 + world.rank)[0]
+    for _ in stepper.micro_batches([(x, y)]):
+        loss = failing_loss(model, x, y) if world.rank == 1 else zoo.loss_sum(model(x), y)
+        with suppress(OutOfMemory):
+            stepper.backward(loss, weight=len(x))
+    stepper.step()
+
+
+def test_a_rank_that_caught_an_exception_of_its_backward_ends_the_step_of_all() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*\[backward-interrupted\]"):
+        run_ranks(catching, 2)
+
+
+def test_a_micro_batch_that_is_left_out_before_its_backward_does_not_count(
+    world: lockstep.World,
+) -> None:
+    model, alone = zoo.build("mlp"), zoo.build("mlp")
+    stepper = stepper_for(model)
+    batches = window(3)
+    for number, (x, y) in enumerate(stepper.micro_batches(batches)):
+        out = model(x)
+        if number != 1:
+            stepper.backward(zoo.loss_sum(out, y), weight=4)
+    result = stepper.step()
+    loss = sum(zoo.loss_sum(alone(x), y) for x, y in (batches[0], batches[2])) / 8
+    loss.backward()
+    assert (result.weight, result.loss) == (8, pytest.approx(loss.item()))
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert zoo.distance(ours.grad, theirs.grad) < 1e-6
 
 
 def test_a_gradient_that_is_added_after_its_bucket_has_left_is_named(world: lockstep.World) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,26 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
         ),
     ):
         file.write(STEP)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """In the block a write that crosses `size` is cut there, as on a disk that becomes full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_record_that_only_begins_to_fit_is_an_error(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write(STEP)
+        whole = (tmp_path / "metrics.jsonl").stat().st_size
+        with files_of_at_most(whole + 20), refused("metrics-not-written", LockstepError):
+            file.write(STEP)
+        assert (tmp_path / "metrics.jsonl").stat().st_size == whole + 20
 
 
 def test_what_training_can_do_without_ends_with_one_warning(full_disk: Path) -> None:

@@ -49,8 +49,9 @@ def task(cut: int | None, **changes: Any) -> lockstep.Task:
         "early_stopping": EarlyStopping(metric="loss", mode="min", patience=9),
     }
     schedule = {
-        "scheduler": lambda optimizer, epochs: torch.optim.lr_scheduler.StepLR(
-            optimizer, 1, gamma=0.7
+        # its rate depends on its own count of steps, and not only on the rate before
+        "scheduler": lambda optimizer, epochs: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: 0.7**epoch
         ),
         "scheduler_per": "epoch",
     }

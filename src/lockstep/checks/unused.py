@@ -35,27 +35,27 @@ class UnusedCheck:
         reducer = self._reducer
         if not reducer.someone_misses:
             return
-        mine = torch.tensor(
+        landed = torch.tensor(
             reducer.landed_here, dtype=torch.uint8, device=reducer.parameters[0].device
         )
         used = (
-            reducer.group.all_gather(mine, place="for the list of unused parameters")
+            reducer.group.all_gather(landed, place="for the list of unused parameters")
             .view(reducer.group.size, -1)
             .bool()
             .cpu()
         )
-        if used.any():  # a rank without micro-batches says nothing about which are used
-            used = torch.where(used.any(1, keepdim=True), used, True)
+        anywhere = used.any(0).tolist()
         nowhere = [
-            name
-            for name, anywhere in zip(reducer.names, used.any(0).tolist(), strict=True)
-            if not anywhere
+            name for name, is_used in zip(reducer.names, anywhere, strict=True) if not is_used
         ]
+        idle = ~used.any(1, keepdim=True)  # a rank without micro-batches misses nothing
         self._say_partly(
             [
-                (name, column)
-                for name, column in zip(reducer.names, used.t(), strict=True)
-                if column.any() and not column.all()
+                (name, missing)
+                for name, missing, is_used in zip(
+                    reducer.names, (~(used | idle)).t(), anywhere, strict=True
+                )
+                if is_used and missing.any()
             ]
         )
         if nowhere and self._policy == "error":
@@ -69,10 +69,10 @@ class UnusedCheck:
                     parameter.grad = None
 
     def _say_partly(self, partly: list[tuple[str, torch.Tensor]]) -> None:
-        new = [(name, column) for name, column in partly if name not in self._said]
+        new = [(name, missing) for name, missing in partly if name not in self._said]
         self._said.update(name for name, _ in new)
         if new and self._reducer.group.rank == 0:
-            without = (~new[0][1]).nonzero().flatten().tolist()
+            without = new[0][1].nonzero().flatten().tolist()
             names = shortly([name for name, _ in new])
             warnings.warn(
                 f"{names} got no gradient on {listed(without)}: the mean counts zeros there. This"

@@ -63,6 +63,10 @@ class AutogradHooks:
         """
         self.expecting = True  # whether a backward whose gradients count is running
         self.strayed = False  # whether an unexpected gradient has landed
+        self.unfinished = 0
+        """Backwards of this window that an exception ended. The gradients of such a micro-batch
+        landed in part.
+        """
         self.scale = 1.0
         """The factor of each gradient when it leaves: 1, or the wrapper's 1 / world size."""
         self.end_of_backward: Callable[[], None] | None = None
@@ -143,11 +147,13 @@ class AutogradHooks:
         self.strayed = self.stray
         self._noted.clear()
         before, self.expecting = self.expecting, True
+        self.unfinished += 1
         try:
             yield
         finally:
             self._look_through()
             self.expecting = before
+        self.unfinished -= 1
 
     def landed(self, number: int, parameter: Tensor) -> None:
         """Handle a gradient that has landed: the parameter's hook, which autograd calls."""

@@ -193,7 +193,7 @@ class Reducer:
         if self.hooks.fold.begin(cut):
             self._build(self.layout.order)
         self._arm()
-        self.hooks.strayed = False
+        self.hooks.strayed, self.hooks.unfinished = False, 0
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import selectors
 import sys
 import threading
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launcher.notebook import Cell
+from lockstep.runtime.disk import write_all
 
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16
@@ -172,15 +172,6 @@ class _Forwarding:
                 self._cell.write(f"std{name}", text)
         except OSError:
             self._open.discard(name)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, even if another process has made the shared descriptor non-blocking."""
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [])
 
 
 class Lines:

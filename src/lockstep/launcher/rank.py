@@ -34,6 +34,7 @@ from lockstep.launcher import ending, failures, logs, preemption, processes, sta
 from lockstep.launcher import seat as seats
 from lockstep.launcher.logs import Console
 from lockstep.runtime import status
+from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.private import sockets_into
 
@@ -331,12 +332,12 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
             ending.announce_to_terminal(place.rank)
             raise
         with suppress(OSError):
-            os.write(terminal, said(failure).encode())
+            write_all(terminal, said(failure).encode())
         _leave(failure.code)
     else:
         ending.note_groups()
         if place.rank == 0 and place.size > 1 and not status.was_opened():
-            os.write(terminal, f"{ending.never_joined(place.size)}\n".encode())
+            write_all(terminal, f"{ending.never_joined(place.size)}\n".encode())
         ending.announce_to_terminal(place.rank)
     finally:
         os.close(terminal)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import shutil
 from functools import singledispatch
 from pathlib import Path
@@ -30,6 +31,18 @@ def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
         raise
     if forced:
         force(file.parent)
+
+
+def write_all(descriptor: int, data: bytes | bytearray) -> None:
+    """Write all of `data`: a single write may take only a part, on a disk that becomes full, or if
+    another process has made the shared descriptor non-blocking. Raises OSError.
+    """
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
 
 
 @singledispatch

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakMethod
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.files import COMPARED, CONFIG, WITNESSED, Checkpoint
@@ -88,6 +89,10 @@ class Checkpoints:
         directory: a folder that all ranks can read and write.
         stepper: the Stepper to save.
         loader: a Loader, or another object whose `state_dict` is the position in the data.
+        scheduler: a learning rate scheduler that your loop steps. One that the Stepper steps is
+            saved with the Stepper. Step one that counts epochs where an epoch begins: `if
+            scheduler.last_epoch < epoch.number: scheduler.step()`. What a loop does after an
+            epoch's last step is not in the checkpoint of that step.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
         keep: number of newest checkpoints to keep, in addition to the best one.
         remote: a folder, or a URL that fsspec supports, such as s3://bucket/run. Each checkpoint is
@@ -95,6 +100,11 @@ class Checkpoints:
             uploads again. `close` raises if the last upload failed.
         guard: called on every rank before anything is written; it raises LockstepError if
             `directory` must not be written to any more.
+
+    Raises:
+        UsageError: a scheduler belongs to the optimizer, but neither the Stepper nor this object
+            was given one. `save` raises it if the scheduler was created later. A ReduceLROnPlateau
+            leaves no trace in the optimizer: this cannot notice that it is missing.
     """
 
     def __init__(
@@ -103,6 +113,7 @@ class Checkpoints:
         stepper: Stepper,
         loader: Resumable | None = None,
         *,
+        scheduler: LRScheduler | None = None,
         every: int | None = None,
         keep: int = 2,
         remote: str | None = None,
@@ -115,6 +126,10 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep = keep
         self._stepper, self._loader, self._every = stepper, loader, every
+        self._scheduler = scheduler
+        self._check_scheduler()
+        # after a resume, the steps of a scheduler that may lag behind the epoch
+        self._lag: int | None = None
         self._remote = None if remote is None else _remote(remote)
         self._guard = guard
         world = stepper.world
@@ -169,19 +184,42 @@ class Checkpoints:
             raise UsageError("checkpoint-of-a-model-only", folder=str(checkpoint.folder))
         with believed(checkpoint.folder / STATE):
             check(checkpoint)
-            restore(self._stepper, checkpoint, checkpoint.state["training"])
+            restore(self._stepper, checkpoint, checkpoint.state["training"], self._scheduler)
             if self._stepper.replicas is not None:
                 self._stepper.replicas.compared = checkpoint.compared
             if self._stepper.witness is not None:
                 self._stepper.witness.witnessed = checkpoint.witnessed
             if self._loader is not None:
-                self._loader.load_state_dict(decoded(checkpoint.state["data"]))
+                position = decoded(checkpoint.state["data"])
+                self._loader.load_state_dict(position)
+                self._note_lag(position)
         self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
         if self._every is None:
             self._next = self._stepper.steps + FIRST
         self._stepper.synchronize_before(self._due())
         return checkpoint
+
+    def _note_lag(self, position: Mapping[str, Any]) -> None:
+        """Note whether the checkpoint was saved after an epoch's last step, and before the loop
+        stepped its scheduler for that epoch.
+        """
+        if self._scheduler is not None and position.get("step_in_epoch") == 0:
+            stepped = self._scheduler.last_epoch
+            self._lag = stepped if stepped < position["epoch"] else None
+
+    def _warn_of_lag(self) -> None:
+        """Warn if the first step after a resume had the learning rate of the epoch before."""
+        lag, self._lag = self._lag, None
+        assert self._scheduler is not None
+        if self._scheduler.last_epoch == lag and self._world.rank == 0:
+            warnings.warn(
+                "training resumed between the last step of an epoch and its scheduler.step(), which"
+                " was lost: the learning rate is one epoch behind. Step the scheduler where an"
+                " epoch begins: if scheduler.last_epoch < epoch.number: scheduler.step()",
+                LockstepWarning,
+                stacklevel=3,
+            )
 
     def _due(self) -> int:
         """The step after which the next save is due."""
@@ -274,6 +312,8 @@ class Checkpoints:
         Returns:
             Whether it saved.
         """
+        if self._lag is not None:
+            self._warn_of_lag()
         steps, self._extra = self._stepper.steps, extra
         if self._stepper.between_synchronizations:
             return False
@@ -296,11 +336,18 @@ class Checkpoints:
         with status.inside("checkpoint"):
             self._save(extra, best)
 
+    def _check_scheduler(self) -> None:
+        """Raise a UsageError if the optimizer has a scheduler that no checkpoint would hold."""
+        known = self._scheduler or self._stepper.scheduler
+        if known is None and "initial_lr" in self._stepper.optimizer.param_groups[0]:
+            raise UsageError("scheduler-not-saved")
+
     def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
         begin = perf_counter()
+        self._check_scheduler()
         self.wait()  # also raises the error of an earlier save
         self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
-        steps, taken = self._stepper.steps, take(self._stepper)
+        steps, taken = self._stepper.steps, take(self._stepper, self._scheduler)
         _check_storable(taken, self._world.control)
         replicas, witness = self._stepper.replicas, self._stepper.witness
         compared = None if replicas is None else replicas.compared

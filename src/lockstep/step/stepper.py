@@ -395,12 +395,15 @@ class Stepper:
             reduction: "sum", or "mean": the loss is then multiplied by `weight`.
 
         Raises:
-            UsageError: called outside the loop over `micro_batches`, or twice for a micro-batch.
+            UsageError: called outside the loop over `micro_batches`, or twice for a micro-batch, or
+                after an exception ended a backward of this window.
         """
         opened = self._window
         if opened is None or opened.micro is None:
             raise UsageError("backward-outside-window")
         micro = opened.micro
+        if self.reducer.hooks.unfinished:
+            raise UsageError("backward-interrupted")
         if micro.done:
             raise UsageError("second-backward")
         loss = summed(loss, weight, reduction)
@@ -474,7 +477,8 @@ class Stepper:
 
         Raises:
             ReplicaDivergence, UnusedParameters: on all ranks.
-            UsageError: called without a window, or inside the loop over `micro_batches`.
+            UsageError: called without a window, or inside the loop over `micro_batches`, or after
+                an exception ended a backward of this window.
         """
         opened = check_ended(self._window, stray=self.reducer.hooks.stray)
         facts, divisor = opened.summed or self._sum(opened)
@@ -583,6 +587,8 @@ class Stepper:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
         by which the sum must still be divided.
         """
+        if self.reducer.hooks.unfinished:
+            raise UsageError("backward-interrupted")
         status.enter("reduce")
         scale = self._scale_of(opened)
         if not opened.facts.sent:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import under_all_names, weights
@@ -33,9 +34,10 @@ class Taken:
     """The tensors of the averaged model on the last rank; None on other ranks."""
 
 
-def take(stepper: Stepper) -> Taken:
-    """Return the current state. Tensors that all ranks hold are divided among the ranks for
-    writing. Raises UsageError for values that only pickle could store.
+def take(stepper: Stepper, scheduler: LRScheduler | None) -> Taken:
+    """Return the current state, with that of a `scheduler` which the Stepper does not step. Tensors
+    that all ranks hold are divided among the ranks for writing. Raises UsageError for values that
+    only pickle could store.
     """
     name_of, form = _names(stepper), stepper.model_shard.form(stepper)
     model, pieces = form.pieces(name_of)
@@ -63,8 +65,8 @@ def take(stepper: Stepper) -> Taken:
             "numbers": form.numbers(_numbers(stepper, name_of)),
         },
         **{
-            what: None if part is None else encoded(part.state_dict(), f"the {what}'s state")
-            for what, part in _followers(stepper)
+            name: None if part is None else encoded(part.state_dict(), f"the {name}'s state")
+            for name, part in _followers(stepper, scheduler)
         },
     }
     return Taken(model, pieces, state, _average(stepper))
@@ -80,8 +82,14 @@ def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
     return under_all_names(weights(average.module), average.module)
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-    """Load `checkpoint` into `stepper`. `state` was made by `take`. Every rank calls it.
+def restore(
+    stepper: Stepper,
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    scheduler: LRScheduler | None,
+) -> None:
+    """Load `checkpoint` into `stepper` and `scheduler`. `state` was made by `take`. Every rank
+    calls it.
 
     Raises UsageError, naming the difference, if the checkpoint belongs to another model or
     optimizer. It does so before anything is changed.
@@ -131,15 +139,16 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     )
     for part in stepper.keepers():
         part.take_back(*kept)
-    for what, target in _followers(stepper):
-        if (target is None) != (state[what] is None):
+    for name, target in _followers(stepper, scheduler):
+        stored = state.get(name)
+        if (target is None) != (stored is None):
             raise UsageError(
                 "checkpoint-of-another-training",
-                there=f"{'no' if state[what] is None else 'a'} {what}",
-                here=f"{'no' if target is None else 'a'} {what}",
+                there=f"{'no' if stored is None else 'a'} {name}",
+                here=f"{'no' if target is None else 'a'} {name}",
             )
         if target is not None:
-            target.load_state_dict(decoded(state[what]))
+            target.load_state_dict(decoded(stored))
     allow_scheduler(stepper.optimizer)
 
 
@@ -160,9 +169,13 @@ def _stored_average(
     return found
 
 
-def _followers(stepper: Stepper) -> list[tuple[str, Any]]:
-    """Return the scheduler and the scaler with their names; None for one that does not exist."""
-    return [("scheduler", stepper.scheduler), ("scaler", stepper.scaler)]
+def _followers(stepper: Stepper, scheduler: LRScheduler | None) -> list[tuple[str, Any]]:
+    """Return the schedulers and the scaler with their names; None for one that does not exist."""
+    return [
+        ("scheduler", stepper.scheduler),
+        ("scheduler of the loop", scheduler),
+        ("scaler", stepper.scaler),
+    ]
 
 
 def _optimizer_state(

@@ -285,7 +285,8 @@ class AssembledTraining:
         self.evaluation = self.new_evaluation()
         self.identity = Identity(recipe, machine(), task_digests(task) if run is not None else {})
         compare_tasks(world.control, self.identity.digests)
-        self.saves = saving_in(run, settings, self.stepper, self.loader)
+        by_epoch = self.scheduler if task.scheduler_per == "epoch" else None
+        self.saves = saving_in(run, settings, self.stepper, self.loader, by_epoch)
         self.reached = TrainingState.of(task)
 
     def _new_stepper(self) -> Stepper:

@@ -28,7 +28,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import LockstepError, LockstepWarning
-from lockstep.runtime.disk import write_whole
+from lockstep.runtime.disk import write_all, write_whole
 
 _BUFFER = 2**16  # bytes
 
@@ -45,7 +45,8 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         with self._named():
-            self._lines.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
+            line = json.dumps(finite(record), allow_nan=False) + "\n"
+            write_all(self._lines.fileno(), line.encode())
 
     def close(self) -> None:
         self._lines.close()
@@ -119,8 +120,8 @@ class TelemetryFile:
     def flush(self) -> None:
         octets, self._waiting = self._waiting, bytearray()
         try:
-            while octets and self._handle is not None:
-                del octets[: os.write(self._handle, octets)]
+            if self._handle is not None:
+                write_all(self._handle, octets)
         except OSError as error:
             self._give_up(error)
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
 from lockstep.config.settings import Settings
@@ -98,7 +100,12 @@ class Saving(Unsaved):
     """Saves in the run directory `run`."""
 
     def __init__(
-        self, run: RunDirectory, settings: Settings, stepper: Stepper, loader: Loader
+        self,
+        run: RunDirectory,
+        settings: Settings,
+        stepper: Stepper,
+        loader: Loader,
+        scheduler: LRScheduler | None,
     ) -> None:
         self.path = run.path
         self._run = run
@@ -107,7 +114,13 @@ class Saving(Unsaved):
         self._world = stepper.world
         every, remote = settings.checkpoint_every, settings.checkpoints
         self._checkpoints = Checkpoints(
-            run.checkpoints, stepper, loader, every=every, remote=remote, guard=run.check
+            run.checkpoints,
+            stepper,
+            loader,
+            scheduler=scheduler,
+            every=every,
+            remote=remote,
+            guard=run.check,
         )
 
     @property
@@ -183,13 +196,18 @@ class Saving(Unsaved):
 
 
 def saving_in(
-    run: RunDirectory | None, settings: Settings, stepper: Stepper, loader: Loader
+    run: RunDirectory | None,
+    settings: Settings,
+    stepper: Stepper,
+    loader: Loader,
+    scheduler: LRScheduler | None,
 ) -> Unsaved:
-    """Return what saves in `run`, if there is one. Raises UsageError if copies of checkpoints or
+    """Return what saves in `run`, if there is one. `scheduler`: one that the Stepper does not step,
+    but the training. Raises UsageError if copies of checkpoints or
     loggers are set without a run directory.
     """
     if run is not None:
-        return Saving(run, settings, stepper, loader)
+        return Saving(run, settings, stepper, loader, scheduler)
     if settings.log:
         raise UsageError("log-without-run", log=settings.log)
     if settings.checkpoints is not None:

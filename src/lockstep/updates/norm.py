@@ -19,7 +19,7 @@ _PIECE = 256 * BLOCK  # elements squared at a time: their squares fit into a cor
 
 
 def block_sums(flat: Tensor) -> Tensor:
-    """The sum of squares of every BLOCK elements of a flat tensor, in float32 or wider; shape
+    """The sum of |z|^2 of every BLOCK elements of a flat tensor, in float32 or wider; shape
     [ceil(n / BLOCK)].
     """
     if flat.device.type != "cpu":
@@ -32,8 +32,9 @@ def block_sums(flat: Tensor) -> Tensor:
 def _sums(flat: Tensor) -> Tensor:
     whole = flat.numel() // BLOCK * BLOCK
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    sums = wide[:whole].square().view(-1, BLOCK).sum(1)
-    return sums if whole == flat.numel() else torch.cat([sums, wide[whole:].square().sum().view(1)])
+    squares = (wide * wide.conj()).real
+    sums = squares[:whole].view(-1, BLOCK).sum(1)
+    return sums if whole == flat.numel() else torch.cat([sums, squares[whole:].sum().view(1)])
 
 
 def norm_of(sums: Sequence[Tensor]) -> Tensor:

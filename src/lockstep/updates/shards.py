@@ -216,7 +216,10 @@ class Shards:
         """Return the values of all blocks, in order. `sums[i]` are those of this rank's slice of
         flat tensor i.
         """
-        wholes = [sums[0].new_zeros(-(-plan.numel // BLOCK)) for plan in self._layout.buckets]
+        wholes = [
+            part.new_zeros(-(-plan.numel // BLOCK))
+            for part, plan in zip(sums, self._layout.buckets, strict=True)
+        ]
         for part, whole, mine in zip(self.of(self._group.rank), wholes, sums, strict=True):
             first = part.start // BLOCK
             whole[first : first + len(mine)] = mine
