@@ -17,7 +17,6 @@ from lockstep.config.settings import Settings
 from lockstep.errors import TaskError
 from lockstep.training.overrides import arguments
 from lockstep.training.resolve import located, resolve
-from lockstep.training.task_digest import changes, code_digests
 from tests.refused import refused
 
 
@@ -280,11 +279,8 @@ def test_a_configuration_may_be_optional(tmp_path: Path, hydra_task: str, parame
     assert resolve(str(file), {**CFG, "cfg.lr": "0.2"}).name == "small 0.2"
 
 
-def test_the_digest_and_the_settings_see_what_is_set_inside(hydra_task: str) -> None:
-    first = code_digests(resolve(hydra_task, CFG))
-    assert code_digests(resolve(hydra_task, CFG)) == first
+def test_the_settings_see_what_is_set_inside() -> None:
     for more in ({"cfg.lr": "0.2"}, {"optimizer.lr": "0.2"}):
-        assert changes(first, code_digests(resolve(hydra_task, {**CFG, **more})))
         before, now = Settings(task="t", overrides=CFG), Settings(task="t", overrides=CFG | more)
         assert now.differences(before)
 
