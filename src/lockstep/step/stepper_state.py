@@ -127,7 +127,8 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
             name.removeprefix(METHOD): tensor
             for name, tensor in tensors.items()
             if name.startswith(METHOD)
-        }
+        },
+        checkpoint,
     )
     for part in stepper.keepers():
         part.take_back(*kept)
