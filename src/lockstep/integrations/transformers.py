@@ -216,7 +216,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
         # of the steps after the last log, the Trainer would report this rank's share of the loss
-        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        self._tr_loss: Tensor = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*arguments, **options)
 
 
