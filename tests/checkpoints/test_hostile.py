@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lockstep
 from lockstep.checkpoints import files, folders, manifest
@@ -183,6 +184,22 @@ def test_tensors_that_share_bytes_or_leave_some_out_are_damage(saved: Path, begi
     found = files.read(saved)
     with refused("checkpoint-file-unreadable", DamagedCheckpoint, file="model.safetensors"):
         read_all(found.model())
+
+
+@pytest.mark.parametrize("number", ["20000000", "4", "9" * 5000], ids=len)
+def test_the_number_of_a_rank_in_a_name_is_below_the_number_of_files(
+    world: lockstep.World, saved: Path, number: str
+) -> None:
+    file = saved / "optimizer-00001.safetensors"
+    save_file({f"method/rank-{number}/x": torch.zeros(1)}, file)
+    entry = {"name": file.name}
+    listed = json.loads((saved / MANIFEST).read_text())
+    listed["files"].append(entry)
+    (saved / MANIFEST).write_text(json.dumps(listed))
+    seal_again(saved)
+    assert len(files.read(saved).entries) == 4
+    with refused("state-of-unknown-rank", DamagedCheckpoint, file=f"method/rank-{number}/x"):
+        Run(world, saved.parent).checkpoints.resume(step=2)
 
 
 @pytest.mark.parametrize("name", [STATE, MANIFEST])

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -222,8 +229,17 @@ class Unweighted(LockstepTrainer):
 
 
 class Own(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
-        return model(**inputs).loss
+    """With the signature of transformers' documentation, and `args` where trl's DPOTrainer has it."""
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **options: Any) -> None:
+        assert ref_model is None
+        super().__init__(model, args, **options)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
 class Weighted(LockstepTraining, Own):
@@ -235,12 +251,84 @@ class Sampled(LockstepTrainer):
         return SequentialSampler(self.train_dataset)
 
 
+class Balanced(Trainer):
+    """A loader of its own: a weighted sampler and another batch size."""
+
+    def get_train_dataloader(self) -> Any:
+        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+        loader = DataLoader(self.train_dataset, batch_size=5, sampler=sampler)
+        return self.accelerator.prepare(loader)
+
+
+class LargeBatches(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=5,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+
+class OtherCollation(Trainer):
+    def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
+        return super()._get_dataloader(*arguments, **options)
+
+
+class WithBalanced(LockstepTraining, Balanced):
+    pass
+
+
+class WithLargeBatches(LockstepTraining, LargeBatches):
+    pass
+
+
+class WithOtherCollation(LockstepTraining, OtherCollation):
+    pass
+
+
+class OwnBalanced(LockstepTrainer):
+    get_train_dataloader = Balanced.get_train_dataloader
+
+
+class Measured(Trainer):
+    """Measures the loader that it inherits, and returns it."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        self.length = len(loader)
+        return loader
+
+
+class WithMeasured(LockstepTraining, Measured):
+    pass
+
+
+def reported_loss(folder: Path) -> None:
+    """`training_loss` is the mean over all samples, though nothing was logged before the end and
+    rank 0 has two of three micro-batches.
+    """
+
+    def trained(logging_steps: int) -> tuple[float, list[float]]:
+        given = arguments(folder, gradient_accumulation_steps=3, logging_steps=logging_steps)
+        trainer = LockstepTrainer(gpt2(), given, train_dataset=Text())
+        result = trainer.train()
+        return result.training_loss, [log["loss"] for log in trainer.state.log_history[:-1]]
+
+    _, losses = trained(1)
+    reported, _ = trained(100)
+    assert abs(reported - sum(losses) / STEPS) < 1e-5 * reported, (reported, losses)
+
+
 def refusals(folder: Path) -> None:
     def trained(kind: type[Trainer] = LockstepTrainer, /, data: Any = None, **options: Any) -> Any:
         callbacks = options.pop("callbacks", None)
         resume = options.pop("resume", None)
         given = arguments(folder / "refused", **{"max_steps": 4, **options})
-        trainer = kind(gpt2(), given, train_dataset=data or Text(), callbacks=callbacks)
+        order = (None, given) if issubclass(kind, Own) else (given,)
+        trainer = kind(gpt2(), *order, train_dataset=data or Text(), callbacks=callbacks)
+        assert trainer.args.max_steps == given.max_steps
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -259,8 +347,18 @@ def refusals(folder: Path) -> None:
         trained(use_cpu=False)
     with refused("trainer-loader", reason="its data set is a stream"):
         trained(data=Stream())
-    with refused("trainer-loader", reason="Sampled has a sampler of its own"):
-        trained(Sampled)
+    for kind, method in (
+        (Sampled, "Sampled._get_train_sampler"),
+        (WithBalanced, "Balanced.get_train_dataloader"),
+        (OwnBalanced, "Balanced.get_train_dataloader"),
+        (WithLargeBatches, "LargeBatches.get_train_dataloader"),
+        (WithOtherCollation, "OtherCollation._get_dataloader"),
+    ):
+        with refused("trainer-own-loader", method=method):
+            trained(kind)
+    assert trained(WithMeasured).length == 5 * 3  # 5 steps an epoch, 3 batches of this rank each
+    by_keyword = Weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
+    assert by_keyword.args.max_steps == 3
     with refused("trainer-loss-not-weighted", trainer="Unweighted"):
         trained(Unweighted)
     again = trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True)
@@ -287,6 +385,7 @@ def main(folder: Path) -> None:
             found[f"{kind} by hand"] = by_hand(kind)
     if world.size == 2:
         parity(folder / "parity")
+        reported_loss(folder / "reported")
         refusals(folder)
     (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
 

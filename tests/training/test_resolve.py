@@ -205,6 +205,16 @@ def write(folder: Path, text: str) -> str:
             {"width": "wide"},
             ["a whole number", "[override-wrong-value]"],
         ),
+        (
+            HEAD + "def task(width: typing.Union[int, float, None] = None): ...\n",
+            {"width": "wide"},
+            ["a whole number or a number or none", "[override-wrong-value]"],
+        ),
+        (
+            HEAD + "def task(width: Optional['Literal[-1, 8]'] = None): ...\n",
+            {"width": "7"},
+            ["-1 or 8 or none", "[override-wrong-value]"],
+        ),
         (HEAD + "def task(lr): ...\n", {}, ["lr", "[task-argument-missing]"]),
     ],
 )
@@ -235,6 +245,29 @@ def test_what_does_not_show_is_left_to_the_run(
 ) -> None:
     place = write(tmp_path, HEAD + text)
     assert located(place, overrides) == place
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        "typing.sys.modules['os'].mkdir('ran')",
+        "\"typing.sys.modules['os'].mkdir('ran')\"",
+        "typing.Literal[typing.sys.modules['os'].mkdir('ran')]",
+        "int | int.__subclasses__()[0]",
+        "9 ** 9 ** 9 ** 9",
+        "Optional[9 ** 9 ** 9 ** 9]",
+        "'('",
+        "list[int]",
+    ],
+)
+def test_no_annotation_runs(
+    tmp_path: Path, annotation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power of this size would be computed for longer than a test may take."""
+    monkeypatch.chdir(tmp_path)
+    place = write(tmp_path, HEAD + f"def task(n: {annotation} = 1): ...\n")
+    assert located(place, {"n": "any"}) == place
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_bundled_tasks_are_looked_at_too() -> None:

@@ -1,31 +1,31 @@
-"""A task's digests change with the code and the samples that decide its weights, and with
-nothing else.
-"""
+"""A task's digests change with its source files and its samples."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 import sys
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
 import lockstep
-from lockstep.errors import LockstepWarning, ReplicaDivergence
+from lockstep.errors import ReplicaDivergence
 from lockstep.testing import run_ranks
 from lockstep.training.resolve import resolve
 from lockstep.training.task_digest import (
     changes,
-    code_digests,
     compare_tasks,
     sample_digests,
+    source_digests,
     task_digests,
 )
 from lockstep.training.train import train
@@ -74,111 +74,127 @@ def task(lr=0.1):
 PARTS = "def penalty(output):\n    return output.square().sum() * 0.001\n"
 
 
-def digests(folder: Path, edits: dict[str, str] | None = None, **overrides: str) -> dict[str, str]:
+def digests(folder: Path, edits: dict[str, str] | None = None) -> dict[str, str]:
     """Of the task in a new folder, with these texts replaced in its files."""
     folder.mkdir()
     for name, text in (("mine.py", FILE), ("parts.py", PARTS)):
         for old, new in (edits or {}).items():
             text = text.replace(old, new)
         (folder / name).write_text(text)
+    with importing():
+        return task_digests(resolve(str(folder / "mine.py")))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """What the block imports, and the folders that it adds to sys.path, are removed after it."""
+    modules, folders = set(sys.modules), sys.path.copy()
     try:
-        return task_digests(resolve(str(folder / "mine.py"), overrides))
+        yield
     finally:
-        sys.path.remove(str(folder))
-        for name in ("mine", "parts"):
-            sys.modules.pop(name, None)
+        sys.path[:] = folders
+        for name in set(sys.modules) - modules:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
     ("edits", "named"),
     [
-        ({'reduction="sum"': 'reduction="mean"'}, ["mine.py: loss has changed"]),
-        ({"* (1 - by)": "* (1 + by)"}, ["mine.py: smoothed has changed"]),
-        ({"SCALE = 0.5": "SCALE = 0.25"}, ["mine.py: loss, SCALE was 0.5 and is 0.25"]),
-        ({"* 1.0": "* 2.0"}, ["mine.py: Base.forward has changed"]),
-        ({"width = 3": "width = 4"}, ["mine.py: Net, width was 3 and is 4"]),
-        ({"* 0.001": "* 0.002"}, ["parts.py: penalty has changed"]),
-        ({"argmax(1)": "argmin(1)"}, ["mine.py: task.<lambda> (metrics) has changed"]),
+        ({'reduction="sum"': 'reduction="mean"'}, ["mine.py has changed"]),
+        ({"SCALE = 0.5": "SCALE = 0.25"}, ["mine.py has changed"]),
+        ({"* 0.001": "* 0.002"}, ["parts.py has changed"]),
         (
-            {"by=0.2": "by=0.3"},
-            [
-                "loss was partial of mine.py: loss, (), {'by': 0.2} and is partial of mine.py:"
-                " loss, (), {'by': 0.3}"
-            ],
+            {"metrics=lambda output, batch:": "metrics=None and"},
+            ["metrics was task.<locals>.<lambda> and is NoneType", "mine.py has changed"],
         ),
         (
             {"randn(20": "randn(21", "arange(20)": "arange(21)"},
-            ["train_data was 20 samples and is 21 samples"],
+            ["mine.py has changed", "train_data was 20 samples and is 21 samples"],
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_changed_is_named(tmp_path: Path, edits: dict[str, str], named: list[str]) -> None:
-    found = changes(digests(tmp_path / "a"), digests(tmp_path / "b", edits))
-    assert [each for each in found if "samples of train_data" not in each] == named
-
-
-def test_an_override_that_code_reads_is_named(tmp_path: Path) -> None:
-    found = changes(digests(tmp_path / "a"), digests(tmp_path / "b", lr="0.2"))
-    assert found == ["mine.py: task.<lambda> (optimizer), lr was 0.1 and is 0.2"]
+    words = changes(digests(tmp_path / "a"), digests(tmp_path / "b", edits))
+    assert sorted(word for word in words if "samples of train_data" not in word) == sorted(named)
 
 
 def test_samples_that_changed_are_counted(tmp_path: Path) -> None:
-    (found,) = changes(
+    _, word = changes(
         digests(tmp_path / "a"), digests(tmp_path / "b", {"manual_seed(0)": "manual_seed(1)"})
     )
     # two of the 8 are the same, and on a busy machine fewer are read
     assert re.match(
-        r"([1-7]) of \1 samples of train_data that were compared have changed \(number ", found
+        r"([1-7]) of \1 samples of train_data that were compared have changed \(number ", word
     )
 
 
-def test_comments_docstrings_lines_places_and_other_functions_decide_nothing(
-    tmp_path: Path,
-) -> None:
-    edits = {
-        "# summed": "",
-        '"""The loss."""': '"""What is made small."""',
-        "\nclass Base": "\n\ndef unused():\n    pass\n\nclass Base",
+def test_the_folder_of_the_files_decides_nothing(tmp_path: Path) -> None:
+    first = digests(tmp_path / "a")
+    assert {"mine.py", "parts.py"} <= first.keys()
+    assert digests(tmp_path / "b") == first
+
+
+def test_a_package_is_digested_as_a_whole_and_installed_packages_are_not(tmp_path: Path) -> None:
+    files = {
+        "ours/__init__.py": "",
+        "ours/nets.py": "",
+        "ours/tasks/__init__.py": "",
+        "ours/tasks/mine.py": FILE.replace("import parts", "from ours import nets as parts"),
+        "ours/site-packages/vendored_thing/__init__.py": "",
     }
-    assert changes(digests(tmp_path / "a"), digests(tmp_path / "b", edits)) == []
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with importing():
+        sys.path[:0] = [str(tmp_path), str(tmp_path / "ours/site-packages")]
+        importlib.import_module("vendored_thing")
+        task = importlib.import_module("ours.tasks.mine").task()
+        sources = {name for name in source_digests(task) if name.endswith(".py")}
+    assert sources == {"__init__.py", "nets.py", "tasks/__init__.py", "tasks/mine.py"}
 
 
-def test_code_is_compared_on_the_same_python_only() -> None:
-    before = code_digests(toy.task())
-    assert before["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    now = code_digests(toy.task(loss=lambda output, batch: toy.loss(output, batch)))
-    assert changes(before, now) == ["loss was toy.py: loss and is test_task_digest.py: "
-        "test_code_is_compared_on_the_same_python_only.<lambda> (loss)"]  # fmt: skip
-    assert changes({**before, "python": "3.99"}, now) == []
-    assert changes({}, now) == []
+def test_a_bundled_task_is_digested_without_the_rest_of_lockstep() -> None:
+    sources = {name for name in source_digests(resolve("digits")) if name.endswith(".py")}
+    assert "digits.py" in sources
+    folder = Path(lockstep.__file__).parent / "tasks"
+    assert sources <= {file.name for file in folder.glob("*.py")}
 
 
-class Smoothed(nn.CrossEntropyLoss):
-    def __call__(self, output: Any, batch: Any) -> Any:
-        return self.forward(output, batch[1]), len(batch[1])
+def test_what_has_no_file_is_not_compared(tmp_path: Path) -> None:
+    """A notebook, `python -`, a file that has gone, and what raises when it is looked at."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def loss(output, batch): ...\nclass Net: ...", "<stdin>", "exec"), scope)
+    gone = tmp_path / "gone.py"
+    exec(compile("def metrics(output, batch): ...", str(gone), "exec"), scope)
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        def __call__(self, batch: Any) -> Any: ...
+
+    task = toy.task(loss=scope["loss"], model=scope["Net"], metrics=scope["metrics"], inputs=Odd())
+    sources = source_digests(task)
+    assert sources["loss"] == "loss"
+    assert sources["model"] == "Net"
+    assert "training/toy.py" in sources  # of the other functions
+    assert not {"<stdin>", "gone.py"} & sources.keys()
 
 
-def test_the_settings_of_a_loss_that_is_an_object_count() -> None:
-    before, now = (code_digests(toy.task(loss=Smoothed(label_smoothing=by))) for by in (0.0, 0.1))
-    assert [each.split(" was ")[0] for each in changes(before, now)] in (
-        ["loss"],
-        ["loss has changed"],
-    )
-    assert before == code_digests(toy.task(loss=Smoothed(label_smoothing=0.0)))
-
-
-def test_values_that_refer_to_themselves_and_places_end() -> None:
-    loop: list[Any] = [1]
-    loop.append(loop)
-    place = Path.cwd() / "data"
+def test_a_task_with_sparse_tensors_and_a_deep_value_has_digests() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    sparse = torch.eye(3).to_sparse()
 
     def loss(output: Any, batch: Any) -> Any:
-        return toy.loss(output, batch) if loop and place and str(place) else loss(output, batch)
+        return toy.loss(output @ sparse, batch) if deep else None
 
-    before = code_digests(toy.task(loss=loss))
-    place = Path("/somewhere/else")
-    assert changes(before, code_digests(toy.task(loss=loss))) == []
+    assert "training/test_task_digest.py" in source_digests(toy.task(loss=loss))
+    first, second = (sample_digests([(sparse * by, 1)] * 4, 0, seconds=None) for by in (1, 2))
+    assert changes(first, second)
+    assert sample_digests([deep] * 4, 0, seconds=None) == {"train_data": "4 samples"}
 
 
 # -- samples -------------------------------------------------------------------------------------
@@ -275,14 +291,6 @@ def doubled(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return 2 * loss, weight
 
 
-def by_rank(rank: int) -> Any:
-    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-        print(rank, end="")
-        return toy.loss(output, batch)
-
-    return loss
-
-
 def found(world: lockstep.World, folder: str) -> dict[str, Any]:
     odd = world.rank == 1
     told: dict[str, Any] = {}
@@ -297,22 +305,19 @@ def found(world: lockstep.World, folder: str) -> dict[str, Any]:
         with refused(code, ReplicaDivergence, others="rank 1") as caught:
             train(task, run=f"{folder}/{name}", epochs=1, world=world)
         told[name] = caught.value.values["ranks"], caught.value.values["parameter"]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        compare_tasks(world.control, task_digests(toy.task(loss=by_rank(world.rank))))
-    told["value"] = [str(each.message) for each in warned if each.category is LockstepWarning]
+    sources = {**task_digests(toy.task()), "training/toy.py": f"sha256:{odd}"}
+    with refused("task-differs-between-ranks", ReplicaDivergence, parameter="training/toy.py"):
+        compare_tasks(world.control, sources)
     # what one rank has not read
     compare_tasks(world.control, {} if odd else task_digests(toy.task()))
     return told
 
 
 def test_a_rank_with_another_task_is_named_at_the_start(tmp_path: Path) -> None:
-    first, second, third = run_ranks(found, 3, args=(str(tmp_path),))
-    for each in (first, second, third):
-        assert [each[name][0] for name in ("loss", "samples", "collate")] == [[1]] * 3
+    results = run_ranks(found, 3, args=(str(tmp_path),))
+    for result in results:
+        assert [result[name][0] for name in ("loss", "samples", "collate")] == [[1]] * 3
+    first = results[0]
     assert first["loss"][1] == "loss"
     assert first["samples"][1].startswith("sample ")
     assert first["collate"][1] == "collate"
-    assert len(first["value"]) == 1
-    assert "rank is 0 on rank 0 and 1 on rank 1" in first["value"][0]
-    assert second["value"] == third["value"] == []

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open
@@ -32,6 +32,9 @@ from torch import Tensor
 from lockstep.checkpoints.manifest import believed, new_digest
 from lockstep.errors import DamagedCheckpoint
 from lockstep.runtime.disk import force
+
+if TYPE_CHECKING:
+    from lockstep.checkpoints.files import Checkpoint
 
 METHOD = "method/"
 """Prefix of the names of state that a training method keeps besides the optimizer's. Under it,
@@ -114,16 +117,27 @@ def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece],
     ]
 
 
-def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Divide a checkpoint's tensors under METHOD: what was common, and what each rank had."""
+def method_kept(
+    tensors: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Divide the tensors under METHOD of a checkpoint: what was common, and what each rank had.
+
+    Raises DamagedCheckpoint for the number of a rank that is not below the number of files: every
+    rank that had something wrote a file.
+    """
     common: dict[str, Tensor] = {}
     by_rank: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)
         if match is None:
             common[name] = tensor
-        else:
-            by_rank.setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
+        digits, key = match.groups()
+        if len(digits) > 9 or int(digits) >= len(checkpoint.entries):
+            raise DamagedCheckpoint(
+                "state-of-unknown-rank", checkpoint=checkpoint.folder.name, file=METHOD + name
+            )
+        by_rank.setdefault(int(digits), {})[key] = tensor
     return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]
 
 

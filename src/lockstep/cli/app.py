@@ -172,7 +172,7 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="lockstep", standalone_mode=False))
     except UsageError as error:
-        _refuse(refusals.as_typed(str(error), sys.argv[1:]))
+        _refuse(refusals.as_typed(error, sys.argv[1:]))
     except refusals.REFUSED as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()

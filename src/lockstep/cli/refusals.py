@@ -5,25 +5,22 @@ parser or Lockstep finds them.
 from __future__ import annotations
 
 import inspect
-import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import Enum
+from itertools import zip_longest
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from lockstep.errors import UsageError
+from lockstep.errors import TaskError, UsageError
 
 REFUSED: Any = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
 """The base class of the parser's exceptions. Its module depends on typer's version."""
 
-_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]*[^\s,;:().])""")
-_NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
-_ADVICE = re.compile(r"(?i)\b(leave|give|use) ([a-z]+)\b")
 _TYPES = {int: "a whole number", float: "a number"}
 
 
@@ -52,11 +49,12 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
     if kind == "MissingParameter" and error.param is not None:
         return UsageError("missing-argument", name=_shown(error.param), command=path)
     if kind == "BadParameter" and error.param is not None:
-        value = _typed(error.param.opts, line)
+        given = _given(line)
+        values = [f" {given[name]}" for name in error.param.opts if name in given]
         return UsageError(
             "wrong-argument",
             name=_shown(error.param),
-            given="" if value is None else f" {value}",
+            given="".join(values[:1]),
             wanted=_takes(context, error),
         )
     text = error.format_message().rstrip(".")
@@ -64,62 +62,32 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
     return UsageError("wrong-command-line", reason=reason, command=path)
 
 
-def as_typed(message: str, line: Sequence[str]) -> str:
-    """Replace names of the Python API by options: `precision='bf8'` becomes `--precision bf8`, if
-    the command line gave this option.
+def as_typed(error: UsageError, line: Sequence[str]) -> str:
+    """Return the error's text with the options of the command line as they were typed:
+    `precision='bf8'` becomes `--precision bf8`. What a task's file has set stays as it is there.
     """
-    from lockstep.config.knob import knobs
-    from lockstep.config.settings import Config
-
-    given = _given(line)
-    pairs = {found[1]: found[2].strip("'\"") for found in _PAIR.finditer(message)}
-    if not any(name in given and _same(value, given[name]) for name, value in pairs.items()):
-        return message  # a task's own value, or no option at all
-
-    def pair(found: re.Match[str]) -> str:
-        name, value = found[1], pairs[found[1]]
-        if value == "True":
-            return _option(name)
-        return (
-            f"{_option(name)}"
-            f" {given[name] if name in given and _same(value, given[name]) else value}"
-        )
-
-    known = pairs.keys() | given.keys() | knobs(Config).keys()
-
-    def advice(found: re.Match[str]) -> str:
-        return f"{found[1]} {_option(found[2])}" if found[2] in known else found[0]
-
-    message = _ADVICE.sub(advice, _PAIR.sub(pair, message))
-    return _NAME.sub(lambda found: _option(found[0]) if found[0] in known else found[0], message)
+    if isinstance(error, TaskError):
+        return str(error)
+    message = f" {error}"  # so that every name is after a space
+    values: dict[Any, Any] = {error.values.get("name"): error.values.get("value"), **error.values}
+    for typed, text in _given(line).items():
+        option = "--workers" if typed == "-n" else typed
+        name = option.removeprefix("--").replace("-", "_")
+        if values.get(name) is True:
+            message = message.replace(f" {name}=True", f" {option}")
+        for value in (text, values.get(name, text)):
+            message = message.replace(f" {name}={value!r}", f" {option} {text}")
+    return message[1:]
 
 
-def _given(line: Sequence[str]) -> Mapping[str, str]:
-    """Return the options and their values, by their Python names."""
-    found = {}
-    for number, word in enumerate(line):
-        name, equals, value = word.partition("=")
-        if re.fullmatch(r"--[a-z][a-z-]+", name):
-            following = line[number + 1] if number + 1 < len(line) else ""
-            found[name[2:].replace("-", "_")] = value if equals else following
-    if "-n" in line[:-1]:
-        found["workers"] = line[line.index("-n") + 1]
-    return found
-
-
-def _same(value: str, typed: str) -> bool:
-    try:
-        return value == typed or float(value) == float(typed)
-    except ValueError:
-        return False
-
-
-def _typed(names: Sequence[str], line: Sequence[str]) -> str | None:
-    for number, word in enumerate(line):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else line[number + 1] if number + 1 < len(line) else None
-    return None
+def _given(line: Sequence[str]) -> dict[str, str]:
+    """Return the options on the command line, each with the text after it."""
+    given = {}
+    for word, following in zip_longest(line, line[1:], fillvalue=""):
+        option, equals, value = word.partition("=")
+        if option.startswith("-"):
+            given[option] = value if equals else following
+    return given
 
 
 def meant(name: str, options: Collection[str]) -> str:
@@ -159,7 +127,3 @@ def _shown(param: Any) -> str:
 
 def _command(context: Any) -> str:
     return "lockstep" if context is None else str(context.command_path)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,10 @@ def _check(args: TrainingArguments) -> None:
         refuse("train_sampling_strategy", str(order), f"use one of {', '.join(_ORDERS)}")
 
 
+def _refuse_loader(method: Callable[..., Any]) -> NoReturn:
+    raise UsageError("trainer-own-loader", method=method.__qualname__)
+
+
 class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     """A base class that makes a Trainer with several ranks train as one process would. Name it
     first: `class Mine(LockstepTraining, SFTTrainer)`.
@@ -74,18 +78,26 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     sample.
 
     Args:
-        model, args, more, options: as for the other base class.
+        arguments, options: as for the other base class.
 
     Raises:
-        UsageError: options with another meaning; a stream; the checkpoint of another training.
+        UsageError: options with another meaning; a stream; a Trainer class with a training loader
+            or a sampler of its own; the checkpoint of another training.
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
     # transformers' flag that compute_loss has scaled the loss for gradient accumulation
     loss_is_scaled_for_ga: bool | None = True
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
-        args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        positional = list(arguments)
+        types = [isinstance(argument, TrainingArguments) for argument in positional]
+        if True in types:  # its position depends on the class: trl's DPOTrainer has it third
+            args = positional[types.index(True)] = copy.copy(positional[types.index(True)])
+        else:
+            given = options.get("args")
+            args = TrainingArguments("tmp_trainer") if given is None else copy.copy(given)
+            options["args"] = args
         _check(args)
         self.world: World = init(device=args.device)
         check_ranks(_HOST, args.world_size, self.world)
@@ -98,19 +110,36 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         self._place = 0  # index of the current batch among this rank's batches of the step
         self._factor: float | None = None
         self._hooked: nn.Module | None = None
-        super().__init__(model, args, *more, **options)
+        super().__init__(*positional, **options)
         self.add_callback(LockstepCallback())
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of this rank's micro-batches, with the Trainer's data set, collator and
-        workers.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[..., Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader[Any]:
+        """For a training, return a loader of this rank's micro-batches, with the Trainer's data
+        set, collator and workers.
         """
-        theirs, args = super().get_train_dataloader(), self.args
+        theirs: DataLoader[Any] = super()._get_dataloader(
+            dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+        )
+        if not is_training:
+            return theirs
         if isinstance(theirs.dataset, IterableDataset):
             raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
-        if type(self)._get_train_sampler is not Trainer._get_train_sampler:
-            reason = f"{type(self).__name__} has a sampler of its own"
-            raise UsageError("trainer-loader", host=_HOST, reason=reason)
+        args, kind = self.args, type(self)
+        if kind._get_train_sampler is not Trainer._get_train_sampler:
+            _refuse_loader(kind._get_train_sampler)
+        parent: Any = super(LockstepTraining, kind)
+        if parent._get_dataloader is not Trainer._get_dataloader:
+            _refuse_loader(parent._get_dataloader)
+        if sampler_fn != self._get_train_sampler or batch_size != args.train_batch_size:
+            _refuse_loader(kind.get_train_dataloader)
         micro_batch = args.per_device_train_batch_size
         self._loader = Loader(
             theirs.dataset,
@@ -124,6 +153,11 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             idle = self._micro_batches < self.world.size
             _log.log(logging.WARNING if idle else logging.INFO, self._loader.describe())
         return _DataLoader(self._loader, args.gradient_accumulation_steps, theirs)
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        if not isinstance(dataloader, _DataLoader):  # it was not made by _get_dataloader
+            _refuse_loader(type(self).get_train_dataloader)
+        return super().set_initial_training_values(args, dataloader)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return int(args.per_device_train_batch_size * self._micro_batches)
@@ -172,11 +206,18 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result: Any = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
         if self._factor is None:  # this is an evaluation
-            return found
+            return result
         factor, self._factor = self._factor, None
-        return (found[0] * factor, *found[1:]) if return_outputs else found * factor
+        return (result[0] * factor, *result[1:]) if return_outputs else result * factor
+
+    def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
+        # of the steps after the last log, the Trainer would report this rank's share of the loss
+        self._tr_loss: Tensor = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*arguments, **options)
 
 
 class LockstepTrainer(LockstepTraining, Trainer):
@@ -188,7 +229,7 @@ class LockstepTrainer(LockstepTraining, Trainer):
         trainer.train()
 
     Args:
-        model, args, more, options: as for transformers.Trainer.
+        arguments, options: as for transformers.Trainer.
     """
 
 

@@ -135,7 +135,8 @@ def restore(
             name.removeprefix(METHOD): tensor
             for name, tensor in tensors.items()
             if name.startswith(METHOD)
-        }
+        },
+        checkpoint,
     )
     for part in stepper.keepers():
         part.take_back(*kept)

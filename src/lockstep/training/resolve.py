@@ -16,13 +16,12 @@ import ast
 import importlib
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Optional, Union
 
 from lockstep.config.knob import closest
 from lockstep.config.task import Task
@@ -134,16 +133,16 @@ def _module_name(path: Path) -> str:
 # -- without running the file ---------------------------------------------------------------------
 
 
-_NAMES = {
-    "__builtins__": {},
+_TYPES: dict[str, Any] = {
     "int": int,
     "float": float,
     "bool": bool,
     "str": str,
-    "None": None,
     "Any": Any,
-    "typing": typing,
-} | {name: getattr(typing, name) for name in ("Literal", "Optional", "Union")}
+    "Literal": Literal,
+    "Optional": Optional,
+    "Union": Union,
+}
 # with these a file may define names that its text does not show
 _UNSEEN = {"globals", "exec", "eval", "setattr", "__getattr__"}
 
@@ -246,20 +245,42 @@ def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:
     """
     if annotation is not None:
         try:
-            text = (
-                annotation.value
-                if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-                else ast.unparse(annotation)
-            )
-            return eval(text, dict(_NAMES))  # only names of plain types: nothing of the file runs
-        except Exception:
+            return _type_of(annotation)
+        except Exception:  # not a plain type
             return Any
     value = _literal(default)
     return Any if value is UNSEEN else type_of_default(value)
 
 
+def _type_of(annotation: ast.expr) -> Any:
+    """Return the type that an annotation describes, by its syntax: nothing of the file runs.
+
+    Knows the names in _TYPES, also as attributes of `typing`, unions, Literal, None, and all these
+    in strings. Raises an exception for anything else.
+    """
+    match annotation:
+        case ast.Constant(None):
+            return None
+        case ast.Constant(str(text)):
+            return _type_of(ast.parse(text, mode="eval").body)
+        case ast.Name(name) | ast.Attribute(ast.Name("typing"), name):
+            return _TYPES[name]
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _type_of(left) | _type_of(right)
+        case ast.Subscript(value, part):
+            form = _type_of(value)
+            if form is Literal:
+                return form[ast.literal_eval(part)]
+            if form is Optional:
+                return form[_type_of(part)]
+            if form is Union:
+                parts = part.elts if isinstance(part, ast.Tuple) else [part]
+                return form[tuple(map(_type_of, parts))]
+    raise ValueError(ast.dump(annotation))
+
+
 def _literal(default: ast.expr | None) -> Any:
     try:
         return UNSEEN if default is None else ast.literal_eval(default)
-    except ValueError:
+    except (ValueError, TypeError):  # an expression; a dict with a list as a key
         return UNSEEN

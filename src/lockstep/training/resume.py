@@ -31,7 +31,7 @@ class Identity:
     recipe: Mapping[str, Any]
     machine: Mapping[str, str]
     digests: Mapping[str, str]
-    """Digests of the task's code and samples (task_digest.py)."""
+    """Digests of the task's source files and samples (task_digest.py)."""
 
     def check(self, found: Checkpoint, settings: Settings, world: World) -> str:
         """Return in words what has changed in the task since the checkpoint was saved; "" if
@@ -78,7 +78,7 @@ def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path)
 def changed_since(
     saved: Mapping[str, Any], now: Mapping[str, str], folder: Path, world: World, *, refuse: bool
 ) -> str:
-    """Return in words what rank 0 finds changed in the task's code and samples since a checkpoint
+    """Return in words what rank 0 finds changed in the task's source files and samples since a checkpoint
     with this state was saved; "" if nothing. A collective.
 
     With `refuse`, raises UsageError on all ranks for a change. Older checkpoints have no digests to
