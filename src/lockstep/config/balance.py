@@ -58,7 +58,7 @@ class Balance:
         """
         self.check_count(ranks)
         balance = str(self)
-        if method.server is not None:
+        if method.server:
             raise UsageError("balance-with-server", balance=balance, update=method.update)
         if method.sync_every is not None and self.measured:
             raise UsageError(

@@ -83,8 +83,7 @@ def traffic(method: Parallelism, work: RankWork, workers: int) -> Traffic:
         ("--sync-every 50", 4, 1.5 * S / 50),
         ("--sync-every 50 --outer nesterov", 2, S / 50),
         ("--sync-every 10 --compress bf16", 4, 0.075 * S),
-        ("--update server", 4, 1.5 * S),
-        ("--update server:shards=1", 4, 3 * S),
+        ("--update server", 4, 3 * S),
     ],
 )
 def test_bytes_that_the_busiest_rank_sends_in_a_step(

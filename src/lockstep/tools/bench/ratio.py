@@ -341,7 +341,7 @@ def _advice(
             f" {now / doubled:.2g}; each step sends as much, but there are fewer steps"
         ),
     ]
-    if method.compression is None and method.local is None and method.server is None:
+    if method.compression is None and method.local is None and not method.server:
         found += [
             f"{name}: {ratio:.2g}, if compressing costs nothing"
             for name, ratio in compressed.items()

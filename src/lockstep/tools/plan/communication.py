@@ -282,7 +282,7 @@ def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshSha
     if part is not None:
         assert method.mesh is not None
         return _on_mesh(method, method.mesh, ranks, part)
-    if method.server is not None:
+    if method.server:
         return _with_server(method, rank, ranks)
     if method.local is not None:
         return _synchronization(method, rank, ranks)
@@ -337,18 +337,13 @@ def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -
 
 
 def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
-    """Return the communication with a parameter server. Ranks send gradients to the owners of the
-    parameters, which send parameters back. Each of the first ranks owns a part, and keeps its own
-    gradients of this part.
+    """Return the communication with a parameter server. Ranks send gradients to rank 0, which sends
+    parameters back.
     """
-    assert method.server is not None
     if isinstance(ranks.network, OneHost):
         raise UsageError("not-measured-here", name="update", value=method.update)
     workers = ranks.workers
-    owners = min(method.server.shards or workers, workers)
-    owned = rank.bytes / owners
-    of_owner = (rank.bytes - owned) + (workers - 1) * owned
-    sent = max(of_owner, rank.bytes if owners < workers else 0.0)
+    sent = (workers - 1) * rank.bytes
     alone = ranks.network.ranks_per_node >= workers
     link = ranks.network.within if alone else ranks.network.between
     shared = 1 if alone else ranks.network.ranks_per_node

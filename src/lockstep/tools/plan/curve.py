@@ -214,7 +214,7 @@ def _may_be_hierarchical(
     whole = (
         method.reduce == "auto"
         and method.compression is None
-        and method.server is None
+        and not method.server
         and (method.mesh is None or method.mesh.only_data)
     )
     return (

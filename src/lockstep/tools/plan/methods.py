@@ -13,8 +13,7 @@ step takes, and the measured values if there are any.
     topk:s                  every rank sends 8 bytes for each of its s S/4 largest elements to every
                             other one: grows with W
     local steps             a ring of the parameters every H steps
-    server                  every rank owns S/W: gradients go to the owners, parameters come back;
-                            2(W-1)/W S
+    server                  gradients go to rank 0, parameters come back: rank 0 sends (W-1) S
     central                 rank 0 receives and sends (W-1) S, one tensor of one rank after the
                             other
 

@@ -234,7 +234,7 @@ class _World:
         """Return the standard deviations per step for which other ranks wait. The spread of H
         local steps grows only with sqrt(H). With staleness, a server waits for no rank.
         """
-        if self.method.server is not None and self.method.bound > 0:
+        if self.method.server and self.method.bound > 0:
             return 0.0
         return deviations / math.sqrt(self.method.sync_every or 1)
 
