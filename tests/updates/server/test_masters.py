@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
 from lockstep.data.epoch import EpochCourse
+from lockstep.errors import LockstepError
 from lockstep.gradients.layout import Entry, plan
 from lockstep.updates.server.schedule import Schedule
 from lockstep.updates.server.server import Masters, Server
@@ -138,6 +139,22 @@ def test_age_counts_the_windows_that_were_applied_since_the_pull() -> None:
     done = target.applied()
     assert [(each.step, each.age) for each in done] == [(1, 0), (2, 0), (0, 2)]
     assert [each.samples_by_rank for each in done] == [(2, 0), (2, 0), (1, 1)]
+
+
+def test_after_an_optimizer_has_failed_no_rank_gets_work() -> None:
+    """Else rank 0 could wait for the others in a synchronization, where it hears of no error."""
+    masters, target, optimizer = server()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    optimizer.register_step_pre_hook(fail)
+    flats = gradients(masters, 0)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        window(target, [(flats, 1.0, 1.0), (flats, 1.0, 1.0)])
+    with pytest.raises(LockstepError) as failed:
+        target.next(0, COURSE)
+    assert failed.value.code == "server-failed"
 
 
 def test_what_was_pulled_is_not_changed_by_a_later_update() -> None:

@@ -133,7 +133,12 @@ class Server:
             if stop:
                 self._schedule.stop()
             if self._schedule.pushed(draw):
-                self._apply(course, draw.window, self._sums.pop(draw.window))
+                try:
+                    self._apply(course, draw.window, self._sums.pop(draw.window))
+                except Exception as error:
+                    # before another rank is told that the window is complete
+                    self._error = error
+                    raise
 
     def synchronize_before(self, step: int) -> None:
         with self._changed:

@@ -117,7 +117,9 @@ class ServerUpdate(Update):
         if draw.last:
             gradients = [bucket.sum.cpu() for bucket in self._reducer.buckets]
             values = [loss, weight, facts.samples_by_rank[0], facts.stop]
+            status.waits(True, messages=True)  # until rank 0 takes them
             self._server.push(self._everyone.rank, values, gradients)
+            status.waits(False)
             self._buffers.learned(weight)
         else:
             self._synchronize()
