@@ -86,7 +86,6 @@ def main() -> None:
         f"server, S = {bound}": {"update": "server", "staleness": bound}
         for bound in (0, 1, 4, 16, "inf")
     }
-    methods["server:lr=by-age, S = inf"] = {"update": "server:lr=by-age", "staleness": "inf"}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     for seed in range(options.seeds):
         for name, method in methods.items():  # in turns

@@ -46,7 +46,7 @@ class Balance:
         number of ranks.
         """
         self.check_count(ranks)
-        if method.server is not None:
+        if method.server:
             raise UsageError("balance-with-server", balance=str(self), update=method.update)
         if method.mesh is not None and not method.mesh.only_data:
             raise UsageError("balance-with-mesh", balance=str(self), mesh=str(method.mesh))

@@ -108,34 +108,6 @@ class Outer:
         return f"{self.kind}:{','.join(given)}" if given else self.kind
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """The options of an asynchronous parameter server."""
-
-    shards: int | None = None
-    """Number of ranks that hold the parameters, from rank 0; None: all ranks. The run can continue
-    without a rank that holds none, if that rank dies.
-    """
-    lr: str = "constant"
-    """constant; or by-age: multiply the learning rate by 1 / (1 + a) for a gradient that is `a`
-    updates old.
-    """
-
-    @classmethod
-    @cache
-    def read(cls, text: str) -> ServerOptions:
-        """Read a text such as `server`, `server:shards=1` or `server:lr=by-age`. Raises UsageError
-        for an invalid one.
-        """
-        _, given = _options("update", text, [each.name for each in fields(cls)])
-        with knob.within(f"update={text!r}"):
-            lr = given.get("lr", "constant")
-            knob.chosen("lr", lr, ("constant", "by-age"))
-            if "shards" not in given:
-                return cls(None, lr)
-            return cls(knob.whole("shards", _number(given["shards"])), lr)
-
-
 def _number(value: Any) -> Any:
     """Convert a text to a number if it is one. A whole number becomes an int in any notation:
     2, 2.0, 1e2.
@@ -210,10 +182,7 @@ class Parallelism:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             object.__setattr__(self, "mesh", Mesh.read(self.mesh))
         knob.check(self)
-        if self.update.partition(":")[0] == "server":
-            ServerOptions.read(self.update)
-        else:
-            knob.chosen("update", self.update, UPDATES)
+        knob.chosen("update", self.update, UPDATES)
         if self.compress is not None:
             Compression.read(self.compress)
         self._check_sync_every()
@@ -233,8 +202,9 @@ class Parallelism:
         return None if self.sync_every is None else Outer.read(self.outer or "average")
 
     @property
-    def server(self) -> ServerOptions | None:
-        return ServerOptions.read(self.update) if self.update.startswith("server") else None
+    def server(self) -> bool:
+        """Whether an asynchronous server applies the updates."""
+        return self.update == "server"
 
     @property
     def witnessed(self) -> float:
@@ -269,7 +239,7 @@ class Parallelism:
     def _check_staleness(self) -> None:
         if self.staleness is None:
             return
-        if self.server is None:
+        if not self.server:
             raise UsageError("staleness-without-server", staleness=self.staleness)
         value = _number(self.staleness)
         if value != math.inf:
@@ -278,7 +248,6 @@ class Parallelism:
     def _refusals(self) -> dict[str, bool]:
         """Return all invalid combinations: the code of each error, and whether it applies here."""
         local, compressed = self.sync_every is not None, self.compress is not None
-        server = self.server is not None
         mesh = self.mesh or Mesh()
         split, sharded = not mesh.only_data, self.update == "sharded"
         own_order = ("central", "ring", "tree", "halving_doubling", "hierarchical")
@@ -286,7 +255,7 @@ class Parallelism:
             "exact-with-reduce": self.exact and self.reduce in own_order,
             "exact-with-compress": self.exact and compressed,
             "exact-with-sync-every": self.exact and local,
-            "exact-with-server": self.exact and server,
+            "exact-with-server": self.exact and self.server,
             "witness-without-exact": self.witnessed > 0 and not self.exact,
             "compress-with-reduce": compressed and self.reduce not in ("auto", "native"),
             "weights-with-update": self.weights == "shared" and not sharded,
@@ -294,11 +263,11 @@ class Parallelism:
             "mesh-with-exact": split and self.exact,
             "mesh-with-compress": split and compressed,
             "mesh-with-sync-every": split and local,
-            "mesh-with-server": split and server,
+            "mesh-with-server": split and self.server,
             "mesh-shard-with-pipeline": mesh.shard > 1 and mesh.pipeline > 1,
             "mesh-already-sharded": sharded and (mesh.shard > 1 or mesh.tensor > 1),
-            "server-with-compress": server and compressed,
-            "server-with-reduce": server and self.reduce != "auto",
+            "server-with-compress": self.server and compressed,
+            "server-with-reduce": self.server and self.reduce != "auto",
         }
 
     @property
@@ -306,7 +275,7 @@ class Parallelism:
         """Whether each rank steps, or pushes to a server, with its own gradients only: gradients
         are not summed over ranks in a step.
         """
-        return self.local is not None or self.server is not None
+        return self.local is not None or self.server
 
     def alone_after(self, steps: int) -> bool:
         """Whether each rank takes the step after `steps` steps alone: local steps can begin later."""
@@ -326,7 +295,7 @@ class Parallelism:
             "sync_every": self.sync_every,
         }
         given["outer"] = self.local and str(self.local)
-        if self.server is not None:
+        if self.server:
             given |= {"update": self.update, "staleness": str(self.bound)}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -339,7 +308,7 @@ class Parallelism:
         """Return a short description of how parameters are updated."""
         if self.local is not None:
             return f"local steps, synchronized every {self.sync_every} steps, {self.local}"
-        if self.server is not None:
+        if self.server:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"
         return self.update  # compression is in the name of the reduction

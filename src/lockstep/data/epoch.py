@@ -5,9 +5,8 @@ micro-batches, or the slots that a parameter server has assigned to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.data.window_loader import Position
 from lockstep.data.windows import Cut, Plan, Window
@@ -16,29 +15,35 @@ if TYPE_CHECKING:
     from lockstep.data.loader import Loader
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicSlots:
-    """The next work of this rank: `slots` of the step at `place` in its epoch. If `slots` is empty,
-    all ranks synchronize instead.
-
-    At such a synchronization all steps before `place` are done. `over` says whether the epoch is.
+class EpochCourse(NamedTuple):
+    """One epoch, as a rank describes it to whoever assigns slots dynamically. Every rank walks the
+    same epochs, but the number of windows may differ between ranks.
     """
 
-    place: int
-    slots: range
+    epoch: int
+    first: int
+    """The number of the epoch's first step, over all epochs."""
+    begin: int
+    """The index in the epoch of the first step that this run does."""
+    steps: int
+    slots: int
+    """Micro-batches of a step."""
+    last: int
+    """Micro-batches of the epoch's last step."""
+
+
+class DynamicSlots(NamedTuple):
+    """The next work of this rank: slots [first, last) of a window, by its index in the epoch. If
+    there are none, all ranks synchronize instead: all windows before this one are done.
+    """
+
+    window: int
+    first: int
+    last: int
     over: bool = False
-
-
-class SlotSource(Protocol):
-    """Assigns slots to ranks dynamically. Every rank walks the same epochs, but the number of
-    windows may differ between ranks.
-    """
-
-    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> DynamicSlots:
-        """Return this rank's next slots in an epoch. `first` is the number of the epoch's first
-        step over all epochs; this run does the epoch's steps from `begin` on.
-        """
-        ...
+    """Whether the epoch is over."""
+    stop: bool = False
+    """Whether a rank asked to stop."""
 
 
 class Epoch:
@@ -66,9 +71,7 @@ class Epoch:
         loader = self._loader
         steps = len(self)
         loader._position = Position(self.number, self.begin)
-        yield from (
-            self._shared(steps) if loader.slot_source is None else self._drawn(loader.slot_source)
-        )
+        yield from (self._shared(steps) if loader.draw is None else self._drawn(loader.draw))
 
     def _shared(self, steps: int) -> Iterator[Window]:
         """Yield windows of this rank's share."""
@@ -88,24 +91,28 @@ class Epoch:
             yield window
             window.drain()
 
-    def _drawn(self, source: SlotSource) -> Iterator[Window]:
+    def _drawn(self, draw: Callable[[EpochCourse], DynamicSlots]) -> Iterator[Window]:
         """Yield a window for each range of slots assigned to this rank, and an empty window where
         all ranks synchronize. The last one is at the epoch's end.
         """
-        loader, drawn = self._loader, DynamicSlots(self.begin, range(0))
+        loader = self._loader
         plan, first = self._plan
-        while not drawn.over:
-            drawn = source.draw(self.number, first, self.begin, plan)
-            place = drawn.place if drawn.slots else max(0, drawn.place - 1)
-            cut = plan.at(place, self.number, first + place)
-            if drawn.slots:
-                walk = loader._walk_of(self.number, range(place, place + 1), drawn.slots)
-                window = self._window(cut, walk.take, drawn.slots)
+        last = len(plan.at(len(self) - 1, self.number, 0).filled(0, 1))
+        course = EpochCourse(self.number, first, self.begin, len(self), plan.slots, last)
+        over = False
+        while not over:
+            number, begin, end, over, _ = draw(course)
+            slots = range(begin, end)
+            index = number if slots else max(0, number - 1)
+            cut = plan.at(index, self.number, first + index)
+            if slots:
+                walk = loader._walk_of(self.number, range(index, index + 1), slots)
+                window = self._window(cut, walk.take, slots)
                 if walk.ahead:
                     walk.fetch_ahead(len(window))
             else:
-                window = self._window(cut, tuple, drawn.slots)
-                begins = (self.number + 1, 0) if drawn.over else (self.number, drawn.place)
+                window = self._window(cut, tuple, slots)
+                begins = (self.number + 1, 0) if over else (self.number, number)
                 loader._position, loader._loaded = Position(*begins), False
             yield window
             window.drain()

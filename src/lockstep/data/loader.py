@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
 from lockstep.data.choice import choose_batch_plan, choose_shares
-from lockstep.data.epoch import Epoch, SlotSource
+from lockstep.data.epoch import DynamicSlots, Epoch, EpochCourse
 from lockstep.data.iterable.sharding import Sharding
 from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
 from lockstep.data.orders import Batches, Order
@@ -143,9 +143,9 @@ class Loader(WindowLoader[Epoch]):
         source = KeyedDataset(dataset, self._seed, collate_fn, self.rank, shared_progress(workers))
         self._source = source
         self._open(source, workers, ahead)
-        self.slot_source: SlotSource | None = None
-        """The object that assigns slots to ranks dynamically (`Stepper.draws`); None if each rank
-        has a fixed share.
+        self.draw: Callable[[EpochCourse], DynamicSlots] | None = None
+        """Assigns slots to this rank dynamically (`Stepper.draws`); None if each rank has a fixed
+        share.
         """
 
     def _identity(self, samples: int, micro_batch: int | None) -> dict[str, Any]:

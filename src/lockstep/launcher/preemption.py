@@ -33,9 +33,9 @@ from lockstep.launcher.failures import signal_name
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-HEEDS, ASKED, SPARE = "heeds", "asked", "spare"
+HEEDS, ASKED = "heeds", "asked"
 """Names of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
-"asked": it has been asked. "spare": the others can do without it if it is killed.
+"asked": it has been asked.
 """
 
 _asked = False
@@ -62,16 +62,6 @@ def listen() -> Callable[[], None]:
 def to_stop() -> bool:
     """Whether this process was asked to stop."""
     return _asked
-
-
-def spare(yes: bool) -> None:
-    """Tell the launcher whether the other ranks continue if this one is killed now."""
-    directory = os.environ.get(failures.DIRECTORY)
-    if directory is None:
-        return
-    file = mark(Path(directory), int(os.environ.get("RANK", "0")), SPARE)
-    with suppress(OSError):
-        file.touch() if yes else file.unlink(missing_ok=True)
 
 
 def mark(directory: Path, rank: int, what: str) -> Path:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.knob import whole
@@ -19,9 +19,9 @@ from lockstep.launcher import seat as seats
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import Endings
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
-from lockstep.launcher.failures import Failure, signal_name
+from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
-from lockstep.launcher.preemption import SPARE, Stop, mark, noted, say
+from lockstep.launcher.preemption import Stop, noted, say
 from lockstep.launcher.rank import Program, Rank, Target
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, Server, gpus, server
@@ -240,8 +240,6 @@ class _Start:
     cold: bool
     to_warm: bool
     """Whether a server shall warm up the ranks' imports, once they train."""
-    spared: set[int] = field(default_factory=set)
-    """Ranks that were killed, and that the others continue without."""
 
     def run(self, workers: int | None) -> Outcome:
         """Run the ranks. Raises Stopped if they were ended because of a signal or a stall."""
@@ -272,6 +270,9 @@ class _Start:
                 self._warm(forking, place)
                 return self.watch.must_end(living)
 
+            def of_ranks(ended: Ended) -> Sequence[Failure]:
+                return failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
+
             called_off = (lambda: False) if share is None else share.called_off
             ranks.start(
                 seat,
@@ -279,12 +280,11 @@ class _Start:
                 beside=self.rank.work.beside(),
             )
             ended = ranks.run(
-                failures=self._failures,
+                failures=of_ranks,
                 stopping=stopping,
-                spared=self._do_without,
                 called_off=called_off,
             )
-        return self._outcome(ended, place.size)
+        return self._outcome(ended, of_ranks(ended), place.size)
 
     def _heed(self) -> None:
         if self.watch.must_end({}):
@@ -316,33 +316,7 @@ class _Start:
             self.to_warm = False
             forking.prepare_successor(imports, [*place.variables(0)])
 
-    def _do_without(self, now: Ended) -> set[int]:
-        """Return the ranks that were killed and that the others continue without. Each is reported
-        once.
-        """
-        for rank, code in now.codes.items():
-            if (
-                rank not in self.spared
-                and code is not None
-                and code < 0
-                and mark(self.watch.directory, rank, SPARE).exists()
-            ):
-                self.spared.add(rank)
-                how = f"was killed by {signal_name(-code)}: the other ranks continue without it"
-                _say(f"rank {rank} (pid {now.pids[rank]}) {how}")
-        return self.spared
-
-    def _failures(self, ended: Ended) -> Sequence[Failure]:
-        """Return the failures without those of ranks that the others could do without. Return all
-        if the others' failures are only complaints.
-        """
-        found = failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
-        others = [failure for failure in found if failure.rank not in self.spared]
-        cause = failures.first(others)
-        return others if cause is None or cause.standing == "cause" else found
-
-    def _outcome(self, ended: Ended, size: int) -> Outcome:
-        found = self._failures(ended)
+    def _outcome(self, ended: Ended, found: Sequence[Failure], size: int) -> Outcome:
         cause = failures.first(found)
         if cause is None:
             if text := ending.of_strangers(self.watch.directory, ended.pids, size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ from lockstep.step.model_shard import ModelShard
 from lockstep.step.wrapper_arguments import Checks, check_checks
 from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.replicated_and_sharded import Replicated, Sharded
-from lockstep.updates.server.server_update import ServerUpdate
+from lockstep.updates.server.worker import ServerUpdate
 from lockstep.updates.update import Update, Updated
 from lockstep.world.world import World
 
@@ -71,7 +70,7 @@ class StepperOptions:
         """Raise a UsageError if an option cannot be combined with `method`."""
         if self.average is not None and method.alone:
             raise UsageError("average-does-not-fit", option=_said_alone(method))
-        if method.server is not None and self.unused == "skip":
+        if method.server and self.unused == "skip":
             raise UsageError("skip-at-a-server")
         if method.alone and self.scales:
             raise UsageError("loss-scaler-does-not-fit", option=_said_alone(method))
@@ -132,7 +131,6 @@ def assemble(
     shard: ModelShard,
     everyone: Group,
     world: World,
-    wants_stop: Callable[[], bool],
 ) -> Assembly:
     """Attach a reducer and an update to the model. `alone`: from now on this rank steps without
     the others. A Stepper can begin with alone=False and change later (post-local SGD).
@@ -157,7 +155,6 @@ def assemble(
         scaler=options.scaler,
         clip=options.clip,
         norm=shard.norm,
-        wants_stop=wants_stop,
     )
     return Assembly(
         model=bare,
@@ -174,8 +171,8 @@ def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
     if alone and method.local is not None:
         assert method.sync_every is not None
         return LocalSteps(updated, method.sync_every, method.local)
-    if method.server is not None:
-        return ServerUpdate(updated, method)
+    if method.server:
+        return ServerUpdate(updated, method.bound)
     if method.update == "sharded":
         return Sharded(updated, method.weights)
     return Replicated(updated)
@@ -227,7 +224,7 @@ def reducer_of(
         octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
         bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
     own = Alone(chosen)
-    if method.server is not None:
+    if method.server:
         own.name = "messages"
     return Reducer(model, group.alone(), own, bucket_bytes=bucket_bytes), model
 

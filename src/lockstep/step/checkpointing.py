@@ -131,10 +131,10 @@ class Checkpoints:
         # after a resume, the steps of a scheduler that may lag behind the epoch
         self._lag: int | None = None
         self._remote = None if remote is None else _remote(remote)
-        self._guard = guard
         world = stepper.world
         self._world = world
-        self._saver = self._new_saver()
+        everyone = world.subgroup(range(world.size)) if world.size > 1 else None
+        self._saver = world.own(Saver(self.directory, everyone, guard))
         self._next = FIRST if every is None else 0
         stepper.synchronize_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
@@ -421,23 +421,6 @@ class Checkpoints:
         slowest = torch.tensor([blocked + self._saver.seconds, step], dtype=torch.float64)
         self._world.control.all_reduce(slowest, "max", place="for the time of a checkpoint").wait()
         return steps_until_next(*slowest.tolist())
-
-    def regroup(self) -> None:
-        """Continue with the surviving ranks after some have died (`World.go_on_among`). Every
-        surviving rank calls it.
-        """
-        self._saver.close()
-        self._saver = self._new_saver()
-
-    def _new_saver(self) -> Saver:
-        world = self._world
-        return world.own(
-            Saver(
-                self.directory,
-                world.subgroup(range(world.size)) if world.size > 1 else None,
-                self._guard,
-            )
-        )
 
     @property
     def saving(self) -> bool:

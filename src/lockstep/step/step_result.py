@@ -50,10 +50,6 @@ class StepResult:
     """The object from which `norm`, `applied` and `reason` are read."""
     synchronized: bool = True
     """Whether all ranks hold the same model now."""
-    gradient_age: float | None = None
-    """With a server: the number of updates between this rank's pull of the parameters and its push
-    of their gradient.
-    """
     windows: tuple[AppliedWindow, ...] = ()
     """With a server, on rank 0: the windows that were applied since the last step of this rank."""
     times: tuple[StepTimes, ...] = ()

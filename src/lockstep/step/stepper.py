@@ -47,6 +47,7 @@ from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_
 from lockstep.step.stepper_window import LossScale, OpenWindow, check_ended, samples_told, with_last
 from lockstep.step.witnessed_step import held, witnessed
 from lockstep.step.wrapper_arguments import Checks
+from lockstep.updates.server.worker import ServerUpdate
 from lockstep.updates.update import Applied, Update
 from lockstep.world.world import World
 
@@ -196,7 +197,6 @@ class Stepper:
             shard=self.model_shard,
             everyone=self.everyone,
             world=self.world,
-            wants_stop=self._wants_stop,
         )
         if self.world.rank == 0 and self.steps == 0:
             assembly.warn_of_forgotten(stacklevel=4)
@@ -346,10 +346,11 @@ class Stepper:
         self._outcomes.settle()
         self.part_if_due()
         self._compare_data(window)
-        self.update.begin(window, self.steps)
         ours = window if isinstance(window, Window) else None
         if self.method.exact:
             ours = check_window(window)
+        if self.method.server and (ours is None or not ours.drawn):
+            raise UsageError("slots-not-drawn")
         self.reducer.reset(None if ours is None else ours.cut)
         self._outcomes.trace.begin()
         self.update.follow()
@@ -491,7 +492,7 @@ class Stepper:
             self._assembly.unused()
         with randomness.update(self._options.seed, opened.step):
             ended = self.update.end(self.steps, facts, divisor)
-        self.steps, self.everyone = ended.steps, ended.everyone or self.everyone
+        self.steps = ended.steps
         if ended.outcome is not None:
             self._outcomes.note(
                 self.steps, ended.outcome, facts, alone=self._assembly.told is not self.everyone
@@ -514,7 +515,6 @@ class Stepper:
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
             synchronized=self.synchronized,
-            gradient_age=ended.gradient_age,
             windows=ended.windows,
             times=self.clock.end(ended.number, hidden),
             busy_by_rank=facts.busy_by_rank,
@@ -533,11 +533,11 @@ class Stepper:
         Args:
             loader: a Loader over a map-style data set.
         """
-        if self.update.slot_source is not None:
+        if isinstance(self.update, ServerUpdate):
             check_drawn(loader, self.method, self.everyone)
             if self._options.checks != "off":
                 compare_start(self.everyone, loader.recipe)
-            loader.slot_source = self.update.slot_source
+            loader.draw = self.update.draw
 
     def synchronize_before(self, step: int) -> None:
         """With update="server": make all ranks synchronize after `step` steps, for a checkpoint.
@@ -546,14 +546,15 @@ class Stepper:
         Args:
             step: the number of steps, counted from the start of the training.
         """
-        self.update.synchronize_before(step)
+        if isinstance(self.update, ServerUpdate):
+            self.update.synchronize_before(step)
 
     @property
     def between_synchronizations(self) -> bool:
         """Whether this rank's model cannot be saved now: true with a server, except when all ranks
         have just synchronized.
         """
-        return self.update.between_synchronizations
+        return self.method.server and not self.synchronized
 
     @property
     def applied(self) -> int:

@@ -243,7 +243,7 @@ def _how(training: AssembledTraining) -> str:
     )
     what = "synchronizations" if method.local is not None else "gradients"
     replicas = training.placed.replicas(training.world.group).size
-    silent = method.server is not None or (replicas == 1 and method.compress is None)
+    silent = method.server or (replicas == 1 and method.compress is None)
     reduction = "" if silent else f"{what} by {training.stepper.reducer.reduction.name}{buckets}, "
     threads = [] if settings.threads is None else [_a_rank(settings.threads, "thread")]
     workers = [_a_rank(settings.loader_workers, "loader worker")] if settings.loader_workers else []

@@ -34,7 +34,6 @@ class Training(AssembledTraining):
     ) -> None:
         super().__init__(task, settings, world, run)
         self._times: AnatomyFile | Untimed = Untimed()
-        self._ranks = world.size
 
     def run(self) -> Result:
         self.world.heed_signals()
@@ -143,28 +142,14 @@ class Training(AssembledTraining):
         result = self.step(window)
         self.reached.loss = result.loss
         self._times.step(result, window, self.placed.activations)
-        if self.stepper.method.server is None:
-            journal.step(window, lr, result)
-        else:
+        if self.stepper.method.server:
             journal.applied(result)
-            self._regroup(journal)
+        else:
+            journal.step(window, lr, result)
         if result.stop and not self._at_last_step():
             # after the last step only the evaluation is left
             self._stop(journal)
         self.saves.after_step(self.state, last=self._at_last_step())
-
-    def _regroup(self, journal: Journal) -> None:
-        """If ranks have died that the training can do without, continue with the other ranks. They
-        have synchronized by then.
-        """
-        before, now = self._ranks, self.world.size
-        if now == before:
-            return
-        line = f"{before - now} of {before} ranks died: the other {now} continue"
-        journal.event("gone on", line, step=self.stepper.steps, workers=now)
-        self._ranks = now
-        self.evaluation = self.new_evaluation()
-        self.saves.regroup()
 
     def _stop(self, journal: Journal) -> NoReturn:
         """A rank was asked to stop: save and raise Preempted. All ranks call it."""

@@ -84,9 +84,6 @@ class Unsaved:
         """Save the last checkpoint, wait until it is on disk, and return its folder."""
         return None
 
-    def regroup(self) -> None:
-        """Continue without the ranks that have died."""
-
     @contextmanager
     def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | Untimed]:
         """Yield the file that records step times. `begins`: fields of its first line."""
@@ -156,9 +153,6 @@ class Saving(Unsaved):
         self._checkpoints.save(state)
         self._checkpoints.close()
         return folder_of(self._checkpoints.directory, self._stepper.steps)
-
-    def regroup(self) -> None:
-        self._checkpoints.regroup()
 
     @contextmanager
     def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | Untimed]:

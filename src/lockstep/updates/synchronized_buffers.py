@@ -24,10 +24,6 @@ class SynchronizedBuffers:
         """The weight of this rank's steps since the last synchronization."""
         self.restart()
 
-    def move(self, everyone: Group) -> None:
-        """Synchronize with the ranks of another group from now on."""
-        self._everyone = everyone
-
     def restart(self) -> None:
         """Note that all ranks have the same buffers now."""
         self._start = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
-from lockstep.data.epoch import SlotSource
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import Norm
@@ -42,8 +41,6 @@ class Updated:
     scaler: torch.amp.GradScaler | None
     clip: float | None
     norm: Norm
-    wants_stop: Callable[[], bool]
-    """Whether this rank asks to stop."""
 
 
 class Applied:
@@ -148,10 +145,6 @@ class EndedWindow:
     """Whether any rank is known to ask to stop."""
     outcome: Applied | None = None
     """None if others apply the gradients later."""
-    everyone: Group | None = None
-    """The ranks of the training from now on; None if unchanged."""
-    gradient_age: float | None = None
-    """At a server: how many updates have come since this gradient's parameters were pulled."""
     windows: tuple[AppliedWindow, ...] = ()
     """At a server, on rank 0: the windows applied since this rank's last step."""
 
@@ -187,16 +180,6 @@ class Update(ABC):
         """Whether all ranks hold the same model. The same on all ranks."""
         return True
 
-    @property
-    def slot_source(self) -> SlotSource | None:
-        """The source of a step's slots if ranks have no fixed share of them, else None."""
-        return None
-
-    @property
-    def between_synchronizations(self) -> bool:
-        """Whether this rank's model is no state of the training that a checkpoint could keep."""
-        return False
-
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         """The update's own state, by name, that is equal on all ranks whenever `synchronized` is
         true.
@@ -211,10 +194,6 @@ class Update(ABC):
         """In the next update, have another rank repeat the work that only one rank does."""
         return
 
-    def begin(self, window: object, steps: int) -> None:
-        """Before the first forward of a window, `steps` after the training's begin."""
-        return
-
     def synchronize_if_due(self, ended: EndedWindow) -> bool:
         """After the step is counted: synchronize if it is time. Every rank calls it. Return whether
         any rank is known to ask to stop.
@@ -226,12 +205,6 @@ class Update(ABC):
         rank is known to ask to stop.
         """
         return False
-
-    def synchronize_before(self, step: int) -> None:
-        """Have ranks that step alone synchronize when `step` steps are taken. Every rank calls it
-        alike.
-        """
-        return
 
     def model(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the model that all ranks agree on; `weights` are this rank's."""

@@ -30,13 +30,6 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 
-class Sizes(Protocol):
-    """A world's current number of ranks, in all and on this host."""
-
-    size: int
-    local_size: int
-
-
 class WorldGroups:
     """Makes a world's groups and sets them up. Every member of a group makes the same calls.
 
@@ -45,7 +38,6 @@ class WorldGroups:
 
     def __init__(
         self,
-        world: Sizes,
         store: dist.Store,
         place: Placement,
         device: torch.device,
@@ -56,16 +48,13 @@ class WorldGroups:
     ) -> None:
         self.made: list[Group] = []
         """All groups that were set up, including twins."""
-        self._world, self._store, self._device = world, store, device
+        self._store, self._device = store, device
         self._local_size, self._node = place.local_size, place.node
+        self.on_one_host = place.local_size == place.size
         self._timeout, self._tags = timeout, tags
         self._subgroup = subgroup
         self._turns: dict[str, int] = {}  # number of groups made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
-
-    @property
-    def on_one_host(self) -> bool:
-        return self._world.local_size == self._world.size
 
     def make(self, ranks: Sequence[int], rank: int) -> Group:
         """Make a group of `ranks`, numbered as in the whole world. Only its members call this; this

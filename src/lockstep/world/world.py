@@ -97,7 +97,6 @@ class World:
         self.failing = False
         """Whether this world is being closed without waiting for the other ranks."""
         self._groups = WorldGroups(
-            self,
             store,
             place,
             device,
@@ -239,31 +238,13 @@ class World:
             raise UsageError("not-ranks-of-world", ranks=list(ranks), last=self.size - 1)
         if self.rank not in ranks:
             raise UsageError("not-in-subgroup", rank=self.rank, ranks=list(ranks))
-        # differs from the current numbers if some ranks have died (go_on_among)
-        whole = self.group.ranks
-        return self._groups.make([whole[rank] for rank in ranks], whole[self.rank])
+        return self._groups.make(list(ranks), self.rank)
 
     def for_messages(self) -> dist.ProcessGroup:
         """Return a gloo process group for point-to-point messages. Its timeout is a year, because
         ranks wait for such messages during the whole training. Every rank calls it.
         """
         return self._groups.twin(self.group, timeout=timedelta(days=365))
-
-    def go_on_among(self, ranks: Sequence[int]) -> Group:
-        """Continue without the ranks that have died: from now on the world is `ranks`.
-
-        All of them call it at the same point. Afterwards `rank`, `size`, `group` and `control`
-        describe the living ranks. Create again whatever used the old values.
-
-        Args:
-            ranks: the ranks that are alive, by their numbers in the original world.
-        """
-        ranks = [self.group.ranks.index(rank) for rank in ranks]
-        group = self.subgroup(ranks)
-        self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host
-        group.watched = True
-        self._open[group.process_group] = self
-        return group
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
         """Return the Group of a process group that your own code made. All its members call this.
@@ -337,8 +318,7 @@ class World:
             raise
         finally:
             self.failing = failed
-            for process_group in [known for known, world in self._open.items() if world is self]:
-                del self._open[process_group]
+            del self._open[self.group.process_group]
             while self._owned:
                 self._owned.pop().close()
             for group in set(self._groups.made):

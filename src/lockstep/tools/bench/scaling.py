@@ -112,7 +112,7 @@ def benchmark_scaling(
         exact=exact,
     )
     settings = replace(settings, device=_kind(device, counts))
-    if settings.method().server is not None:
+    if settings.method().server:
         raise UsageError("server-not-measured", update=update)
     task_here = made(source)
     batches = global_batches(mode, task_here, counts)

@@ -122,7 +122,7 @@ def simulate(
 
 def check_method(method: Parallelism) -> None:
     """Raise UsageError for a method that is not simulated."""
-    if method.server is not None:
+    if method.server:
         raise UsageError("not-planned", name="update", value=method.update)
     if method.mesh is not None:
         raise UsageError("not-planned", name="mesh", value=str(method.mesh))

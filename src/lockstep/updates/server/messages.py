@@ -1,16 +1,12 @@
-"""What workers and servers send to each other, point to point: a header of fixed size, then flat
-tensors whose sizes both know.
+"""What rank 0 and another rank send to each other: a header of float64 numbers, in which integers
+below 2^53 are exact, and flat tensors whose sizes both know.
 
-It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle. A header is
-float64 numbers; integers below 2^53 are exact. Each pair of ranks has two lines, one for questions
-and one for answers, so that a rank's questions never mix with its answers. A peer's death is an
-error on its line and on no other.
+It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from threading import Lock
 
@@ -19,111 +15,74 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives.group import Group
+from lockstep.data.epoch import EpochCourse
 from lockstep.errors import PeerFailed
+from lockstep.gradients.reducer import Reducer
+from lockstep.updates.update import AppliedWindow
 
-NEXT, PULL, PUSH, SQUARES, APPLY, BYE = range(6)
-"""Kinds of questions: NEXT to the `Dispatcher`, then four to a shard. BYE: no more questions."""
-BROKEN = -1.0
-"""Sent instead of an answer."""
-HEADER = 20  # numbers in a header, besides one for each rank
-_QUESTIONS, _ANSWERS = 1, 2
-
-Header = Sequence[float]
+NEXT, PUSH, BYE = range(3)
+"""Kinds of messages to rank 0, which answers NEXT only."""
+_HEADER = 8  # numbers in a header
+_counting = Lock()  # for the threads that count in one group
 
 
-class PeerLines:
-    """The lines of one rank to all others, over a process group of their own. Many threads may use
-    them, each another line.
+class Messages:
+    """Messages to and from one other rank. Raises PeerFailed if that rank has ended, or gives no
+    answer for `timeout`.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, everyone: Group, timeout: timedelta
+        self, process_group: dist.ProcessGroup, everyone: Group, peer: int, timeout: timedelta
     ) -> None:
         self._group, self._everyone, self._timeout = process_group, everyone, timeout
-        self._size = HEADER + everyone.size
-        self._counting = Lock()
+        self.peer = peer
 
-    def ask(
-        self,
-        peers: Sequence[int],
-        header: Header,
-        leaving: Sequence[Sequence[Tensor]],
-        arriving: Sequence[Sequence[Tensor]],
-    ) -> list[list[float]]:
-        """Ask all `peers` the same, and send each its `leaving` tensors. Return the headers of
-        their answers, when the `arriving` tensors of each are filled.
+    def send(self, header: Sequence[float], tensors: Sequence[Tensor] = ()) -> None:
+        packed = torch.zeros(_HEADER, dtype=torch.float64)
+        packed[: len(header)] = torch.tensor(header, dtype=torch.float64)
+        with _counting:
+            self._everyone.bytes_sent += sum(tensor.nbytes for tensor in (packed, *tensors))
+        self._wait([self._group.send([tensor], self.peer, 0) for tensor in (packed, *tensors)])
 
-        Raises PeerFailed if a peer has gone.
-        """
-        question, answers, works = self._pack(header), [self._empty() for _ in peers], []
-        for peer, out, answer, into in zip(peers, leaving, answers, arriving, strict=True):
-            with _missed(peer):
-                first = self._group.recv([answer], peer, _ANSWERS)
-                sent = [self._send(peer, each, _QUESTIONS) for each in (question, *out)]
-                works.append(
-                    (first, [*sent, *(self._group.recv([each], peer, _ANSWERS) for each in into)])
-                )
-        for peer, answer, (first, rest) in zip(peers, answers, works, strict=True):
-            with _missed(peer):
-                first.wait(self._timeout)
-                if answer[0] == BROKEN:
-                    raise PeerGone(peer, "its server failed, as its own error says")
-                for work in rest:
-                    work.wait(self._timeout)
-        return [answer.tolist() for answer in answers]
-
-    def listen(self, peer: int) -> list[float]:
-        """Return the header of the peer's next question. Raises PeerFailed."""
-        header = self._empty()
-        self.take(peer, [header])
+    def header(self) -> list[float]:
+        header = torch.zeros(_HEADER, dtype=torch.float64)
+        self.receive([header])
         return header.tolist()
 
-    def take(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Receive the tensors that come with the peer's question."""
-        with _missed(peer):
-            for work in [self._group.recv([each], peer, _QUESTIONS) for each in tensors]:
-                work.wait()
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        """Receive the tensors that follow a header."""
+        self._wait([self._group.recv([tensor], self.peer, 0) for tensor in tensors])
 
-    def answer(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        with _missed(peer):
-            for work in [
-                self._send(peer, each, _ANSWERS) for each in (self._pack(header), *tensors)
-            ]:
-                work.wait()
-
-    def say_bye(self, peer: int) -> None:
-        """Tell a peer that this rank asks nothing more."""
-        with _missed(peer):
-            self._send(peer, self._pack([BYE]), _QUESTIONS).wait(self._timeout)
-
-    def _send(self, peer: int, tensor: Tensor, line: int) -> dist.Work:
-        with self._counting:
-            self._everyone.bytes_sent += tensor.nbytes
-        return self._group.send([tensor], peer, line)
-
-    def _pack(self, header: Header) -> Tensor:
-        packed = self._empty()
-        packed[: len(header)] = torch.tensor(header, dtype=torch.float64)
-        return packed
-
-    def _empty(self) -> Tensor:
-        return torch.zeros(self._size, dtype=torch.float64)
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerFailed("peer-gone", rank=self.peer, why=str(error)) from error
 
 
-@contextmanager
-def _missed(peer: int) -> Iterator[None]:
-    """Treat a broken line as the end of its peer."""
-    try:
-        yield
-    except PeerFailed:
-        raise
-    except RuntimeError as error:
-        raise PeerGone(peer, str(error)) from error
+class RemoteServer:
+    """The server (server.py) as the other ranks reach it."""
 
+    def __init__(self, messages: Messages, reducer: Reducer) -> None:
+        self._messages, self._reducer = messages, reducer
 
-class PeerGone(PeerFailed):
-    """The line to a rank has broken."""
+    def next(self, rank: int, course: EpochCourse) -> tuple[list[float], list[Tensor]]:
+        self._messages.send([NEXT, *course])
+        header, plans = self._messages.header(), self._reducer.layout.buckets
+        flats = [torch.empty(plan.numel, dtype=plan.dtype) for plan in plans]
+        self._messages.receive(flats)
+        return header, flats
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__("peer-gone", rank=rank, why=why)
-        self.rank = rank
+    def push(self, rank: int, facts: Sequence[float], gradients: Sequence[Tensor]) -> None:
+        self._messages.send([PUSH, *facts], gradients)
+
+    def synchronize_before(self, step: int) -> None:
+        """Do nothing: rank 0 does it."""
+
+    def applied(self) -> tuple[AppliedWindow, ...]:
+        """Return nothing: rank 0 has them."""
+        return ()
+
+    def close(self) -> None:
+        self._messages.send([BYE])
