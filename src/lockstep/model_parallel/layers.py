@@ -62,18 +62,6 @@ class Layers(Sequence[CutLayer]):
     def names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layers)
 
-    def class_of(self, number: int) -> str:
-        """Return the class name of the last module of a layer, for messages."""
-        layer = self.layers[number]
-        if layer.module is not None:
-            return type(layer.module).__name__
-        called = [str(node.target) for node in layer.nodes if node.op == "call_module"]
-        return (
-            type(self.model.get_submodule(called[-1])).__name__
-            if called
-            else type(self.model).__name__
-        )
-
 
 def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | None = None) -> Layers:
     """Return the layers of `model`. `arguments`: the number of positional arguments of a call;
