@@ -105,7 +105,7 @@ def cut(world: World, name: str, mesh: Mesh) -> tuple[nn.Module, Locals, Axes]:
         parts = Parts(tensor=plan(name), heads=4 if name == "gpt" else None)
         split_tensors(model, plan_of(model, parts, mesh.tensor), devices["tensor"])
     shard_parameters(model, devices["shard"])
-    return model, Locals(model, mesh, mesh.at(world.rank)), axes
+    return model, Locals(model, mesh, world.rank), axes
 
 
 def share(name: str, mesh: Mesh, rank: int) -> tuple[Tensor, Tensor]:

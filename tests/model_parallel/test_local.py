@@ -146,7 +146,7 @@ def different_layers(world: World) -> None:
     devices, _ = open_devices(mesh, world)
     model, whole = Sometimes(), Sometimes()
     shard_parameters(model, devices["shard"])
-    here = Locals(model, mesh, mesh.at(world.rank))
+    here = Locals(model, mesh, world.rank)
     x = torch.arange(8.0).view(2, 4)
     model(x, world.rank == 1).sum().backward()
     here.collect()

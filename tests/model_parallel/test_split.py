@@ -244,7 +244,6 @@ def test_given_layers_make_the_same_stages(count: int) -> None:
         ),
         (lambda model: [model.first, model.first], "layer-given-twice", {"layer": "first"}),
         (lambda model: [model.first, None], "not-a-layer", {"what": "NoneType", "number": 1}),
-        (lambda model: [], "no-layers-given", {"model": "Branching"}),
     ],
 )
 def test_layers_that_are_not_the_models_are_refused(
@@ -323,6 +322,13 @@ def test_more_stages_than_layers() -> None:
     layers = layers_of(reader(depth=1))
     with refused("too-few-layers", stages=4, count=3, layers=["words", "blocks.0", "head"]):
         cut(layers, 4)
+
+
+def test_a_model_without_layers() -> None:
+    with refused("too-few-layers", stages=2, count=0, layers=[]):
+        cut(layers_of(Branching(), Parts(layers=lambda model: [])), 2)
+    with refused("too-few-layers", stages=2, count=0, layers=[]):
+        cut(layers_of(Halves()), 2)
 
 
 def test_stages_begin_where_parts_says() -> None:

@@ -48,7 +48,7 @@ WRONG: dict[str, Case] = {
         "pattern-fits-nothing",
         {
             "pattern": "blocks.*.mixd",
-            "near": ["blocks.0.mixed", "blocks.1.heads", "blocks.1.mixed"],
+            "near": ["blocks.1.mixed", "blocks.0.mixed", "blocks.1.heads"],
         },
     ),
     "no linear": (

@@ -73,10 +73,7 @@ def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | Non
     if parts is not None and parts.layers is not None:
         return Layers(model, tuple(_given(model, parts.layers)))
     graph = _followed(model, arguments)
-    layers = tuple(_named(_joined(_between_cuts(graph))))
-    if not layers:
-        raise TaskError("nothing-to-cut", model=type(model).__name__)
-    return Layers(model, layers, graph)
+    return Layers(model, tuple(_named(_joined(_between_cuts(graph)))), graph)
 
 
 def _given(
@@ -92,8 +89,6 @@ def _given(
         if any(module is other for other in found[:number]):
             raise TaskError("layer-given-twice", layer=names[module])
         yield CutLayer(names[module], module=module)
-    if not found:
-        raise TaskError("no-layers-given", model=type(model).__name__)
 
 
 class _Tracer(fx.Tracer):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.config.mesh import Coordinates, Mesh
+from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.updates.shards import check_elementwise
 
@@ -38,10 +38,11 @@ class Locals:
     buffers, are the original's own objects.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, at: Coordinates) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, rank: int) -> None:
         self._original = module
-        self._at = at
-        self._rank = at.shard * mesh.tensor + at.tensor
+        self._at = mesh.at(rank)
+        # of the ranks that together hold the parts
+        self._rank = self._at.shard * mesh.tensor + self._at.tensor
         self._ranks = mesh.shard * mesh.tensor
         self._plain: dict[int, nn.Parameter] = {}
         self._cut: dict[str, DTensor] = {}

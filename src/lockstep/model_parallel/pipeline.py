@@ -34,6 +34,11 @@ from lockstep.model_parallel.stages import (
 )
 from lockstep.runtime import status
 
+
+def _no_begin(number: int, stage: int) -> None:
+    """Do nothing before a forward."""
+
+
 _KEPT = 8  # schedule objects that are kept, each with its receive buffers
 
 
@@ -150,7 +155,7 @@ class Pipeline:
     ) -> None:
         self.stage, self.group, self.device = stage, group, device
         self.schedule, self.autocast = schedule, autocast
-        self.calls = Calls((), _no_loss, _no_begin, training=False)
+        self.calls: Calls  # of the window that is being run
         self._shapes: dict[Any, list[Shape]] = {}
         self._schedules: dict[Any, Any] = {}
         self._warned = False
@@ -159,7 +164,7 @@ class Pipeline:
         self,
         inputs: Sequence[Sequence[Any]],
         loss: Callable[[int, Any], Tensor],
-        begin: Callable[[int, int], None] | None = None,
+        begin: Callable[[int, int], None] = _no_begin,
     ) -> None:
         """Run all micro-batches forward and backward. Collective.
 
@@ -175,7 +180,7 @@ class Pipeline:
             # after its backward, torch detaches this tensor in place
             return loss(number, output).clone()
 
-        self.calls = Calls(inputs, finish, begin or _no_begin, training=True)
+        self.calls = Calls(inputs, finish, begin, training=True)
         for numbers in self._by_shape(inputs):
             schedule = self._fitting(len(numbers))
             steps = [[number] for number in numbers] if schedule == "naive" else [numbers]
@@ -240,10 +245,9 @@ class Pipeline:
             step(number=indices, target=indices, return_outputs=False)
         except Exception as error:
             self._schedules.clear()  # schedule objects are unusable after an exception
-            if self.calls.problem is not None:
-                raise self.calls.problem from None
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None  # an exception in a backward
+            cause = self.calls.problem or error.__cause__  # the second: in a backward
+            if isinstance(cause, Exception):
+                raise cause from None
             raise
         finally:
             status.waits(False)
@@ -282,11 +286,3 @@ class Pipeline:
 def _the_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the last stage's output, which is already the loss."""
     return output
-
-
-def _no_loss(number: int, output: Any) -> Tensor:
-    raise AssertionError("no window is being run")
-
-
-def _no_begin(number: int, stage: int) -> None:
-    pass

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -170,11 +170,15 @@ class SplitModel(ModelShard):
     ) -> None:
         self.mesh, self._world = mesh, world
         self._at = mesh.at(world.rank)
+        self.share = mesh.share(world.rank), mesh.replicas
+        """(number, count): this rank's share of the data, and the number of shares. The ranks that
+        hold the rest of the model work on the same share.
+        """
         self._names = ModelNames(model)
         # before the cut into stages, which hides ties between them
         plan = plan_of(model, task.parts, mesh.tensor) if mesh.tensor > 1 else {}
         devices, self._axes = open_devices(mesh, world)
-        self._layers: list[str] | None = None  # of this rank's stage
+        self._holds: dict[str, Any] = {"layers": "all"}
         self.runs = model
         """The trained module, with torch's parameters (DTensors) under the whole model's names. The
         task's optimizer is built from it.
@@ -186,11 +190,12 @@ class SplitModel(ModelShard):
             stages = [stage_module(layers, part) for part in ranges]
             shared = self._names.shared(stages)
             self.runs = stages[self._at.pipeline]
-            self._layers = [layers.names[number] for number in ranges[self._at.pipeline]]
+            names = [layers.names[number] for number in ranges[self._at.pipeline]]
+            self._holds = {"stages": {str(self._at.pipeline): names}}
         self.runs.to(world.device)
         split_tensors(self.runs, plan, devices["tensor"])
         shard_parameters(self.runs, devices["shard"])
-        self._locals = Locals(self.runs, mesh, self._at)
+        self._locals = Locals(self.runs, mesh, world.rank)
         self.module = self._locals.module
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             raise UsageError(
@@ -241,13 +246,6 @@ class SplitModel(ModelShard):
 
     # -- the interface of the training loop -------------------------------------------------------
 
-    @property
-    def share(self) -> tuple[int, int]:
-        """(number, count): this rank's share of the data, and the number of shares. The ranks that
-        hold the rest of the model work on the same share.
-        """
-        return self.mesh.share(self._world.rank), self.mesh.replicas
-
     def adopt(self, optimizer: Optimizer) -> None:
         self._locals.adopt(optimizer)
 
@@ -276,11 +274,7 @@ class SplitModel(ModelShard):
             "rank": self._world.rank,
             "node": self._world.node,
             **asdict(self._at),
-            **(
-                {"layers": "all"}
-                if self._layers is None
-                else {"stages": {str(self._at.pipeline): self._layers}}
-            ),
+            **self._holds,
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "of": self._names.size,
         }
@@ -292,10 +286,6 @@ def _example(task: Task, world: World) -> Any:
     """
     data: Any = task.train_data
     with randomness.preserved():
-        if not is_iterable(data):
-            samples = [data[number % len(data)] for number in range(task.micro_batch)]
-        else:
-            samples = [
-                sample for sample, _ in zip(iter(data), range(task.micro_batch), strict=False)
-            ]
-        return to_device((task.collate or default_collate)(samples), world.device)
+        samples = data if is_iterable(data) else map(data.__getitem__, cycle(range(len(data))))
+        batch = (task.collate or default_collate)(list(islice(samples, task.micro_batch)))
+    return to_device(batch, world.device)

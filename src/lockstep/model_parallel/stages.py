@@ -8,13 +8,14 @@ zeros. Each sends the shape of its output to all ranks in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
 
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
@@ -177,17 +178,17 @@ class Shape:
         )
 
 
-def signature(arguments: Any) -> Any:
+def signature(arguments: Any) -> tuple[Any, ...]:
     """Return a key that is equal for arguments of equal structure, shapes, dtypes and constants."""
-    if isinstance(arguments, Tensor):
-        return Shape.of(arguments)
-    if isinstance(arguments, (tuple, list)):
-        return type(arguments).__name__, *map(signature, arguments)
-    if isinstance(arguments, Mapping):
-        return "mapping", *((name, signature(value)) for name, value in arguments.items())
-    return type(arguments).__name__, (
-        repr(arguments) if isinstance(arguments, (int, float, str, bool, type(None))) else ""
-    )
+    leaves, structure = tree_flatten(arguments)
+    return str(structure), *map(_leaf, leaves)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Shape.of(value)
+    constant = isinstance(value, (int, float, str, bool, type(None)))
+    return repr(value) if constant else type(value).__name__
 
 
 def shapes_between(
