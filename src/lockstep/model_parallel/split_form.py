@@ -58,13 +58,25 @@ class Axes:
 
 
 def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:
-    """Create the DeviceMesh and the Axes of a world. Every rank calls it. The world closes both.
+    """Create the DeviceMesh and the Axes of a world. The world closes both. Every rank calls it and
+    creates the same number of groups, so that torch gives them the same names on all ranks.
+
     Raises UsageError if mesh and world have different sizes.
     """
     mesh.check_size(world.size)
     with loopback(world.local_size == world.size):
         devices = device_mesh(mesh, world.device.type, world.timeout)
-    return devices, axes_of(mesh, world)
+    made: dict[tuple[Axis, ...], Group] = {}
+
+    def along(*axes: Axis) -> Group:
+        long = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        if long not in made:
+            line = mesh.line(world.rank, *long)
+            made[long] = world.group if len(line) == world.size else world.subgroup(line)
+        return made[long]
+
+    single = [along(axis) for axis in AXES]
+    return devices, Axes(*single, along("shard", "pipeline", "tensor"))
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
@@ -84,39 +96,11 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
     return devices
 
 
-def axes_of(mesh: Mesh, world: World) -> Axes:
-    """Create this rank's Groups. Every rank calls it and creates the same number of groups, so that
-    torch gives them the same names on all ranks.
-    """
-    made: dict[tuple[Axis, ...], Group] = {}
-
-    def along(*axes: Axis) -> Group:
-        long = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
-        if long not in made:
-            line = mesh.line(world.rank, *long)
-            made[long] = world.group if len(line) == world.size else world.subgroup(line)
-        return made[long]
-
-    return Axes(
-        along("data"),
-        along("shard"),
-        along("pipeline"),
-        along("tensor"),
-        along("shard", "pipeline", "tensor"),
-    )
-
-
 class SplitForm(CheckpointForm):
     """The checkpoint form of a Stepper that trains a part of a model."""
 
     def __init__(
-        self,
-        stepper: Stepper,
-        names: ModelNames,
-        here: Locals,
-        tied: TiedStages,
-        *,
-        writes: bool,
+        self, stepper: Stepper, names: ModelNames, here: Locals, tied: TiedStages, *, writes: bool
     ) -> None:
         """`writes`: whether this rank's replica is the replica that is saved."""
         super().__init__(stepper)
