@@ -75,8 +75,14 @@ def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:
             made[long] = world.group if len(line) == world.size else world.subgroup(line)
         return made[long]
 
-    single = [along(axis) for axis in AXES]
-    return devices, Axes(*single, along("shard", "pipeline", "tensor"))
+    axes = Axes(
+        along("data"),
+        along("shard"),
+        along("pipeline"),
+        along("tensor"),
+        along("shard", "pipeline", "tensor"),
+    )
+    return devices, axes
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
