@@ -1,21 +1,19 @@
 """How long a pipeline's ranks really wait, against the textbook's formula for the bubble.
 
     python benchmarks/pipeline.py
-    python benchmarks/pipeline.py --ranks 4 --schedules 1f1b,interleaved,zero-bubble \\
-        --micro-batches 4,8,16
+    python benchmarks/pipeline.py --ranks 4 --schedules gpipe,1f1b --micro-batches 4,8,16
 
 Equal blocks, as many on each rank, large enough that messages cost next to nothing; one intra-op
 thread a rank, as many cores as ranks or the figures say nothing. Ranks begin each window together;
 what a rank does not spend in forwards and backwards, until the last one is done, is idle. Of
 several windows, after one that is not counted, the one at the first quartile of their durations:
-what else the host does only makes them longer. The chart of zero-bubble takes both halves of a
-backward as equally long; of the first stage torch runs both in one, so that its ranks wait a little
-differently.
+what else the host does only makes them longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from datetime import timedelta
 
@@ -23,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import World
-from lockstep.config.pipeline_schedules import PipelineSchedule
+from lockstep.config import pipeline_schedules
 from lockstep.errors import LockstepWarning
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.split import balanced
 from lockstep.model_parallel.stages import stage_module
+from lockstep.runtime import status
+from lockstep.runtime.step_clock import StepClock
 from lockstep.testing import run_ranks
 
 _WIDTH, _ROWS, _BLOCKS_A_RANK = 384, 192, 4
@@ -48,24 +48,28 @@ def measured(
     world: World, schedule: str, micro_batches: int, repeats: int
 ) -> list[tuple[float, float]]:
     """(busy, wall) seconds of each window."""
-    group, order = world.group, PipelineSchedule.read(schedule)
+    group = world.group
     layers = layers_of(nn.Sequential(*[Block() for _ in range(_BLOCKS_A_RANK * group.size)]))
-    ranges = balanced([1.0] * len(layers), order.count(group.size))
-    stages = {
-        number: stage_module(layers, ranges[number])
-        for number in order.stages_of(group.rank, group.size)
-    }
-    pipeline = Pipeline(stages, len(ranges), group, torch.device("cpu"), schedule)
+    ranges = balanced([1.0] * len(layers), group.size)
+    stage = stage_module(layers, ranges[group.rank])
+    pipeline = Pipeline(stage, group, torch.device("cpu"), schedule)
+    clock = StepClock()
+    status.open_clock(clock)
     # with a gradient of its own, so that the first stage works as much as the others
     inputs = [(torch.randn(_ROWS, _WIDTH, requires_grad=True),) for _ in range(micro_batches)]
-    found = []
+    walls = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LockstepWarning)
-        for _ in range(repeats + 1):
+        for number in range(repeats + 1):
             world.barrier()
+            clock.begin()
+            status.enter("loop")
+            began = time.perf_counter()
             pipeline.train(inputs, lambda number, output: output.square().mean())
-            found.append((pipeline.busy, pipeline.wall))
-    return found[1:]
+            walls.append(time.perf_counter() - began)
+            clock.end(number + 1)
+    busy = [times.busy for times in clock.finished()]
+    return list(zip(busy, walls, strict=True))[1:]
 
 
 def idle(windows: list[list[tuple[float, float]]]) -> float:
@@ -94,16 +98,16 @@ def main() -> None:
         f" {'ratio':>6}"
     )
     for name in asked.schedules.split(","):
-        schedule = PipelineSchedule.read(name)
         for micro_batches in map(int, asked.micro_batches.split(",")):
-            schedule.check(asked.ranks, micro_batches)
+            pipeline_schedules.check(name, asked.ranks, micro_batches)
             windows = run_ranks(
                 measured,
                 asked.ranks,
                 (name, micro_batches, asked.repeats),
                 timeout=timedelta(minutes=10),
             )
-            found, formula = idle(windows), schedule.bubble(asked.ranks, micro_batches)
+            found = idle(windows)
+            formula = pipeline_schedules.bubble(name, asked.ranks, micro_batches)
             ratio = f"{found / formula:6.2f}" if formula else "     -"
             print(
                 f"{name:<14} {asked.ranks:>5} {micro_batches:>13} {found:>8.1%} {formula:>8.1%}"

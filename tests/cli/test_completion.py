@@ -33,7 +33,7 @@ ANSWERS = {
     "lockstep train ": {"digits", "text", "mine.py"},
     "lockstep train digits --device ": {"auto", "cpu", "cuda"},
     "lockstep train digits --compress ": {"bf16", "fp16", "int8", "powersgd:"},
-    "lockstep train digits --schedule inter": {"interleaved"},
+    "lockstep train digits --schedule g": {"gpipe"},
     "lockstep train digits --workers ": set(),  # a number: nothing to name
     "lockstep evaluate digits --run ": {"latest", "runs/a"},
     "lockstep report ": {"latest", "runs/a"},

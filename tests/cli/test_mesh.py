@@ -55,11 +55,6 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         last,
     )
     assert "mesh pipeline=2: a rank holds" in found.stderr
-    assert re.search(
-        r"pipeline: rank 0 idled [\d.]+% of the time in which 8 micro-batches went through 2"
-        r" stages; \(p-1\)/\(m\+p-1\) is 11.1%",
-        found.stderr,
-    )
     said = json.loads((tmp_path / "r" / "mesh.json").read_text())
     assert [each["pipeline"] for each in said["ranks"]] == [0, 1]
     names = [name for each in said["ranks"] for stage in each["stages"].values() for name in stage]

@@ -91,8 +91,7 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"compile": True, "mesh": "tensor=2"}, "compile-with-mesh", {"mesh": "tensor=2"}),
         ({"log": "csv,x"}, "unknown-choice", {"name": "log", "value": "x"}),
         ({"log": ["csv", "csv"]}, "given-twice", {"where": "log", "name": "csv"}),
-        ({"schedule": "gpipe"}, "no-pipeline", {"name": "schedule", "value": "gpipe"}),
-        ({"split": "parameters"}, "no-pipeline", {"name": "split", "value": "parameters"}),
+        ({"schedule": "gpipe"}, "no-pipeline", {"schedule": "gpipe"}),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -35,8 +35,8 @@ OTHERS = [
     "exact --micro-batches 1 --workers 2",
     "mesh --mesh data=2,shard=2,pipeline=2,tensor=2 --nodes 2 --batch 3",
     "mesh --mesh data=12",
-    "pipeline --schedule interleaved:3 --stages 4 --micro-batches 12",
-    "pipeline --schedule zero-bubble --stages 2 --micro-batches 2",
+    "pipeline --schedule gpipe --stages 4 --micro-batches 12",
+    "pipeline --schedule naive --stages 2 --micro-batches 2",
 ]
 
 

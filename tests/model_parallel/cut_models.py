@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.config.mesh import Mesh
+from lockstep.config.parts import Parts
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.sharded_parameters import shard_parameters
 from lockstep.model_parallel.split_form import Axes, open_devices
-from lockstep.model_parallel.tensor import split_tensors
+from lockstep.model_parallel.tensor import plan_of, split_tensors
 from lockstep.tasks import text
 from lockstep.world.world import World
 
 SAMPLES = 12  # so that 2, 3 and 4 ranks have equal shares of them
-GPTS = ("gpt", "traced")
 MLP_PLAN = {"0": "colwise", "2": "rowwise"}
 
 
@@ -54,20 +54,10 @@ class Words(nn.Module):
         return found
 
 
-class _IntoContainers(fx.Tracer):
-    """As a pipeline's stages are made: blocks stay modules that are called."""
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not isinstance(module, nn.Sequential)
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "gpt":
         return text.GPT(width=16, depth=2, length=8, dropout=0.0)
-    if name == "traced":
-        gpt = build("gpt")
-        return fx.GraphModule(gpt, _IntoContainers().trace(gpt))
     if name == "odd":
         return Odd()
     if name == "words":
@@ -80,12 +70,12 @@ def build(name: str) -> nn.Module:
 def plan(name: str) -> dict[str, str]:
     if name == "words":
         return {"rows": "rowwise", "columns": "colwise", "joined": "rowwise"}
-    return text.TENSOR if name in GPTS else MLP_PLAN
+    return text.TENSOR if name == "gpt" else MLP_PLAN
 
 
 def batch(name: str, start: int = 0, stop: int = SAMPLES) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    if name in GPTS:
+    if name == "gpt":
         both = torch.randint(256, (SAMPLES, 9), generator=draw)
         return both[start:stop, :-1], both[start:stop, 1:]
     if name == "words":
@@ -112,9 +102,10 @@ def cut(world: World, name: str, mesh: Mesh) -> tuple[nn.Module, Locals, Axes]:
     devices, axes = open_devices(mesh, world)
     model = build(name)
     if mesh.tensor > 1:
-        split_tensors(model, plan(name), devices["tensor"], heads=4 if name in GPTS else None)
+        parts = Parts(tensor=plan(name), heads=4 if name == "gpt" else None)
+        split_tensors(model, plan_of(model, parts, mesh.tensor), devices["tensor"])
     shard_parameters(model, devices["shard"])
-    return model, Locals(model, mesh.at(world.rank)), axes
+    return model, Locals(model, mesh, world.rank), axes
 
 
 def share(name: str, mesh: Mesh, rank: int) -> tuple[Tensor, Tensor]:

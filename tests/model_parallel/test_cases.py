@@ -119,11 +119,7 @@ def check(
     model: Any, mesh: str, changes: dict[str, Any], options: dict[str, Any], *, rel: float = 1e-4
 ) -> list[Any]:
     ranks = Mesh.read(mesh).size
-    plain = {
-        name: value
-        for name, value in options.items()
-        if name not in ("schedule", "split", "update")
-    }
+    plain = {name: value for name, value in options.items() if name not in ("schedule", "update")}
     ((losses, metrics, _),) = run_ranks(one, 1, (model, changes, plain))
     found = run_ranks(one, ranks, (model, changes, {"mesh": mesh, **options}))
     for its_losses, its_metrics, _ in found:
@@ -133,9 +129,9 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 def test_every_schedule_with_short_windows_and_uneven_micro_batches(schedule: str) -> None:
-    check(Tied, "pipeline=2", {}, {"schedule": schedule, "split": "parameters"})
+    check(Tied, "pipeline=2", {}, {"schedule": schedule})
 
 
 @pytest.mark.parametrize("mesh", ["pipeline=2", "pipeline=3", "data=2,pipeline=2", "shard=3"])
@@ -208,7 +204,7 @@ def zero_rate(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_dropout_is_off_in_evaluation(schedule: str) -> None:
     """With a rate of next to nothing the weights stay, and the evaluation is one process's."""
     ((_, metrics, _),) = run_ranks(one, 1, (dropping, {"optimizer": zero_rate}, {}))

@@ -21,8 +21,6 @@ CASES = [
     ("gpt", "shard=4"),
     ("gpt", "shard=2,tensor=2"),
     ("gpt", "data=2,tensor=2"),
-    ("traced", "shard=2"),
-    ("traced", "shard=2,tensor=2"),
     ("words", "tensor=2"),
     ("words", "shard=2,tensor=2"),
     ("mlp", "tensor=2"),

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.mesh import Mesh
-from lockstep.errors import TaskError
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.sharded_parameters import shard_parameters, take_part, units_of
 from lockstep.testing import run_ranks
@@ -147,7 +146,7 @@ def different_layers(world: World) -> None:
     devices, _ = open_devices(mesh, world)
     model, whole = Sometimes(), Sometimes()
     shard_parameters(model, devices["shard"])
-    here = Locals(model, mesh.at(world.rank))
+    here = Locals(model, mesh, world.rank)
     x = torch.arange(8.0).view(2, 4)
     model(x, world.rank == 1).sum().backward()
     here.collect()
@@ -163,35 +162,7 @@ def test_ranks_may_use_different_parameters_of_a_unit() -> None:
     run_ranks(different_layers, 2)
 
 
-def uncuttable(world: World) -> None:
-    from lockstep.model_parallel.split_form import open_devices
-
-    devices, _ = open_devices(Mesh(shard=2), world)
-    scalar, turned = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    with refused("parameter-without-dim", TaskError, parameter="scale"):
-        shard_parameters(scalar, devices["shard"])
-    said = {"parameter": "weight", "shape": "[2, 2, 3, 3]", "strides": "[18, 1, 6, 2]"}
-    with refused("parameter-not-contiguous", TaskError, **said):
-        shard_parameters(turned, devices["shard"])
-
-
-def test_parameters_that_cannot_be_cut_are_named() -> None:
-    run_ranks(uncuttable, 2)
-
-
 def test_units_are_the_outermost_repeated_blocks() -> None:
     gpt, odd = models.build("gpt"), models.build("odd")
-    assert units_of(gpt) == [[gpt.blocks[0]], [gpt.blocks[1]]]
-    assert units_of(odd) == [[odd.blocks[1]]], "the first block is tied to a layer outside"
-    stage = nn.Module()
-    stage.add_module("blocks", nn.Module())
-    stage.blocks.add_module("3", gpt.blocks[0])
-    stage.blocks.add_module("4", nn.Module())
-    stage.blocks.get_submodule("4").add_module("in", nn.Linear(2, 2))
-    stage.blocks.get_submodule("4").add_module("out", nn.Linear(2, 2))
-    traced = stage.blocks.get_submodule("4")
-    assert units_of(stage) == [
-        [gpt.blocks[0]],
-        [traced.get_submodule("in"), traced.get_submodule("out")],
-    ]
+    assert units_of(gpt) == [gpt.blocks[0], gpt.blocks[1]]
+    assert units_of(odd) == [odd.blocks[1]], "the first block is tied to a layer outside"

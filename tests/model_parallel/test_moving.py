@@ -18,6 +18,7 @@ from lockstep.checkpoints.pieces import image, read_all
 from lockstep.cli import checkpoints
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.mesh import Mesh
+from lockstep.model_parallel.split import ModelNames
 from lockstep.model_parallel.split_form import sha256
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
@@ -66,10 +67,10 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     model_pieces, state_pieces = [], []
     for key in own:
         assert torch.equal(own[key], here.take(key, weights[key])), key
-        model_pieces += here.pieces("", key, own[key], axes.tensor)
+        model_pieces += here.pieces(key, key, own[key])
     for key, whole in state.items():
-        kind, _, parameter = key.partition("/")
-        state_pieces += here.pieces(f"{kind}/", parameter, here.take(parameter, whole), axes.tensor)
+        parameter = key.partition("/")[2]
+        state_pieces += here.pieces(key, parameter, here.take(parameter, whole))
     folder = folders.unfinished(Path(directory), 5, text)
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -85,7 +86,7 @@ def write(world: World, name: str, text: str, directory: str) -> str:
         files.commit(
             folder, Path(directory), 5, [SealedFile(*each) for part in every for each in part], {}
         )
-    return sha256(here, axes, weights)
+    return sha256(here, axes.pipeline, ModelNames(models.build(name)))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep import World
 from lockstep.config.parts import Parts
 from lockstep.errors import TaskError
 from lockstep.model_parallel.layers import Layers, layers_of
-from lockstep.model_parallel.split import balanced, by_parameters, by_time, cut, shared, tied
+from lockstep.model_parallel.split import ModelNames, balanced, by_parameters, cut
 from lockstep.model_parallel.stages import described, stage_module
 from lockstep.tasks.text import GPT
-from lockstep.testing import run_ranks
 from tests.model_parallel.layered import Block, reader, sentences
 from tests.refused import refused
 
@@ -143,10 +141,8 @@ class Twice(nn.Module):
 def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
     layers = layers_of(Twice())
     assert layers.names == ("same", "same:2", "last")
-    assert shared(layers, [range(0, 1), range(1, 3)]) == {
-        "same.weight": (0, 1),
-        "same.bias": (0, 1),
-    }
+    stages = [stage_module(layers, part) for part in (range(0, 1), range(1, 3))]
+    assert ModelNames(layers.model).shared(stages) == {"same.weight": (0, 1), "same.bias": (0, 1)}
 
 
 # -- the stages ----------------------------------------------------------------------------------
@@ -248,7 +244,6 @@ def test_given_layers_make_the_same_stages(count: int) -> None:
         ),
         (lambda model: [model.first, model.first], "layer-given-twice", {"layer": "first"}),
         (lambda model: [model.first, None], "not-a-layer", {"what": "NoneType", "number": 1}),
-        (lambda model: [], "no-layers-given", {"model": "Branching"}),
     ],
 )
 def test_layers_that_are_not_the_models_are_refused(
@@ -266,7 +261,7 @@ class Halves(nn.Module):
 def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
     model = nn.Sequential(Halves(), nn.Linear(1, 1))
     stage = stage_module(layers_of(model, Parts(layers=list)), range(2))
-    said = {"layer": "0", "kind": "Halves", "what": "tuple of Tensor, Tensor"}
+    said = {"layer": "layer 0", "what": "tuple"}
     with refused("layer-gives-no-tensor", TaskError, **said):
         stage(torch.ones(2, 2))
 
@@ -329,6 +324,13 @@ def test_more_stages_than_layers() -> None:
         cut(layers, 4)
 
 
+def test_a_model_without_layers() -> None:
+    with refused("too-few-layers", stages=2, count=0, layers=[]):
+        cut(layers_of(Branching(), Parts(layers=lambda model: [])), 2)
+    with refused("too-few-layers", stages=2, count=0, layers=[]):
+        cut(layers_of(Halves()), 2)
+
+
 def test_stages_begin_where_parts_says() -> None:
     layers = layers_of(reader(depth=3))
     assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [
@@ -342,9 +344,9 @@ def test_stages_begin_where_parts_says() -> None:
     ("stages", "code", "values"),
     [
         (["blocks.7", "head"], "unknown-layer", {"layer": "blocks.7"}),
-        (["head", "blocks.0"], "stages-out-of-order", {"layer": "blocks.0", "before": "head"}),
-        (["words", "head"], "stages-out-of-order", {"layer": "words", "before": "words"}),
-        (["head"], "stages-not-all-named", {"given": 1, "count": 3, "needed": 2}),
+        (["head", "blocks.0"], "stages-out-of-order", {"stages": ["head", "blocks.0"]}),
+        (["words", "head"], "stages-out-of-order", {"stages": ["words", "head"]}),
+        (["head"], "stages-out-of-order", {"stages": ["head"], "needed": 2}),
     ],
 )
 def test_beginnings_that_cannot_be(stages: list[str], code: str, values: dict[str, Any]) -> None:
@@ -357,57 +359,22 @@ def test_costs_by_parameters() -> None:
     assert by_parameters(layers_of(model)) == [40.0, 0.0, 8.0]
 
 
-def timed(world: World) -> tuple[list[float], bool]:
-    model = nn.Sequential(
-        nn.Linear(4, 256), nn.BatchNorm1d(256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1)
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    costs = by_time(layers_of(model), (torch.randn(16, 4),), world.group)
-    untouched = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return costs, untouched and all(p.grad is None for p in model.parameters())
-
-
-def test_costs_by_time_are_the_same_on_all_ranks_and_leave_no_trace() -> None:
-    first, second = run_ranks(timed, 2)
-    assert first == second
-    assert first[1]
-    assert all(cost > 0 for cost in first[0])
-
-
-class Fails(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ArithmeticError("mine")
-
-
-def fails_while_timed(world: World) -> tuple[str, str]:
-    try:
-        by_time(
-            layers_of(nn.Sequential(nn.Linear(4, 4), Fails())), (torch.ones(1, 4),), world.group
-        )
-    except Exception as error:
-        return type(error).__name__, getattr(error, "code", "")
-    return "", ""
-
-
-def test_a_layer_that_fails_while_it_is_timed_is_rank_0s_error() -> None:
-    others = ("PeerFailed", "pipeline-rank-failed")
-    assert run_ranks(fails_while_timed, 2) == [("ArithmeticError", ""), others]
-
-
 # -- tied weights --------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_found_and_so_are_the_stages_that_share_them() -> None:
     model = reader(depth=2, tied=True)
-    assert tied(model) == {"head.weight": "words.weight"}
-    layers = layers_of(model)
-    assert shared(layers, cut(layers, 2, Parts(stages=["blocks.1"]))) == {"words.weight": (0, 1)}
-    assert shared(layers, [range(len(layers))]) == {}
-    assert tied(reader()) == {}
+    names, layers = ModelNames(model), layers_of(model)
+    assert names.first("head.weight") == names.first("words.weight") == "words.weight"
+    assert names.stored("head.weight") == names.stored("words.weight") == "head.weight"
+    assert names.first("blocks.0.norm.bias") == names.stored("blocks.0.norm.bias")
+    stages = [stage_module(layers, part) for part in cut(layers, 2, Parts(stages=["blocks.1"]))]
+    assert names.shared(stages) == {"words.weight": (0, 1)}
+    assert names.shared([stage_module(layers, range(len(layers)))]) == {}
 
 
 def test_a_stage_says_what_it_is() -> None:
     layers = layers_of(reader(depth=2))
     assert described(stage_module(layers, range(0, 3))) == "layers words to blocks.1"
     assert described(stage_module(layers, range(3, 4))) == "layer head"
-    assert described(nn.ReLU()) == "a ReLU"
+    assert described(nn.ReLU()) == "layer ReLU"

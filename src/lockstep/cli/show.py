@@ -203,9 +203,7 @@ def mesh(
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:
-    """Return the names of the layers in every stage of a task's model, balanced by parameters. A
-    training balances by measured times, and writes the stages to mesh.json.
-    """
+    """Return the names of the layers in every stage of a task's model."""
     place, _ = task_of(task, {})
     from lockstep.model_parallel.layers import layers_of  # imports torch
     from lockstep.model_parallel.split import cut
@@ -339,11 +337,7 @@ def _rows(text: str) -> list[list[float]]:
 @app.command("pipeline", cls=GroupedCommand)
 def pipeline(
     schedule: Annotated[
-        str,
-        typer.Option(
-            help="Order of the work: naive, gpipe, 1f1b, interleaved[:V] or zero-bubble[:V]. V is"
-            " the number of stages per rank."
-        ),
+        str, typer.Option(help="Order of the work: naive, gpipe or 1f1b.")
     ] = "1f1b",
     stages: Annotated[
         int, typer.Option("--stages", "-n", help="Ranks that hold consecutive layers.")
@@ -359,10 +353,9 @@ def pipeline(
     The order is that of a real run.
     """
     at_least_one(stages=stages, micro_batches=micro_batches)
-    from lockstep.config.pipeline_schedules import PipelineSchedule
     from lockstep.tools.show import pipeline_picture as picture
 
-    found = picture.chart(PipelineSchedule.read(schedule), stages, micro_batches, backward)
+    found = picture.chart(schedule, stages, micro_batches, backward)
     _show(picture, [found], lambda: picture.title(found)[0], out)
 
 

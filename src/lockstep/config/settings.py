@@ -19,17 +19,15 @@ from lockstep.config.documented import documented
 from lockstep.config.knob import Knob
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.pipeline_schedules import PipelineSchedule
+from lockstep.config.pipeline_schedules import Schedule
 from lockstep.config.task import Precision
 from lockstep.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
-Split = Literal["time", "parameters"]
 LoggerName = Literal["wandb", "mlflow", "tensorboard", "csv"]
 
 FILE = "settings.json"
-SCHEDULE = "1f1b"
-SPLIT: Split = "time"
+SCHEDULE: Schedule = "1f1b"
 
 
 @documented
@@ -68,12 +66,8 @@ class Config(Parallelism):
     """Divide micro-batches among ranks in proportion to one number for each rank."""
     bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0)] = 25
     """Size of a gradient bucket, in MiB. The gradients of a bucket are sent together."""
-    schedule: Annotated[
-        str, Knob("model split", unit="naive|gpipe|1f1b|interleaved[:N]|zero-bubble")
-    ] = SCHEDULE
+    schedule: Annotated[Schedule, Knob("model split")] = SCHEDULE
     """Order in which a pipeline runs its micro-batches."""
-    split: Annotated[Split, Knob("model split")] = SPLIT
-    """What the stages of a pipeline share equally: computing time, or parameters."""
     log: Annotated[
         Sequence[str],
         Knob("run", unit="|".join(get_args(LoggerName)), default="tensorboard, if it is installed"),
@@ -102,14 +96,8 @@ class Config(Parallelism):
         object.__setattr__(self, "log", _loggers(self.log))
         if self.epochs is not None and self.steps is not None:
             raise UsageError("epochs-and-steps", epochs=self.epochs, steps=self.steps)
-        PipelineSchedule.read(self.schedule)
-        if self.mesh is None or self.mesh.pipeline == 1:
-            for name, value, default in (
-                ("schedule", self.schedule, SCHEDULE),
-                ("split", self.split, SPLIT),
-            ):
-                if value != default:
-                    raise UsageError("no-pipeline", name=name, value=value)
+        if self.schedule != SCHEDULE and (self.mesh is None or self.mesh.pipeline == 1):
+            raise UsageError("no-pipeline", schedule=self.schedule)
         if self.precision == "fp16" and self.alone:
             raise UsageError("fp16-with-own-steps", update=self.update, sync_every=self.sync_every)
         if self.mesh is not None:
@@ -178,9 +166,7 @@ class Settings(Config):
         """Return a copy for `workers` ranks of one host, without mesh and balance, because these
         are for the ranks of all hosts.
         """
-        return replace(
-            self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE, split=SPLIT
-        )
+        return replace(self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE)
 
     def differences(self, before: Settings) -> list[str]:
         """Describe each setting that decides the trained weights and differs from `before`."""

@@ -62,18 +62,6 @@ class Layers(Sequence[CutLayer]):
     def names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layers)
 
-    def class_of(self, number: int) -> str:
-        """Return the class name of the last module of a layer, for messages."""
-        layer = self.layers[number]
-        if layer.module is not None:
-            return type(layer.module).__name__
-        called = [str(node.target) for node in layer.nodes if node.op == "call_module"]
-        return (
-            type(self.model.get_submodule(called[-1])).__name__
-            if called
-            else type(self.model).__name__
-        )
-
 
 def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | None = None) -> Layers:
     """Return the layers of `model`. `arguments`: the number of positional arguments of a call;
@@ -85,10 +73,7 @@ def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | Non
     if parts is not None and parts.layers is not None:
         return Layers(model, tuple(_given(model, parts.layers)))
     graph = _followed(model, arguments)
-    layers = tuple(_named(_joined(_between_cuts(graph))))
-    if not layers:
-        raise TaskError("nothing-to-cut", model=type(model).__name__)
-    return Layers(model, layers, graph)
+    return Layers(model, tuple(_named(_joined(_between_cuts(graph)))), graph)
 
 
 def _given(
@@ -104,8 +89,6 @@ def _given(
         if any(module is other for other in found[:number]):
             raise TaskError("layer-given-twice", layer=names[module])
         yield CutLayer(names[module], module=module)
-    if not found:
-        raise TaskError("no-layers-given", model=type(model).__name__)
 
 
 class _Tracer(fx.Tracer):

@@ -22,10 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
-from lockstep.errors import TaskError
-
-Unit = list[nn.Module]
-
 
 def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     """Cut every parameter of `module` along its first dim. Every rank of the axis must hold the
@@ -33,14 +29,13 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
 
     After a backward the gradients are sums over the ranks of the axis. Layers that are already cut
     along the tensor axis may be cut again. All ranks must run the module equally often, forward and
-    backward: see `take_part`. Raises TaskError for parameters that cannot be cut.
+    backward: see `take_part`. torch names parameters that it cannot cut in a ValueError or
+    NotImplementedError.
     """
     if shard_mesh.size() == 1:
         return
-    for name, parameter in module.named_parameters():
-        _check(name, parameter)
     for unit in units_of(module):
-        fully_shard(unit[0] if len(unit) == 1 else unit, mesh=shard_mesh)
+        fully_shard(unit, mesh=shard_mesh)
     root: FSDPModule = fully_shard(module, mesh=shard_mesh)
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -51,67 +46,36 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     root.set_reduce_scatter_unused_params(True)
 
 
-def _check(name: str, parameter: Tensor) -> None:
-    if parameter.dim() == 0:
-        raise TaskError("parameter-without-dim", parameter=name)
-    if not parameter.is_contiguous():
-        raise TaskError(
-            "parameter-not-contiguous",
-            parameter=name,
-            shape=str(list(parameter.shape)),
-            strides=str(list(parameter.stride())),
-        )
-
-
-def units_of(module: nn.Module) -> list[Unit]:
+def units_of(module: nn.Module) -> list[nn.Module]:
     """Return the units of `module`; the parameters of a unit are gathered together. A unit is a
     repeated block: a member of an outermost nn.Sequential or nn.ModuleList.
 
-    In a traced model a block itself is not called. Its unit consists of the modules in it that are
-    called. Parameters outside of units, and blocks that share a parameter with other modules, are
-    gathered with the root.
+    Parameters outside of units, and blocks that share a parameter with other modules, are gathered
+    with the root.
     """
-    found = [
-        unit for unit in _units(module) if any(True for part in unit for _ in part.parameters())
+    users = _users(module)
+    return [
+        unit
+        for unit in _units(module)
+        if (inside := _users(unit)) and all(users[key] == count for key, count in inside.items())
     ]
-    used = Counter(
+
+
+def _users(module: nn.Module) -> Counter[int]:
+    """Return the number of modules in `module` that own a parameter, by the parameter's id."""
+    return Counter(
         id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
     )
-    alone = []
-    for unit in found:
-        inside = Counter(
-            id(parameter)
-            for part in unit
-            for each in part.modules()
-            for parameter in each.parameters(recurse=False)
-        )
-        if all(used[key] == count for key, count in inside.items()):
-            alone.append(unit)
-    return alone
 
 
-def _units(module: nn.Module) -> Iterator[Unit]:
-    for name, child in module.named_children():
-        member = isinstance(module, (nn.Sequential, nn.ModuleList)) or (
-            _is_folder(module) and name.isdecimal()
-        )
-        if member and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield list(_called(child))
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) and not isinstance(
+            child, (nn.ModuleList, nn.ModuleDict)
+        ):
+            yield child
         else:
             yield from _units(child)
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module; or, if it is only a container, the modules in it that are called."""
-    if not _is_folder(module):
-        yield module
-    else:
-        for child in module.children():
-            yield from _called(child)
-
-
-def _is_folder(module: nn.Module) -> bool:
-    return type(module) is nn.Module
 
 
 def take_part(module: nn.Module, run: Callable[[], Any]) -> None:

@@ -1,5 +1,5 @@
 """The interface between the Stepper and the part of the model that a rank holds: the whole model
-(`Whole`), or a part of a split model (model_parallel/).
+(`ModelShard`), or a part of a split model (model_parallel/).
 
 The Stepper sums gradients among the ranks that hold the same part; the parameters are plain tensors
 of this rank. All other communication among the ranks of one split model goes through this
@@ -9,7 +9,7 @@ interface.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,126 +34,12 @@ Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name."""
 
 
-class CheckpointForm(Protocol):
-    """How the tensors of a Stepper's model and optimizer are distributed over the ranks. Names are
-    those of the whole model.
-    """
+class CheckpointForm:
+    """How the tensors of a Stepper's model and optimizer are distributed over the ranks, for
+    checkpoints. Names are those of the whole model.
 
-    def pieces(
-        self, name_of: Callable[[Tensor], str]
-    ) -> tuple[Mapping[str, Tensor] | Sequence[TensorPiece] | None, list[TensorPiece]]:
-        """Return what this rank writes: of the model, and of all other state. In the model's
-        place, None means that this rank writes nothing of it.
-        """
-        ...
-
-    def groups(self, mine: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """Return the parameter names of each optimizer group, joined over all ranks that hold one
-        model. `mine`: the names on this rank.
-        """
-        ...
-
-    def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's state that is not in tensors, joined over the same ranks."""
-        ...
-
-    def compare(self, checkpoint: Checkpoint) -> None:
-        """Raise a UsageError if the checkpoint belongs to another model."""
-        ...
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Load this rank's part of the model from a checkpoint that `compare` has accepted."""
-        ...
-
-    def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Return this rank's part of the optimizer's tensors, by the name "state/parameter"."""
-        ...
-
-
-class ModelShard(Protocol):
-    """The part of the model that this rank holds."""
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh over which the model is split; None if every rank holds the whole model."""
-        ...
-
-    @property
-    def norm(self) -> Norm:
-        """The function that computes the norm of the whole model's gradient."""
-        ...
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank reports the weights and losses of its micro-batches. Of the ranks that
-        compute the same micro-batches, exactly one reports.
-        """
-        ...
-
-    def replicas(self, everyone: Group) -> Group:
-        """Return the ranks of `everyone` that hold the same part of the model. Gradients are
-        summed among them.
-        """
-        ...
-
-    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
-        """Return pairs of ranks and tensors: these tensors must be equal on these ranks.
-        `replicas`: the ranks with the same part of the model.
-        """
-        ...
-
-    def collect(self, reducer: Reducer) -> None:
-        """Move the gradients to the parameters of `reducer`, after the last backward of a window.
-        Every rank calls it.
-        """
-        ...
-
-    def sent(self) -> int:
-        """Return the bytes that this rank has sent to ranks that hold other parts of its model.
-        Only messages of Lockstep's own groups are counted.
-        """
-        ...
-
-    def optimizer_name(self, name: str) -> str:
-        """Return the name, in the whole model, under which checkpoints store the optimizer state
-        of the parameter `name`.
-        """
-        ...
-
-    def form(self, stepper: Any) -> CheckpointForm:
-        """Return the CheckpointForm of the model that `stepper` trains."""
-        ...
-
-
-class Whole:
-    """Every rank holds the whole model."""
-
-    mesh: Mesh | None = None
-    norm: Norm = staticmethod(whole_norm)
-    reports = True
-
-    def replicas(self, everyone: Group) -> Group:
-        return everyone
-
-    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
-        return [(replicas, named)]
-
-    def collect(self, reducer: Reducer) -> None:
-        """Do nothing: autograd puts the gradients there."""
-
-    def sent(self) -> int:
-        return 0
-
-    def optimizer_name(self, name: str) -> str:
-        return name
-
-    def form(self, stepper: Any) -> CheckpointForm:
-        return WholeForm(stepper)
-
-
-class WholeForm:
-    """The CheckpointForm of a whole model: every rank has all tensors, except that a sharded
-    update divides the optimizer's state.
+    Here every rank has all tensors, except that a sharded update divides the optimizer's state. A
+    split model has a form of its own.
     """
 
     def __init__(self, stepper: Any) -> None:
@@ -161,7 +47,10 @@ class WholeForm:
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
-    ) -> tuple[Mapping[str, Tensor] | None, list[TensorPiece]]:
+    ) -> tuple[Mapping[str, Tensor] | Sequence[TensorPiece] | None, list[TensorPiece]]:
+        """Return what this rank writes: of the model, and of all other state. In the model's
+        place, None means that this rank writes nothing of it.
+        """
         stepper, group = self._stepper, self._stepper.everyone
         model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
         everywhere, mine = stepper.update.optimizer.pieces(name_of)
@@ -175,20 +64,75 @@ class WholeForm:
         return model if group.rank == 0 else None, pieces
 
     def groups(self, mine: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """Return the parameter names of each optimizer group, joined over all ranks that hold one
+        model. `mine`: the names on this rank.
+        """
         return mine
 
     def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's state that is not in tensors, joined over the same ranks."""
         return mine
 
     def compare(self, checkpoint: Checkpoint) -> None:
+        """Raise a UsageError if the checkpoint belongs to another model."""
         ours = forms_of(weights(self._stepper.model).items())
         compare_forms(ours, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
+        """Load this rank's part of the model from a checkpoint that `compare` has accepted."""
         copy_stored(checkpoint.model(), self._stepper.model)
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """Return this rank's part of the optimizer's tensors, by the name "state/parameter"."""
         return read_all(checkpoint.optimizer())
+
+
+class ModelShard:
+    """The part of the model that this rank holds: here, the whole model. A part of a split model
+    (model_parallel/split_model.py) overrides what differs.
+    """
+
+    mesh: Mesh | None = None
+    """The mesh over which the model is split; None if every rank holds the whole model."""
+    norm: Norm = staticmethod(whole_norm)
+    """The function that computes the norm of the whole model's gradient."""
+    reports = True
+    """Whether this rank reports the weights and losses of its micro-batches. Of the ranks that
+    compute the same micro-batches, exactly one reports.
+    """
+
+    def replicas(self, everyone: Group) -> Group:
+        """Return the ranks of `everyone` that hold the same part of the model. Gradients are
+        summed among them.
+        """
+        return everyone
+
+    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
+        """Return pairs of ranks and tensors: these tensors must be equal on these ranks.
+        `replicas`: the ranks with the same part of the model.
+        """
+        return [(replicas, named)]
+
+    def collect(self, reducer: Reducer) -> None:
+        """Move the gradients to the parameters of `reducer`, after the last backward of a window.
+        Autograd puts those of a whole model there. Every rank calls it.
+        """
+
+    def sent(self) -> int:
+        """Return the bytes that this rank has sent to ranks that hold other parts of its model.
+        Only messages of Lockstep's own groups are counted.
+        """
+        return 0
+
+    def optimizer_name(self, name: str) -> str:
+        """Return the name, in the whole model, under which checkpoints store the optimizer state
+        of the parameter `name`.
+        """
+        return name
+
+    def form(self, stepper: Any) -> CheckpointForm:
+        """Return the checkpoint form of the model that `stepper` trains."""
+        return CheckpointForm(stepper)
 
 
 @torch.no_grad()

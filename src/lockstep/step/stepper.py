@@ -42,7 +42,7 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import randomness, status
 from lockstep.step.assembly import StepperOptions, assemble, check_drawn, set_up_of
 from lockstep.step.data_parallel import DistributedDataParallel
-from lockstep.step.model_shard import ModelShard, Whole
+from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
 from lockstep.step.stepper_window import LossScale, OpenWindow, check_ended, samples_told, with_last
 from lockstep.step.witnessed_step import held, witnessed
@@ -151,7 +151,7 @@ class Stepper:
             checks=checks,
             trace_nonfinite=trace_nonfinite,
         )
-        self.model_shard = model_shard or Whole()
+        self.model_shard = model_shard or ModelShard()
         knob.known(knob.knobs(Parallelism).keys() - {"mesh"}, method, "Stepper")
         self.method = Parallelism(**method, mesh=self.model_shard.mesh)
         if self.method.alone and scheduler is not None:

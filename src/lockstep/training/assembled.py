@@ -28,7 +28,7 @@ from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, grad_scaler
-from lockstep.step.model_shard import Whole
+from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.anatomy import Activations
@@ -166,7 +166,7 @@ class TrainingState:
         self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
 
 
-class WholeModel(Whole, OwnRows):
+class WholeModel(ModelShard, OwnRows):
     """The whole model, on this rank's device. It has what the Stepper needs (model_shard.py) and
     what the training loop needs; SplitModel has the same interface.
     """
@@ -201,10 +201,6 @@ class WholeModel(Whole, OwnRows):
         for batch in stepper.micro_batches(window):
             loss, weight = self._activations.watch(self.module, partial(_loss, forward, batch))
             stepper.backward(loss, weight)
-
-    def idle(self) -> str | None:
-        """Return in words how long this rank waited for others in its steps; None if unknown."""
-        return None
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's place and what it holds, for mesh.json."""
@@ -247,10 +243,9 @@ def place_model(
         grid,
         world,
         schedule=settings.schedule,
-        split=settings.split,
         forward=forward,
     )
-    forward.model = placed.modes
+    forward.model = placed.runs
     return placed
 
 

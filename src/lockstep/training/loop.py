@@ -52,8 +52,6 @@ class Training(AssembledTraining):
                     f"stopped early: {self.reached.stopped_early}",
                     step=self.stepper.steps,
                 )
-            if (idle := self.placed.idle()) is not None:
-                journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
             result = self._result(seconds)
             journal.finished(result)

@@ -5,8 +5,7 @@ of the work is the order in which torch's schedule runs it.
     rank 1  ·  F0 F1 F2 B0--- B1--- B2--- ·  ·
 
 The unit of time is one stage's forward. All stages take equally long, messages take no time, and a
-backward takes `backward` units (default 2: twice the matrix products). The two halves of a
-backward, for the inputs and for the weights, take equally long.
+backward takes `backward` units (default 2: twice the matrix products).
 """
 
 from __future__ import annotations
@@ -15,20 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lockstep.config import knob
-from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
+from lockstep.config import knob, pipeline_schedules
+from lockstep.config.pipeline_schedules import StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, TINT, Drawing, width_of
 
 IDLE = "·"
-_MEANINGS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward for the inputs",
-    "W": "backward for the weights",
-}
-_COLOURS = {"F": "blue", "B": "green", "I": "green", "W": "gold"}
+_MEANINGS = {"F": "forward", "B": "backward"}
+_LEGEND = f"F forward, B backward of a micro-batch; {IDLE} idle"
+_COLOURS = {"F": ("var(--blue)", TINT), "B": ("var(--green)", TINT)}
 _IDLE = (CARD, 1.0)
 # In px: the left margin, the height of a row, the gap between rows.
 _LEFT, _ROW, _GAP = 72, 30, 7
@@ -55,7 +50,7 @@ class Placed:
 class Chart:
     """The work of each rank with its times. Between two pieces of work the rank is idle."""
 
-    schedule: PipelineSchedule
+    schedule: str
     micro_batches: int
     backward: Fraction
     rows: tuple[tuple[Placed, ...], ...]
@@ -63,12 +58,6 @@ class Chart:
     @property
     def ranks(self) -> int:
         return len(self.rows)
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of work that occur in the chart."""
-        every = {placed.work.kind for row in self.rows for placed in row}
-        return [kind for kind in _MEANINGS if kind in every]
 
     @property
     def length(self) -> Fraction:
@@ -89,34 +78,32 @@ class Chart:
         return tuple(_most_held([placed.work for placed in row]) for row in self.rows)
 
 
-def chart(
-    schedule: PipelineSchedule, ranks: int, micro_batches: int, backward: float = 2.0
-) -> Chart:
+def chart(schedule: str, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
     """Return the chart of a step. Raises UsageError for numbers that the schedule cannot run, or
     for a `backward` outside its range.
     """
     knob.number("backward", backward, above=0, below=1000, unit="forwards")
     length = Fraction(backward).limit_denominator(100)
-    orders = schedule.order(ranks, micro_batches)
-    return Chart(schedule, micro_batches, length, placed(orders, schedule.count(ranks), length))
+    orders = pipeline_schedules.order(schedule, ranks, micro_batches)
+    return Chart(schedule, micro_batches, length, placed(orders, length))
 
 
 def placed(
-    orders: Sequence[Sequence[StageWork]], stages: int, backward: Fraction
+    orders: Sequence[Sequence[StageWork]], backward: Fraction
 ) -> tuple[tuple[Placed, ...], ...]:
     """Place each piece of work as early as possible: after its rank's earlier work, and after the
     work of other ranks that it needs.
     """
     rows: list[list[Placed]] = [[] for _ in orders]
     done: dict[StageWork, Fraction] = {}
-    lengths = {"F": Fraction(1), "B": backward, "I": backward / 2, "W": backward / 2}
+    lengths = {"F": Fraction(1), "B": backward}
     moved = True
     while moved:
         moved = False
         for row, order in zip(rows, orders, strict=True):
             while len(row) < len(order):
                 work = order[len(row)]
-                needed = _needed(work, stages, done)
+                needed = _needed(work, len(orders))
                 if any(each not in done for each in needed):
                     break
                 free = row[-1].stop if row else Fraction(0)
@@ -128,26 +115,21 @@ def placed(
     return tuple(map(tuple, rows))
 
 
-def _needed(work: StageWork, stages: int, done: dict[StageWork, Fraction]) -> list[StageWork]:
+def _needed(work: StageWork, stages: int) -> list[StageWork]:
     """Return the work that `work` needs: for a forward the stage before, for a backward the stage
-    after, and the earlier work of its own stage on the micro-batch.
+    after, and the forward of its own stage on the micro-batch.
     """
-    stage, each = work.stage, work.micro_batch
+    stage, number = work.stage, work.micro_batch
     if work.kind == "F":
-        return [StageWork("F", stage - 1, each)] if stage else []
-    if work.kind == "W":
-        return [StageWork("I", stage, each)]
-    own = StageWork("F", stage, each)
-    if stage == stages - 1:
-        return [own]
-    after = StageWork("I", stage + 1, each)
-    return [own, after if after in done else StageWork("B", stage + 1, each)]
+        return [StageWork("F", stage - 1, number)] if stage else []
+    own = StageWork("F", stage, number)
+    return [own] if stage == stages - 1 else [own, StageWork("B", stage + 1, number)]
 
 
 def _most_held(row: Sequence[StageWork]) -> int:
     now = most = 0
     for work in row:
-        now += (work.kind == "F") - (work.kind in ("B", "W"))
+        now += 1 if work.kind == "F" else -1
         most = max(most, now)
     return most
 
@@ -156,50 +138,37 @@ def title(found: Chart) -> list[str]:
     """Describe the chart as a whole, in lines: the schedule, the idle time, and the activations
     that ranks hold.
     """
-    each = "" if found.schedule.per_rank == 1 else f", {found.schedule.per_rank} stages each"
     length = (
         "as long as a forward" if found.backward == 1 else f"{float(found.backward):g} forwards"
     )
-    formula = found.schedule.bubble(found.ranks, found.micro_batches, float(found.backward))
+    idle = pipeline_schedules.bubble(found.schedule, found.ranks, found.micro_batches)
+    formula = pipeline_schedules.formula(found.schedule)
     return [
         (
-            f"{found.schedule}: {counted(found.ranks, 'rank')}{each},"
+            f"{found.schedule}: {counted(found.ranks, 'rank')},"
             f" {counted(found.micro_batches, 'micro-batch', 'es')}; a backward takes {length}"
         ),
-        f"idle {found.bubble:.1%} of the time; {found.schedule.formula} = {formula:.1%}",
+        f"idle {found.bubble:.1%} of the time; {formula} = {idle:.1%}",
         f"activations held at most, by rank: {' '.join(map(str, found.held))}",
     ]
 
 
 def text(found: Chart) -> str:
     """Return the chart as text, one row per rank."""
-    parts = found.backward / 2 if "I" in found.kinds else found.backward
     # `cell` is the time of a column of text. The chart is to scale for lengths such as 1, 1.5, 2.
-    cell = Fraction(1, parts.limit_denominator(8).denominator)
-    width = max(len(label(placed.work, found)) for row in found.rows for placed in row) + 1
+    cell = Fraction(1, found.backward.limit_denominator(8).denominator)
+    width = max(len(label(placed.work)) for row in found.rows for placed in row) + 1
     name = len(f"rank {found.ranks - 1}")
     rows = [
         f"{f'rank {rank}':<{name}}  {_row(row, found, cell, width)}"
         for rank, row in enumerate(found.rows)
     ]
-    return "\n".join([*title(found), "", *rows, "", legend(found)])
+    return "\n".join([*title(found), "", *rows, "", _LEGEND])
 
 
-def label(work: StageWork, found: Chart) -> str:
-    """Return a label: F3 is the forward of micro-batch 3. If a rank has several stages, F3a is in
-    its first stage and F3b in its second.
-    """
-    which = "" if found.schedule.per_rank == 1 else chr(ord("a") + work.stage // found.ranks)
-    return f"{work.kind}{work.micro_batch}{which}"
-
-
-def legend(found: Chart) -> str:
-    """Explain the letters of the chart."""
-    several = (
-        "" if found.schedule.per_rank == 1 else "; a, b ... the rank's first, second ... stage"
-    )
-    meanings = ", ".join(f"{kind} {_MEANINGS[kind]}" for kind in found.kinds)
-    return f"{meanings} of a micro-batch{several}; {IDLE} idle"
+def label(work: StageWork) -> str:
+    """Return a label: F3 is the forward of micro-batch 3."""
+    return f"{work.kind}{work.micro_batch}"
 
 
 def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str:
@@ -208,7 +177,7 @@ def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str
     for each in row:
         start, stop = round(each.start / cell), round(each.stop / cell)
         line += f"{IDLE:<{width}}" * (start - at)
-        line += label(each.work, found).ljust(width * (stop - start) - 1, "-") + " "
+        line += label(each.work).ljust(width * (stop - start) - 1, "-") + " "
         at = stop
     return (line + f"{IDLE:<{width}}" * (round(found.length / cell) - at)).rstrip()
 
@@ -226,7 +195,7 @@ def drawing(found: Chart) -> Drawing:
             most=f"{_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time",
         )
     lines = title(found)
-    sheet = Drawing(lines[0], ". ".join([*lines[1:], legend(found)]) + ".")
+    sheet = Drawing(lines[0], ". ".join([*lines[1:], _LEGEND]) + ".")
     wrap = max(_LEFT + length * unit - MARGIN, 460)
     y = sheet.heading(lines, wrap=wrap) + 4
     for rank, row in enumerate(found.rows):
@@ -234,26 +203,18 @@ def drawing(found: Chart) -> Drawing:
         sheet.words(MARGIN, top + 20, f"rank {rank}", weight="bold")
         sheet.box(_LEFT, top, length * unit, _ROW, _IDLE[0], stroke="none")
         for each in row:
-            _draw(sheet, found, each, top, unit)
-    meanings = {_MEANINGS[kind]: _colour(found, kind, 0) for kind in found.kinds} | {"idle": _IDLE}
+            _draw(sheet, each, top, unit)
+    meanings = {_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()} | {"idle": _IDLE}
     y = sheet.legend(y + found.ranks * (_ROW + _GAP) + 8, meanings, wrap)
-    several = "; the stronger the colour, the later of the rank's stages" * (
-        found.schedule.per_rank > 1
-    )
-    sheet.note(y + 8, f"Numbers are micro-batches{several}", wrap)
+    sheet.note(y + 8, "Numbers are micro-batches", wrap)
     sheet.zoom = max(1.0, min(1.4, 700 / sheet.width))
     return sheet
 
 
-def _draw(sheet: Drawing, found: Chart, each: Placed, top: float, unit: float) -> None:
+def _draw(sheet: Drawing, each: Placed, top: float, unit: float) -> None:
     left, width = _LEFT + float(each.start) * unit, float(each.length) * unit
-    colour, tint = _colour(found, each.work.kind, each.work.stage // found.ranks)
+    colour, tint = _COLOURS[each.work.kind]
     sheet.box(left, top, width, _ROW, colour, tint=tint)
-    inside = label(each.work, found)[1:]
+    inside = label(each.work)[1:]
     if width_of(inside, 11) <= width:
         sheet.words(left + width / 2, top + 19, inside, anchor="middle", size=11)
-
-
-def _colour(found: Chart, kind: str, which: int) -> tuple[str, float]:
-    """Return a colour and its strength; it is stronger for a later stage of the rank."""
-    return f"var(--{_COLOURS[kind]})", TINT + 0.2 * which / max(1, found.schedule.per_rank - 1)
