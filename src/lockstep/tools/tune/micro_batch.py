@@ -20,7 +20,7 @@ from time import monotonic
 from lockstep.config.settings import Settings
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.server import FOR_TRAININGS, server
+from lockstep.launcher.start import FOR_TRAININGS, fork_server
 from lockstep.tools.timing.machine import free_memory
 from lockstep.tools.tune.search import NO_TIME, PairedTimes
 from lockstep.training.opening import backend_of
@@ -83,7 +83,7 @@ def advise(
     """Measure each size on new ranks, in about `seconds` altogether. The note of a failed size says
     why. If the task's own size fails, no other is tried.
     """
-    server((*FOR_TRAININGS, *_IMPORTS)).ready()  # the imports are part of the start
+    fork_server((*FOR_TRAININGS, *_IMPORTS)).ready()  # the imports are part of the start
     ends = monotonic() + seconds
     waiting = sizes(global_batch, micro_batch, settings.workers)
     known: Size | None = None  # the largest that ran
