@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.launcher.fork_server import FOR_LAUNCHER
 from lockstep.launcher.start import WARM, ForkServer, ServerGone
 from tests.launcher.telling import of_itself
 from tests.refused import refused
@@ -126,6 +127,35 @@ def test_a_system_that_lets_it_fork_no_more_is_named_and_nothing_is_left_open() 
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
         assert len(os.listdir(f"/proc/{server.pid}/fd")) == before
         assert _told(server)  # it goes on
+
+
+def _blocked_signals(descriptor: int) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    os.write(descriptor, json.dumps(sorted(blocked)).encode())
+
+
+def test_a_schedulers_signal_to_all_processes_ends_neither_it_nor_reaches_later_children() -> None:
+    with _server() as server:
+        server.ready()
+        for number in FOR_LAUNCHER:
+            os.kill(server.pid, number)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert json.loads(server.answer(_blocked_signals)) == sorted(blocked)
+
+
+def test_a_process_that_has_ended_keeps_its_pid_until_it_is_released() -> None:
+    with _server() as server:
+        pid = server.fork(_leave_with_7)
+        while server.codes([pid]) == {pid: None}:
+            server.wait(60)  # until it ends
+        assert server.codes([pid]) == {pid: 7}
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        server.release(pid)
+        assert not psutil.pid_exists(pid)
+
+
+def _leave_with_7() -> None:
+    os._exit(7)
 
 
 def _hear_for_ever(server: ForkServer) -> None:

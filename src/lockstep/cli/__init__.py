@@ -16,8 +16,7 @@ from types import FrameType
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.streams import open_closed_streams
 
-_TRAIN = {"train", "tune", "verify", "bench", "plan", "evaluate", "predict"}
-_WITHOUT_FORKED_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--model", "--ray"}
+_WITHOUT_FORKED_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--ray"}
 
 
 def main() -> None:
@@ -58,19 +57,15 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _start_fork_server(arguments: Sequence[str]) -> None:
-    """Start the fork server, if this command will start ranks. It imports what they need while the
-    command goes on.
+    """Start the fork server for `train` and `run`. It imports what ranks need while the command
+    goes on.
     """
     options = {argument.partition("=")[0] for argument in arguments}
-    if (
-        len(arguments) < 2
-        or arguments[0] not in _TRAIN | {"run", "doctor"}
-        or _WITHOUT_FORKED_RANKS & options
-    ):
+    if arguments[:1] not in (["train"], ["run"]) or _WITHOUT_FORKED_RANKS & options:
         return
     from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
     from lockstep.runtime.environment import started_by_others
 
     with suppress(UsageError):  # the command itself reports it
         if started_by_others(os.environ) is None:
-            fork_server(FOR_TRAININGS if arguments[0] in _TRAIN else FOR_SCRIPTS)
+            fork_server(FOR_TRAININGS if arguments[0] == "train" else FOR_SCRIPTS)

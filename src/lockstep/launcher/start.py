@@ -31,7 +31,6 @@ from lockstep.runtime.streams import open_closed_streams
 
 FOR_SCRIPTS = (
     "torch",
-    "torch.distributed",
     "lockstep.launcher.rank",
     "lockstep.world.world",
     "torch._dynamo",
@@ -42,13 +41,9 @@ last of them.
 FOR_TRAININGS = (
     *FOR_SCRIPTS,
     "lockstep.training.train",
-    "lockstep.training.resolve",
     "lockstep.collectives.in_process",
     "numpy.ma",
     "numpy.ctypeslib",
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.compat.proto.summary_pb2",
-    "tensorboard.summary.writer.record_writer",
     "torch.utils.tensorboard.summary",
 )
 """Everything that a rank of `lockstep train` imports until it ends, as far as it is installed.
