@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import psutil
 
-from lockstep.launcher.server import ALIKE, WARM
+from lockstep.launcher.start import ALIKE, WARM
 from lockstep.testing.ranks import warm_commands
 
 NODES, CORES = 3, 2

@@ -27,7 +27,7 @@ import hypothesis
 import psutil
 import pytest
 
-from lockstep.launcher import server
+from lockstep.launcher import start
 from lockstep.testing.ranks import run_ranks, warm_commands
 from tests.launcher.telling import of_itself
 
@@ -82,7 +82,7 @@ _FIRST = (
     "simulation/test_restarts.py",
     "contract/test_torch_ddp.py",
     "launcher/slurm/test_places.py",
-    "launcher/test_seat.py",
+    "launcher/test_start.py",
     "model_parallel/test_training.py",
     "cli/test_preemption.py",
     "cli/test_verify.py",
@@ -179,14 +179,14 @@ def signals_as_in_a_terminal() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[None]:
-    """Commands that tests start import nothing: their ranks are forked from the server that
-    `run_ranks` has.
+    """`run_ranks`, and commands that tests start, import nothing: their ranks are forked from one
+    server.
     """
     import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
 
     with warm_commands(_OFTEN_IMPORTED):
         yield
-        forked, *_ = json.loads(server.server().answer(of_itself))
+        forked, *_ = json.loads(start.fork_server().answer(of_itself))
         assert forked, "what a test has made the warm server import has made all later starts cold"
 
 
@@ -280,7 +280,7 @@ def _children() -> list[psutil.Process]:
     stay for the whole session.
     """
     servers = {
-        *server.pids(),
+        *start.pids(),
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
     }

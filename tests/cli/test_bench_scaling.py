@@ -148,9 +148,9 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lockstep.runtime.cores.cores", lambda: 6)
-    monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 0)
+    monkeypatch.setattr("lockstep.launcher.start.gpus", lambda: 0)
     assert bench._powers_of_two("auto") == [1, 2, 4]
-    monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 8)
+    monkeypatch.setattr("lockstep.launcher.start.gpus", lambda: 8)
     assert (bench._powers_of_two("auto"), bench._powers_of_two("cpu")) == (
         [1, 2, 4, 8],
         [1, 2, 4],

@@ -20,7 +20,7 @@ import pytest
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256
 from lockstep.errors import UsageError
-from lockstep.launcher import server, supervise
+from lockstep.launcher import start, supervise
 from lockstep.training.run_directory import RunDirectory
 from tests.cli.command import command
 from tests.ending import wait_gone
@@ -442,7 +442,7 @@ def test_more_gpus_than_there_are(
     values: dict[str, int],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(server, "gpus", lambda: gpus)
+    monkeypatch.setattr(start, "gpus", lambda: gpus)
     with refused(code, **values):
         command("train", "digits", **options)
 
@@ -471,7 +471,7 @@ def test_the_default_is_a_worker_for_each_gpu(
         raise UsageError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(server, "gpus", lambda: gpus)
+    monkeypatch.setattr(start, "gpus", lambda: gpus)
     monkeypatch.setattr(supervise, "supervise", note)
     with pytest.raises(UsageError, match="enough"):
         command("train", "digits", **options)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.launcher.server import WARM
+from lockstep.launcher.start import WARM
 from tests.docs.pages import ROOT, blocks, run_page
 
 _OF_THE_MACHINE = r"""(?x)

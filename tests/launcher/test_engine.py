@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import pytest
 
 from lockstep.launcher.engine import LocalRanks, Ranks
 from lockstep.launcher.failures import of_exit
-from lockstep.launcher.seat import Seat
 
 
 class Stub:
@@ -17,13 +16,19 @@ class Stub:
     """
 
     def __init__(self, codes: list[int | None], states: Mapping[int, str]) -> None:
-        self.codes, self.states, self.seconds = codes, states, 0.0
+        self.of_ranks, self.states, self.seconds = codes, states, 0.0
 
-    def fork(self, seat: Seat, *rest: object, **options: object) -> int:
-        return 10 + int(seat.environment["RANK"])
+    def fork(
+        self,
+        work: Callable[[], object],
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+        **options: object,
+    ) -> int:
+        return 10 + int(environment["RANK"])
 
-    def code(self, pid: int) -> int | None:
-        return self.codes[pid - 10]
+    def codes(self, pids: Collection[int]) -> dict[int, int | None]:
+        return {pid: self.of_ranks[pid - 10] for pid in pids}
 
     def wait(self, seconds: float) -> None:
         self.seconds += 0.1
@@ -47,7 +52,7 @@ def settling(
     monkeypatch.setattr(Ranks, "end", lambda self, grace: ended.append(server.seconds))
     place = LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
     ranks = Ranks(server, place, lambda: 100 + server.seconds)  # type: ignore[arg-type]
-    ranks.start(lambda rank, variables: Seat(work=print, environment=variables))
+    ranks.start(lambda rank, variables: (print, variables))
     known = [of_exit(1, 0, 10)] if explained else []
     found = ranks.run(failures=lambda now: known, stopping=lambda living: not living)
     assert found.codes == dict(enumerate(codes))

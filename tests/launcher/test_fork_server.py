@@ -12,20 +12,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from lockstep.launcher import seat
-from lockstep.launcher.seat import Seat
-from lockstep.launcher.server import WARM, Answer, Server, ServerGone
+from lockstep.launcher.fork_server import FOR_LAUNCHER
+from lockstep.launcher.start import WARM, ForkServer, ServerGone
 from tests.launcher.telling import of_itself
 from tests.refused import refused
-
-_OURS = ("lockstep.launcher.seat",)  # imported by every server anyway
 
 
 def _without_warm_server() -> dict[str, str]:
@@ -33,13 +30,10 @@ def _without_warm_server() -> dict[str, str]:
 
 
 @contextmanager
-def _server(*imports: str, **variables: str) -> Iterator[Server]:
+def _server(*imports: str, **variables: str) -> Iterator[ForkServer]:
     """One that imports as good as nothing."""
-    forking = Server.start([*_OURS, *imports], {**_without_warm_server(), **variables}, cold=False)
-    try:
-        yield forking
-    finally:
-        forking.close()
+    with closing(ForkServer.start(imports, {**_without_warm_server(), **variables})) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +42,21 @@ def of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-def _told(forking: Server, **how: Any) -> Any:
+def _told(server: ForkServer, **how: Any) -> Any:
     """What a child tells of itself: forked warm?, open files, streams."""
     reading, writing = os.pipe()
     with os.fdopen(reading) as stream:
-        pid = forking.fork(Seat(work=Answer(of_itself)), (0, 1, 2, writing), **how)
+        pid = server.fork(of_itself, (writing,), **how)
         os.close(writing)
         said = json.loads(stream.read())
-    forking.release(pid)
+    server.release(pid)
     return said
 
 
 def test_a_child_has_its_own_descriptors_and_no_other() -> None:
-    with _server() as forking:
+    with _server() as server:
         for cold in (False, True):
-            warm, opened, _ = _told(forking, cold=cold)
+            warm, opened, _ = _told(server, cold=cold)
             assert (warm, len(opened), opened[:3]) == (not cold, 4, [0, 1, 2])
 
 
@@ -84,11 +78,11 @@ def test_what_an_import_starts_forbids_forking(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], does: str, said: str
 ) -> None:
     (tmp_path / "users_module.py").write_text(does)
-    with _server("users_module", PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}") as forking:
-        forking.ready()
+    with _server("users_module", PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}") as server:
+        server.ready()
         stderr = capfd.readouterr().err
         assert ("users_module" in stderr, said in stderr) == (bool(said), True)
-        assert _told(forking)[0] is not bool(said)
+        assert _told(server)[0] is not bool(said)
 
 
 def _with_arrow(descriptor: int) -> None:
@@ -99,69 +93,88 @@ def _with_arrow(descriptor: int) -> None:
     sizes = [1, 5_000, 3_000_000] * 20
     with ThreadPoolExecutor(4) as threads:
         buffers = list(threads.map(lambda size: pyarrow.allocate_buffer(size, pool), sizes))
-    os.write(descriptor, json.dumps([seat.forked, sum(map(len, buffers))]).encode())
+    os.write(
+        descriptor, json.dumps(["fresh" not in sys.orig_argv, sum(map(len, buffers))]).encode()
+    )
 
 
 def test_an_allocators_thread_does_not_forbid_forking(capfd: pytest.CaptureFixture[str]) -> None:
     """pandas and scikit-learn import pyarrow, whose jemalloc has a thread."""
-    with _server("pyarrow") as forking:
-        forking.ready()
+    with _server("pyarrow") as server:
+        server.ready()
         assert capfd.readouterr().err == ""
-        threads = Path(f"/proc/{forking.pid}/task").glob("*/comm")
+        threads = Path(f"/proc/{server.pid}/task").glob("*/comm")
         assert "jemalloc_bg_thd\n" in [each.read_text() for each in threads]
         for _ in range(3):
-            assert json.loads(forking.answer(_with_arrow)) == [True, 20 * 3_005_001]
+            assert json.loads(server.answer(_with_arrow)) == [True, 20 * 3_005_001]
 
 
 def test_a_module_of_the_users_that_is_named_like_an_imported_one_makes_a_fresh_process() -> None:
-    with _server("colorsys") as forking:
-        assert _told(forking, beside=["colours"])[0] is True
-        assert _told(forking, beside=["colorsys"])[0] is False
+    with _server("colorsys") as server:
+        assert _told(server, beside=["colours"])[0] is True
+        assert _told(server, beside=["colorsys"])[0] is False
 
 
 def test_a_system_that_lets_it_fork_no_more_is_named_and_nothing_is_left_open() -> None:
-    with _server() as forking:
-        forking.ready()
-        assert _told(forking)
-        before = len(os.listdir(f"/proc/{forking.pid}/fd"))
-        soft, hard = resource.prlimit(forking.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(forking.pid, resource.RLIMIT_NOFILE, (before + 2, hard))
-        with refused("process-not-started", ServerGone, why="Too many open files (ulimit -n)"):
-            forking.fork(Seat(work=Answer(of_itself)), (0, 1, 2))
-        resource.prlimit(forking.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert len(os.listdir(f"/proc/{forking.pid}/fd")) == before
-        assert _told(forking)  # it goes on
+    with _server() as server:
+        server.ready()
+        assert _told(server)
+        before = len(os.listdir(f"/proc/{server.pid}/fd"))
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (5, hard))
+        with refused("process-not-started", ServerGone, why="Too many open files"):
+            server.fork(of_itself)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) == before
+        assert _told(server)  # it goes on
 
 
-def test_more_descriptors_than_the_system_passes_are_refused() -> None:
-    with _server() as forking, refused("too-many-descriptors", count=300, most=253):
-        forking.fork(Seat(work=print), [0] * 300)
+def _blocked_signals(descriptor: int) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    os.write(descriptor, json.dumps(sorted(blocked)).encode())
 
 
-def _hear_for_ever(forking: Server) -> None:
+def test_a_schedulers_signal_to_all_processes_ends_neither_it_nor_reaches_later_children() -> None:
+    with _server() as server:
+        server.ready()
+        for number in FOR_LAUNCHER:
+            os.kill(server.pid, number)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert json.loads(server.answer(_blocked_signals)) == sorted(blocked)
+
+
+def test_a_process_that_has_ended_keeps_its_pid_until_it_is_released() -> None:
+    with _server() as server:
+        pid = server.fork(_leave_with_7)
+        while server.codes([pid]) == {pid: None}:
+            server.wait(60)  # until it ends
+        assert server.codes([pid]) == {pid: 7}
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        server.release(pid)
+        assert not psutil.pid_exists(pid)
+
+
+def _leave_with_7() -> None:
+    os._exit(7)
+
+
+def _hear_for_ever(server: ForkServer) -> None:
     while True:
-        forking.wait(1)
+        server.wait(1)
 
 
 def test_one_that_is_killed_is_named_and_takes_its_children_along(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with _server() as forking:
-        pid = forking.fork(Seat(work=signal.pause))
+    with _server() as server:
+        pid = server.fork(signal.pause)
         child = psutil.Process(pid)
-        os.kill(forking.pid, signal.SIGKILL)
-        with refused("fork-server-gone", ServerGone, pid=forking.pid) as caught:
-            _hear_for_ever(forking)
+        os.kill(server.pid, signal.SIGKILL)
+        with refused("fork-server-gone", ServerGone, pid=server.pid) as caught:
+            _hear_for_ever(server)
         assert "SIGKILL" in str(caught.value)
         child.wait(10)
     assert capfd.readouterr().err == ""
-
-
-def test_one_that_was_stopped_forks_nevertheless() -> None:
-    with _server() as forking:
-        forking.ready()
-        os.kill(forking.pid, signal.SIGSTOP)
-        assert _told(forking)
 
 
 def test_streams_that_the_caller_has_closed_are_empty(tmp_path: Path) -> None:
@@ -176,12 +189,12 @@ def test_streams_that_the_caller_has_closed_are_empty(tmp_path: Path) -> None:
 _DAEMON = """
 import os, sys
 from pathlib import Path
-from lockstep.launcher import server
+from lockstep.launcher.start import ForkServer
 from tests.launcher.telling import of_itself
 
 for number in range(3):
     os.close(number)
-forking = server.Server.start(["lockstep.launcher.seat"], os.environ, cold=False)
-Path(sys.argv[1]).write_bytes(forking.answer(of_itself))
-forking.close()
+server = ForkServer.start([], os.environ)
+Path(sys.argv[1]).write_bytes(server.answer(of_itself))
+server.close()
 """

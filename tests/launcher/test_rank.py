@@ -18,9 +18,8 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.errors import PeerFailed, UsageError
-from lockstep.launcher import failures, server
+from lockstep.launcher import failures, start
 from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, said
-from lockstep.launcher.seat import Seat
 from lockstep.runtime.environment import placement
 from tests.refused import refused
 
@@ -55,15 +54,16 @@ def _rank(
             else Target(script=args[0], args=args[1:])
         )
         out, err = (at_end.enter_context(TemporaryFile("w+")) for _ in range(2))
-        forking = server.server(environment=env, cold=cold)
-        seat = Seat(
-            work=Rank(rank=1, work=target, records=str(records)),
+        server = start.fork_server(environment=env, cold=cold)
+        pid = server.fork(
+            Rank(rank=1, work=target, records=str(records)),
             environment={**env, failures.DIRECTORY: str(records)},
+            streams=(0, out.fileno(), err.fileno()),
+            beside=target.beside(),
         )
-        pid = forking.fork(seat, (0, out.fileno(), err.fileno()), cold=cold, beside=target.beside())
-        while (code := forking.code(pid)) is None:
-            forking.wait(1)
-        forking.release(pid)
+        while (code := server.codes([pid])[pid]) is None:
+            server.wait(1)
+        server.release(pid)
         for stream in (out, err):
             stream.seek(0)
         return Done(code, out.read(), err.read())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from lockstep.launcher import failures, processes
 from lockstep.launcher.engine import Ended, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.preemption import Stop
-from lockstep.launcher.seat import Seat
 from lockstep.launcher.supervise import Outcome, Workers, conclude, run_with_restarts
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.machine import Machine, Process, Violation
@@ -34,9 +33,11 @@ class Server:
         self._machine, self._ranks, self._work = machine, ranks, work
         self._store: Process | None = None
 
-    def fork(self, seat: Seat, *_: object, **__: object) -> int:
-        rank = int(seat.environment["RANK"])
-        self._ranks.ports[rank] = int(seat.environment["MASTER_PORT"])
+    def fork(
+        self, work: object, descriptors: object, environment: Mapping[str, str], **_: object
+    ) -> int:
+        rank = int(environment["RANK"])
+        self._ranks.ports[rank] = int(environment["MASTER_PORT"])
         process = self._machine.start(f"rank {rank}", lambda: self._work(rank))
         self._ranks.members.append(process)
         return rank
@@ -47,7 +48,10 @@ class Server:
         self._machine.stores[self.PORT] = Store(self._machine, self._store)
         return _STORE, io.BytesIO(f"{self.PORT}\n".encode())
 
-    def code(self, pid: int) -> int | None:
+    def codes(self, pids: Collection[int]) -> dict[int, int | None]:
+        return {pid: self._code(pid) for pid in pids}
+
+    def _code(self, pid: int) -> int | None:
         process = self._ranks.members[pid]
         if process.dead:
             return -process.signal
@@ -75,8 +79,6 @@ class Server:
             process.kill(number)
         else:
             self._ranks.asked[pid] = True
-
-    def resume(self) -> None: ...
 
     def release(self, pid: int) -> None: ...
 
@@ -120,7 +122,7 @@ class Launcher:
             Ranks(server, place, machine.monotonic) as running,  # type: ignore[arg-type]
         ):
             try:
-                running.start(lambda rank, variables: Seat(work=print, environment=variables))
+                running.start(lambda rank, variables: (print, variables))
                 ended = running.run(
                     failures=known, stopping=lambda living: stop.now(directory, living)
                 )

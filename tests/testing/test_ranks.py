@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from contextlib import closing
 
 import pytest
 import torch
 
 from lockstep.errors import UsageError, WorkerFailed
-from lockstep.launcher import server
+from lockstep.launcher import start
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 
@@ -67,10 +69,13 @@ def test_a_local_function_is_refused() -> None:
         run_ranks(local, 2)
 
 
-def test_the_server_that_commands_are_served_by_stays_however_many_others_there_are() -> None:
-    """`warm_commands` has it, for the whole session (conftest.py)."""
-    serving = server.server()
+def _has_torch(descriptor: int) -> None:
+    os.write(descriptor, b"yes" if "torch" in sys.modules else b"no")
+
+
+def test_launchers_get_a_fork_of_the_warm_server_however_many_servers_this_process_has() -> None:
+    """`warm_commands` holds it, for the whole session (conftest.py)."""
     for seed in range(3):
-        server.server(environment={**os.environ, "PYTHONHASHSEED": str(seed)}, cold=True)
-    assert serving.alive
-    assert server.server() is serving
+        start.fork_server(environment={**os.environ, "PYTHONHASHSEED": str(seed)}, cold=True)
+    with closing(start.ForkServer.start((), os.environ)) as server:
+        assert server.answer(_has_torch) == b"yes"

@@ -79,9 +79,9 @@ def fitted(settings: Settings, *, count_workers: bool) -> Settings:
     """
     if settings.device == "cpu":
         return settings
-    from lockstep.launcher import server
+    from lockstep.launcher import start
 
-    gpus = server.gpus()
+    gpus = start.gpus()
     if settings.device == "cuda" and not gpus:
         raise UsageError("no-gpu-here")
     workers = gpus or 1 if count_workers else settings.workers

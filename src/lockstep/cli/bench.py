@@ -108,7 +108,7 @@ def scaling(
 
 def _powers_of_two(device: str) -> list[int]:
     """1, 2, 4, ... up to the GPUs, else the cores; at least two numbers on a CPU."""
-    from lockstep.launcher.server import gpus as gpus_here
+    from lockstep.launcher.start import gpus as gpus_here
     from lockstep.runtime.cores import cores
 
     gpus = 0 if device == "cpu" else gpus_here()
@@ -282,7 +282,7 @@ def _settings(
     """Return checked settings with one rank per GPU by default. Without GPUs the default is two
     ranks, the fewest that communicate.
     """
-    from lockstep.launcher.server import gpus
+    from lockstep.launcher.start import gpus
 
     found = fitted_to(workers, task=place, overrides=overrides, steps=steps, device=device)
     alone = workers is None and found.workers == 1 and (device == "cpu" or not gpus())

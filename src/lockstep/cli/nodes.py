@@ -200,7 +200,7 @@ def placed(
         return
     from lockstep.launcher.engine import store
     from lockstep.launcher.fixed import gloo_and_nccl
-    from lockstep.launcher.server import server
+    from lockstep.launcher.start import fork_server
     from lockstep.launcher.supervise import Share
 
     ranks = nodes.ranks(ranks_here(nodes))
@@ -209,12 +209,12 @@ def placed(
     if nodes.rank > 0:
         yield Share(ranks=ranks), variables
         return
-    with store(server(), address, nodes.port) as (address, port):
+    with store(fork_server(), address, nodes.port) as (address, port):
         yield Share(ranks=replace(ranks, address=address, port=port)), variables
 
 
 def ranks_here(nodes: Nodes) -> int:
-    from lockstep.launcher.server import gpus
+    from lockstep.launcher.start import gpus
 
     return nodes.workers or gpus() or 1
 

@@ -258,7 +258,6 @@ class _Run:
                 logs=path,
                 console="first",
                 launch=self.launch,
-                again=restarts > 0,
                 heeds=True,
                 passing=lambda failure: self._leaves_nothing(directory, failure),
             )
@@ -303,7 +302,7 @@ def _crowded(settings: Settings) -> str | None:
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
     if chosen or threads < 2 or (found := busy()) is None:
         return None
-    from lockstep.launcher.server import gpus
+    from lockstep.launcher.start import gpus
 
     if settings.device != "cpu" and gpus():
         return None

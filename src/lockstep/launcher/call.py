@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,50 @@ from types import CodeType
 from typing import Any, ClassVar
 
 from lockstep.errors import UsageError
-from lockstep.launcher import seat as seats
 from lockstep.launcher.notebook import in_kernel
 from lockstep.launcher.rank import modules_in
+
+_COMPLETE = b"\1"
+
+_handed_over: list[int] = []
+"""In a rank: the descriptors that were sent with the call."""
+
+
+def anonymous_file() -> int:
+    """Return a descriptor of a file without a name, in memory if the system can. A parent and its
+    children exchange data through it.
+    """
+    if sys.platform == "linux":
+        return os.memfd_create("lockstep", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def write_whole(file: int, data: bytes) -> None:
+    """Write `data` to an anonymous file that is still empty, and mark it as complete."""
+    with os.fdopen(os.dup(file), "wb") as stream:
+        stream.write(b"\0")
+        stream.write(data)
+    os.pwrite(file, _COMPLETE, 0)
+
+
+def is_whole(file: int) -> bool:
+    """Whether the file has been written to the end."""
+    return os.pread(file, 1, 0) == _COMPLETE
+
+
+def read_whole(file: int) -> bytes:
+    """Return what was written, at whatever position other users of the file have read."""
+    parts, offset, size = [], 1, os.fstat(file).st_size
+    while offset < size:  # the system reads 2 GiB at most at once
+        parts.append(os.pread(file, size - offset, offset))
+        offset += len(parts[-1])
+    return b"".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionCall:
-    """The work of a rank: read a call from the first inherited file, and write its result to the
+    """The work of a rank: read a call from the first file that it gets, and write its result to the
     second.
     """
 
@@ -96,12 +133,14 @@ class FunctionCall:
             _check_importable(fn)
         try:
             with _handing_over() as descriptors:
-                seats.write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
+                write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError("call-not-sendable", error=str(error)) from error
         return descriptors
 
-    def run(self) -> None:
+    def run(self, *descriptors: int) -> None:
+        question, answer, *handed_over = descriptors
+        _handed_over[:] = handed_over
         linecache.cache.update(self.sources)
         rank = int(os.environ["RANK"])
         multiprocessing.set_start_method(self.start_method, force=True)
@@ -109,12 +148,12 @@ class FunctionCall:
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(dict(self.program))
-            fn, args, kwargs = pickle.loads(seats.read_whole(seats.inherited[0]))
+            fn, args, kwargs = pickle.loads(read_whole(question))
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
-        answer = fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
         _close_world()
-        seats.write_whole(seats.inherited[1], self._portable(answer, rank))
+        write_whole(answer, self._portable(result, rank))
 
     def _portable(self, answer: object, rank: int) -> bytes:
         try:
@@ -243,7 +282,7 @@ class Inherited:
     number: int
 
     def detach(self) -> int:
-        return seats.inherited[2 + self.number]
+        return _handed_over[self.number]
 
 
 def _close_world() -> None:

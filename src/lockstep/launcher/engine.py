@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.launcher import fork_server, processes
 from lockstep.launcher.failures import Failure, first
-from lockstep.launcher.seat import Seat
-from lockstep.launcher.server import Server
+from lockstep.launcher.start import ForkServer
 from lockstep.runtime import private
 
 _LOOK_SECONDS = 0.05
@@ -97,7 +96,7 @@ class Ranks:
     """
 
     def __init__(
-        self, server: Server, place: LocalRanks, clock: Callable[[], float] = time.monotonic
+        self, server: ForkServer, place: LocalRanks, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._server, self._place, self._clock = server, place, clock
         self._pids: dict[int, int] = {}
@@ -114,28 +113,31 @@ class Ranks:
 
     def start(
         self,
-        seat: Callable[[int, Mapping[str, str]], Seat],
+        process: Callable[
+            [int, Mapping[str, str]], tuple[Callable[..., object], Mapping[str, str]]
+        ],
         beside: Sequence[str] = (),
         descriptors: Callable[[int], Sequence[int]] = lambda rank: (),
         *,
         cold: bool = False,
     ) -> None:
-        """Start all ranks, each as `seat(rank, variables)` describes it. A rank inherits
-        `descriptors(rank)` after the three streams.
+        """Start all ranks. `process(rank, variables)` returns a rank's work, which is called with
+        its copies of `descriptors(rank)`, and its environment.
 
         Raises:
             ServerGone: a rank cannot be started; the others are then ended.
         """
         for local in range(self._place.count):
             rank = self._place.first_rank + local
-            variables = self._place.variables(local)
+            work, environment = process(rank, self._place.variables(local))
             self._pids[rank] = self._server.fork(
-                seat(rank, variables), (0, 1, 2, *descriptors(rank)), cold=cold, beside=beside
+                work, descriptors(rank), environment, beside=beside, cold=cold
             )
 
     def look(self) -> Ended:
         """Return the present state of the ranks."""
-        return Ended(self._pids, {rank: self._server.code(pid) for rank, pid in self._pids.items()})
+        codes = self._server.codes(self._pids.values())
+        return Ended(self._pids, {rank: codes[pid] for rank, pid in self._pids.items()})
 
     def run(
         self,
@@ -205,7 +207,6 @@ class Ranks:
         means its group.
         """
         self._over = True
-        self._server.resume()
         if grace:
             self._signal(signal.SIGTERM)
         deadline = self._clock() + grace
@@ -260,7 +261,9 @@ def _say_left(rank: int, found: Mapping[int, str]) -> None:
 
 
 @contextmanager
-def store(server: Server, address: str | None = None, port: int = 0) -> Iterator[tuple[str, int]]:
+def store(
+    server: ForkServer, address: str | None = None, port: int = 0
+) -> Iterator[tuple[str, int]]:
     """Run a store for ranks in a separate process until the block's end. Yields its address and
     port. `address`: listen there, for ranks of other hosts too.
     """
@@ -277,7 +280,7 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
 
 
 @contextmanager
-def alone(server: Server, count: int) -> Iterator[LocalRanks]:
+def alone(server: ForkServer, count: int) -> Iterator[LocalRanks]:
     """Yield a job of `count` ranks on this host alone, with their store until the block's end."""
     with store(server) as (address, port):
         yield LocalRanks(count=count, size=count, address=address, port=port)

@@ -22,16 +22,13 @@ from typing import Any, TypeVar
 from lockstep.config.knob import whole
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
-from lockstep.launcher import seat as seats
-from lockstep.launcher.call import FunctionCall
+from lockstep.launcher.call import FunctionCall, anonymous_file, is_whole, read_whole
 from lockstep.launcher.console import forwarded
-from lockstep.launcher.early import open_streams
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.notebook import Cell, in_kernel
 from lockstep.launcher.rank import Rank
-from lockstep.launcher.seat import Seat
-from lockstep.launcher.server import FOR_SCRIPTS, server
+from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.runtime.private import run_directory
 
 R = TypeVar("R")
@@ -109,43 +106,41 @@ def start_ranks(
     """
     __tracebackhide__ = True
     _check(workers)
-    open_streams()
     deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
     with ExitStack() as at_end:
+        server = fork_server((*FOR_SCRIPTS, *imports), cold=variables is not None)
         call = FunctionCall.here()
         question, *answers = (_file(at_end) for _ in range(1 + workers))
         handed_over = call.write(question, fn, args, kwargs)
         records = at_end.enter_context(run_directory())
-        forking = server((*FOR_SCRIPTS, *imports), cold=variables is not None)
-        forking.ready()
+        server.ready()
         if place is None:
-            place = at_end.enter_context(alone(forking, workers))
+            place = at_end.enter_context(alone(server, workers))
         left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
         late: set[int] = set()
         if cell := Cell() if in_kernel() else None:
             at_end.enter_context(forwarded(records, place.numbers, cell=cell))
 
-        def seat(rank: int, given: Mapping[str, str]) -> Seat:
+        def process(rank: int, of_place: Mapping[str, str]) -> tuple[Rank, Mapping[str, str]]:
             env = {
                 **os.environ,
-                **given,
+                **of_place,
                 **(variables(rank) if variables else {}),
                 failures.DIRECTORY: str(records),
             }
             # with it, libraries would take this process for one of torchrun's
             del env["TORCHELASTIC_RUN_ID"]
             pipes = str(records) if cell else None
-            work = Rank(rank=rank, work=call, records=str(records), pipes=pipes)
-            return Seat(work=work, environment=env)
+            return Rank(rank=rank, work=call, records=str(records), pipes=pipes), env
 
         def stopping(living: Mapping[int, int]) -> bool:
             late.update(living if time.monotonic() > deadline else ())
             return bool(late)
 
-        ranks = at_end.enter_context(Ranks(forking, place))
+        ranks = at_end.enter_context(Ranks(server, place))
         try:
             ranks.start(
-                seat,
+                process,
                 call.beside(),
                 descriptors=lambda rank: (question, left.answers[rank], *handed_over),
             )
@@ -160,7 +155,7 @@ def start_ranks(
             raise _late(late, workers, timeout) from None
         if found := left.failures(ended):
             raise _explained(found, left.answered)
-        return [pickle.loads(seats.read_whole(file)) for file in answers]
+        return [pickle.loads(read_whole(file)) for file in answers]
 
 
 def _check(workers: object) -> None:
@@ -170,7 +165,7 @@ def _check(workers: object) -> None:
 
 
 def _file(at_end: ExitStack) -> int:
-    file = seats.anonymous_file()
+    file = anonymous_file()
     at_end.callback(os.close, file)
     return file
 
@@ -186,7 +181,7 @@ class _Left:
     @property
     def answered(self) -> set[int]:
         """The ranks that have left a result. After that, how their process ends does not matter."""
-        return {rank for rank, file in self.answers.items() if seats.is_whole(file)}
+        return {rank for rank, file in self.answers.items() if is_whole(file)}
 
     def failures(self, now: Ended) -> list[Failure]:
         """Return the failures of ranks that have ended without a result."""

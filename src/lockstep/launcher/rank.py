@@ -31,7 +31,7 @@ from typing import NoReturn, Protocol
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import ending, failures, logs, preemption, processes, stalls, torch_calls
-from lockstep.launcher import seat as seats
+from lockstep.launcher.fork_server import flags
 from lockstep.launcher.logs import Console
 from lockstep.runtime import status
 from lockstep.runtime.disk import write_all
@@ -51,8 +51,8 @@ class Program(Protocol):
     def beside(self) -> Sequence[str]:
         """Return the names of the modules in its folder, which comes first on its path."""
 
-    def run(self) -> None:
-        """Run it in this process."""
+    def run(self, *descriptors: int) -> None:
+        """Run it in this process. The launcher has passed on these descriptors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class Target:
             )
         return modules_in(Path.cwd() if self.script is None else Path(self.script).resolve())
 
-    def run(self) -> None:
+    def run(self, *descriptors: int) -> None:
         if self.script is not None:
             self._run_script(self.script)
         else:
@@ -108,7 +108,7 @@ class Target:
 
 def _set_arguments(arguments: list[str], *option: str) -> None:
     sys.argv = arguments
-    sys.orig_argv = [sys.executable, *seats.flags(), *option, *arguments]
+    sys.orig_argv = [sys.executable, *flags(), *option, *arguments]
 
 
 def _run_file(script: str) -> None:
@@ -182,10 +182,8 @@ class Rank:
     debug: bool = False
     """Whether libraries and collectives log what they do in rank-N.log."""
 
-    def __call__(self) -> None:
-        """Run the rank. Returns only in a process that was not forked, after the user's target
-        ended well.
-        """
+    def __call__(self, *descriptors: int) -> NoReturn:
+        """Run the rank until its process ends."""
         processes.name_this(f"rank {self.rank}")
         records, place = Path(self.records), None if self.logs is None else Path(self.logs)
         if self.heeds:
@@ -206,20 +204,17 @@ class Rank:
         if not self.work.ours:
             torch_calls.install()
         try:
-            self.work.run()
+            self.work.run(*descriptors)
         except BaseException as error:
             failure = failures.of_exception(error, self.rank, may_exit=not self.work.ours)
             if failure.kind == "exit" and failure.code == ExitCode.OK:
                 self._over(records)
-                if seats.forked:
-                    error.__traceback__ = None  # the traceback keeps the program's objects alive
-                    _end()
-                raise
+                error.__traceback__ = None  # the traceback keeps the program's objects alive
+                _end()
             failures.write(failure, records)
             _leave(failure.code)
         self._over(records)
-        if self.work.ours or seats.forked:
-            _end()
+        _end()
 
     def _over(self, records: Path) -> None:
         """Record that the target has ended well. Python still waits for what it left running."""

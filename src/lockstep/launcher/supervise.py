@@ -15,7 +15,6 @@ from lockstep.config.knob import whole
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import ending, failures, processes, stalls
-from lockstep.launcher import seat as seats
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import Endings
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
@@ -23,10 +22,8 @@ from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
 from lockstep.launcher.preemption import Stop, noted, say
 from lockstep.launcher.rank import Program, Rank, Target
-from lockstep.launcher.seat import Seat
-from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, Server, gpus, server
 from lockstep.launcher.stalls import OtherNodes, Stall, Watcher
-from lockstep.launcher.successor import Imports
+from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpus, set_by
 from lockstep.runtime import status
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.private import run_directory
@@ -63,7 +60,6 @@ def supervise(
     heeds: bool = False,
     launch: Launch | None = None,
     share: Share | None = None,
-    again: bool = False,
     passing: Callable[[Failure], bool] = lambda failure: False,
     reports: bool = True,
 ) -> Outcome:
@@ -86,7 +82,6 @@ def supervise(
             rank that the others wait for.
         heeds: the target heeds signals from its start, and can be started again if it was stopped
             before it could save.
-        again: the ranks may be started again after a kill; then their imports are kept warm.
         passing: returns whether `logs` will be removed after this failure, so that the report must
             not name it.
         share: this node's part, if there are several nodes.
@@ -111,14 +106,12 @@ def supervise(
             debug=launch.debug,
         )
         variables = {**(environment or {}), **timeout_for_ranks(launch.timeout)}
-        cold = launch.cold or launch.debug
         start = _Start(
             rank=rank,
             watch=watch,
             environment=variables,
             share=share,
-            cold=cold,
-            to_warm=again and not cold,
+            cold=launch.cold or launch.debug,
         )
         try:
             outcome = start.run(workers)
@@ -238,50 +231,46 @@ class _Start:
     environment: Mapping[str, str]
     share: Share | None
     cold: bool
-    to_warm: bool
-    """Whether a server shall warm up the ranks' imports, once they train."""
 
     def run(self, workers: int | None) -> Outcome:
         """Run the ranks. Raises Stopped if they were ended because of a signal or a stall."""
         self._heed()
-        forking = server(
+        server = fork_server(
             FOR_TRAININGS if self.rank.work.ours else FOR_SCRIPTS,
             {**os.environ, **self.environment},
             cold=self.cold,
         )
-        forking.ready(self._heed)
+        server.ready(self._heed)
         count, share = gpus() or 1 if workers is None else workers, self.share
         with (
-            alone(forking, count) if share is None else nullcontext(share.ranks) as place,
+            alone(server, count) if share is None else nullcontext(share.ranks) as place,
             self._console(place.numbers) as pipes,
-            Ranks(forking.newest(), place) as ranks,
+            Ranks(server, place) as ranks,
         ):
 
-            def seat(number: int, variables: Mapping[str, str]) -> Seat:
+            def process(
+                number: int, variables: Mapping[str, str]
+            ) -> tuple[Rank, Mapping[str, str]]:
                 work = replace(self.rank, rank=number, pipes=pipes)
                 own = {
                     **variables,
                     **self.environment,
                     failures.DIRECTORY: str(self.watch.directory),
                 }
-                return Seat(work=work, environment={**os.environ, **own})
-
-            def stopping(living: Mapping[int, int]) -> bool:
-                self._warm(forking, place)
-                return self.watch.must_end(living)
+                return work, {**os.environ, **own}
 
             def of_ranks(ended: Ended) -> Sequence[Failure]:
                 return failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
 
             called_off = (lambda: False) if share is None else share.called_off
             ranks.start(
-                seat,
-                cold=self.cold or _sets_variables(self.rank.work),
+                process,
+                cold=_sets_variables(self.rank.work),
                 beside=self.rank.work.beside(),
             )
             ended = ranks.run(
                 failures=of_ranks,
-                stopping=stopping,
+                stopping=self.watch.must_end,
                 called_off=called_off,
             )
         return self._outcome(ended, of_ranks(ended), place.size)
@@ -301,21 +290,6 @@ class _Start:
         with forwarded(self.watch.directory, ranks):
             yield str(self.watch.directory)
 
-    def _warm(self, forking: Server, place: LocalRanks) -> None:
-        """If ranks may be restarted: make the server warm up what they have imported, once they
-        train.
-        """
-        if not self.to_warm:
-            return
-        view = status.read(status.file_of(self.watch.directory, place.first_rank))
-        if (
-            view is not None
-            and view.step > 1
-            and (imports := Imports.read(self.watch.directory)) is not None
-        ):
-            self.to_warm = False
-            forking.prepare_successor(imports, [*place.variables(0)])
-
     def _outcome(self, ended: Ended, found: Sequence[Failure], size: int) -> Outcome:
         cause = failures.first(found)
         if cause is None:
@@ -333,7 +307,7 @@ def _sets_variables(work: Program) -> bool:
     warm rank. If so, print that.
     """
     script = work.script if isinstance(work, Target) else None
-    name = "" if script is None else seats.set_by(Path(script))
+    name = "" if script is None else set_by(Path(script))
     if name:
         what = f"{script} sets {name}, which acts as torch is imported"
         _say(

@@ -9,16 +9,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
-from lockstep.launcher import seat as seats
-from lockstep.launcher.fork_server import begin
+from lockstep.launcher.fork_server import serve
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.server import ALIKE, FOR_TRAININGS, WARM, alike, server
+from lockstep.launcher.start import ALIKE, FOR_TRAININGS, WARM, ForkServer, alike
 from lockstep.runtime.private import run_directory
+from lockstep.runtime.process_lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from lockstep.world.world import World
@@ -84,18 +84,20 @@ def _with_world(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 @contextmanager
 def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
-    """Let `lockstep` commands that this process starts fork their ranks from one warm server.
+    """Let this process, and `lockstep` commands that it starts, fork ranks from one warm server.
 
-    Use it in test suites that run commands: their ranks need not import torch and Lockstep again. A
-    command starts its own server if it has other Python flags, or another value of a variable that
-    acts while a library is imported (such as OMP_NUM_THREADS).
+    Use it in test suites that run commands: their ranks need not import torch and Lockstep again.
+    They have this process's umask, limits, niceness and signals. A command starts its own server if
+    it has other Python flags, or another value of a variable that acts while a library is imported
+    (such as OMP_NUM_THREADS).
 
     Args:
         imports: further modules for the server to import, beside those of a training.
     """
-    with run_directory() as directory:
-        warm = server((*FOR_TRAININGS, *imports))
-        warm.stays = True
+    with (
+        run_directory() as directory,
+        closing(ForkServer.start((*FOR_TRAININGS, *imports), os.environ)) as warm,
+    ):
         _, listening = warm.ask(_ServeCommands(str(directory / "warm")))
         with listening:
             listening.readline()
@@ -112,8 +114,8 @@ def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _ServeCommands:
-    """Runs in a process that forks a server for each command that connects to the Unix socket at
-    `path`.
+    """Runs in a process that forks a fork server for each launcher that connects to the Unix socket
+    at `path`.
     """
 
     path: str
@@ -126,16 +128,14 @@ class _ServeCommands:
             listener.listen()
             os.write(descriptor, b"\n")
             os.close(descriptor)
-            while os.getpid() == this:
-                caller, _ = listener.accept()
-                with caller, suppress(OSError):  # on an error the command starts its own server
-                    _, descriptors, _, _ = socket.recv_fds(caller, 1, 8)
-                    if descriptors and (pid := os.fork()):
-                        caller.sendall(str(pid).encode())
-                    if os.getpid() == this:
-                        for each in descriptors:
-                            os.close(each)
-        file, *rest = descriptors
-        pickled = seats.read_whole(file)
-        os.close(file)
-        begin(pickled, this, rest)
+            while True:
+                control, _ = listener.accept()
+                if os.fork() == 0:
+                    break
+                control.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        die_with_parent(this)
+        with suppress(OSError):  # the launcher has gone
+            control.sendall(str(os.getpid()).encode())
+        serve(control)()

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from lockstep.config.settings import Settings
-from lockstep.launcher.successor import noted
-from lockstep.training.resolve import file_of, resolve
+from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory
 
 
@@ -21,8 +20,7 @@ def main(path: Path, place: str | None = None) -> None:
     """
     settings = Settings.read(path)
     place = place or settings.task
-    with noted(file_of(place)):
-        task = resolve(place, settings.overrides)
+    task = resolve(place, settings.overrides)
     from lockstep.training.train import train_as
 
     train_as(task, settings, RunDirectory.of_launcher(path))

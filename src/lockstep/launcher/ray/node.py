@@ -29,8 +29,8 @@ from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.fixed import gloo_and_nccl
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.ray.actor import Job, PickledCall
-from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, server
 from lockstep.launcher.stalls import OtherNodes
+from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.supervise import Outcome, Share, supervise
 
 
@@ -93,10 +93,10 @@ def main(descriptor: int, address: str) -> None:
     if job.call is not None:
         os.environ.update(environment)
     cold = job.launch.cold or (job.call is not None and job.call.variables is not None)
-    forking = server(
+    server = fork_server(
         FOR_TRAININGS if job.target.ours else FOR_SCRIPTS, {**os.environ, **environment}, cold=cold
     )
-    forking.ready()
+    server.ready()
     orders.send("ready", None)
     while True:
         kind, content = orders.next()
@@ -105,7 +105,7 @@ def main(descriptor: int, address: str) -> None:
             return
         if kind == "store":
             stores.close()
-            orders.send("store", stores.enter_context(store(forking, address)))
+            orders.send("store", stores.enter_context(store(server, address)))
         else:
             assert isinstance(content, LocalRanks)
             orders.send("ended", _outcome(job, content, environment, orders))
@@ -129,7 +129,6 @@ def _outcome(
             heeds=job.heeds,
             launch=job.launch,
             share=orders.share(ranks),
-            again=job.restarts > 0,
             reports=False,
         )
     except Exception as error:

@@ -27,7 +27,7 @@ from lockstep.config.task import Precision, Task
 from lockstep.data.device import to_device
 from lockstep.data.keyed import KeyedDataset
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.server import FOR_TRAININGS
+from lockstep.launcher.start import FOR_TRAININGS
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, matmul_precision
 from lockstep.tools.verify.spy import CLOCK, Seen, watching

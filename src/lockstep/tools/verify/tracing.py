@@ -20,7 +20,7 @@ from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.server import FOR_TRAININGS
+from lockstep.launcher.start import FOR_TRAININGS
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
 from lockstep.tools.verify.equal_noise import samples_with_equal_noise

@@ -1,5 +1,5 @@
-"""A rank that was forked from a warm server, one that is a fresh interpreter and plain Python
-describe themselves: they find the same.
+"""How processes start. A rank that was forked from a warm server, one that is a fresh interpreter
+and plain Python describe themselves: they find the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher import seat
+from lockstep.launcher.start import WARM, ServerGone, acting, fork_server, set_by
 
 _DESCRIBE = """
 import os
@@ -154,6 +154,11 @@ def _beginning() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
 
 
+def _environment() -> dict[str, str]:
+    """Without the warm server: what this session's processes begin with differs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(WARM)}
+
+
 def _started(folder: Path, kind: str, flags: Sequence[str], environment: dict[str, str]) -> None:
     command = (
         []
@@ -163,7 +168,7 @@ def _started(folder: Path, kind: str, flags: Sequence[str], environment: dict[st
     subprocess.run(
         [sys.executable, *flags, *command, "describe.py", "-x", "a b"],
         cwd=folder,
-        env={**os.environ, "TARGET": str(folder / kind), "MARK": "set", **environment},
+        env={**_environment(), "TARGET": str(folder / kind), "MARK": "set", **environment},
         input="typed\n",
         text=True,
         check=True,
@@ -265,7 +270,7 @@ def test_variables_that_act_as_a_library_starts_are_told_from_others() -> None:
         "PATH": "/bin",
         "RANK": "1",
     }
-    assert dict(seat.acting(variables)) == {
+    assert dict(acting(variables)) == {
         "OMP_NUM_THREADS": "1",
         "TORCH_LOGS": "+dynamo",
         "PYTHONHASHSEED": "7",
@@ -287,47 +292,70 @@ def test_variables_that_act_as_a_library_starts_are_told_from_others() -> None:
 def test_a_script_that_sets_one_itself(tmp_path: Path, line: str, name: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os\n\n{line}\nimport torch\n")
-    assert seat.set_by(script) == name
+    assert set_by(script) == name
 
 
 def test_what_is_no_text_sets_none(tmp_path: Path) -> None:
     (tmp_path / "archive.zip").write_bytes(b"PK\x03\x04\xff\xfe")
-    assert seat.set_by(tmp_path / "archive.zip") == ""
-    assert seat.set_by(tmp_path) == ""
-
-
-def _says(*flags: str, **environment: str) -> object:
-    program = (
-        "import json; from lockstep.launcher import seat as i; print(json.dumps([i.flags(),"
-        f" i.forks({environment!r})]))"
-    )
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", program], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    assert set_by(tmp_path / "archive.zip") == ""
+    assert set_by(tmp_path) == ""
 
 
 def test_all_flags_are_handed_on() -> None:
-    assert _says("-O", "-X", "dev", "-X", "int_max_str_digits=5000", "-W", "error") == [
-        [
-            "-O",
-            *(["-B"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []),
-            "-Werror",
-            "-X",
-            "dev",
-            "-X",
-            "int_max_str_digits=5000",
-        ],
-        True,
-    ]
+    program = "from lockstep.launcher.fork_server import flags; print(*flags())"
+    given = ["-O", "-X", "dev", "-X", "int_max_str_digits=5000", "-W", "error"]
+    done = subprocess.run(
+        [sys.executable, *given, "-c", program], capture_output=True, text=True, check=True
+    )
+    bytecode = ["-B"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []
+    options = ["-X", "dev", "-X", "int_max_str_digits=5000"]
+    assert done.stdout.split() == ["-O", *bytecode, "-Werror", *options]
 
 
-@pytest.mark.parametrize("flags", [["-v"], ["-X", "importtime"]])
-def test_who_watches_imports_has_ranks_that_import(flags: list[str]) -> None:
-    assert _says(*flags)[1] is False  # type: ignore[index]
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
-def test_and_so_has_who_asks_for_it_by_a_variable() -> None:
-    asked = {"PYTHONPROFILEIMPORTTIME": "1"}
-    assert _says(**asked)[1] is False  # type: ignore[index]
-    assert _says("-E", **asked)[1] is True  # type: ignore[index]
+def test_an_interrupted_request_ends_the_server_and_the_next_call_has_another_one() -> None:
+    """Else the next request would get the answer to this one."""
+    first = fork_server(cold=True)
+    os.kill(first.pid, signal.SIGSTOP)  # so that the answer does not come before the interrupt
+    with pytest.raises(KeyboardInterrupt):
+        first.ready(_interrupt)
+    assert not first.alive
+    with pytest.raises(ServerGone):
+        first.codes([1])
+    second = fork_server(cold=True)
+    assert second is not first
+    assert second.alive
+    second.close()
+
+
+def test_of_three_servers_the_one_that_was_used_longest_ago_is_ended() -> None:
+    first, second = (fork_server(environment=_seeded(seed), cold=True) for seed in (1, 2))
+    assert fork_server(environment=_seeded(1), cold=True) is first
+    third = fork_server(environment=_seeded(3), cold=True)
+    assert [server.alive for server in (first, second, third)] == [True, False, True]
+
+
+def _seeded(seed: int) -> dict[str, str]:
+    return {**os.environ, "PYTHONHASHSEED": str(seed)}
+
+
+def test_a_process_with_the_number_of_an_earlier_one_has_not_ended() -> None:
+    """Numbers come again within minutes where many processes are started, as a test suite does."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(last, os.W_OK):
+        pytest.skip("only root can choose the next process's number")
+    server = fork_server(cold=False)
+    while True:  # another program may take the number first
+        earlier = server.fork(print)
+        server.release(earlier)
+        last.write_text(str(earlier - 1))
+        later = server.fork(signal.pause)
+        code = server.codes([later])[later]
+        os.kill(later, signal.SIGKILL)
+        server.release(later)
+        if later == earlier:
+            break
+    assert code is None
