@@ -35,17 +35,19 @@ class Server:
         self._store: Process | None = None
 
     def fork(self, seat: Seat, *_: object, **__: object) -> int:
+        if seat.work is not print:  # print stands for a rank's work
+            return self._hold_store()
         rank = int(seat.environment["RANK"])
-        self._ranks.ports[rank] = int(seat.environment["MASTER_PORT"])
+        self._ranks.ports[rank] = self.PORT
         process = self._machine.start(f"rank {rank}", lambda: self._work(rank))
         self._ranks.members.append(process)
         return rank
 
-    def ask(self, work: object) -> tuple[int, io.BytesIO]:
+    def _hold_store(self) -> int:
         self._store = self._machine.start("store", lambda: self._machine.wait(lambda: False))
         self._store.mortal = False
         self._machine.stores[self.PORT] = Store(self._machine, self._store)
-        return _STORE, io.BytesIO(f"{self.PORT}\n".encode())
+        return _STORE
 
     def code(self, pid: int) -> int | None:
         process = self._ranks.members[pid]

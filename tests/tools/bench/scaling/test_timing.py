@@ -140,7 +140,7 @@ def test_ranks_are_seated_team_by_team() -> None:
 
 def in_turns(turns: TeamTurns) -> tuple[int, float, int, list[tuple[int, float, float]]]:
     """Each turn sums over its team; its borders are of a clock that all processes share."""
-    with init(backend="gloo", timeout=timedelta(seconds=30)) as world:
+    with init(backend="gloo", timeout=timedelta(seconds=30), init_method=turns.rendezvous) as world:
         turns.ready()
         spans = []
         total = torch.zeros(())
@@ -166,7 +166,7 @@ def test_each_team_is_a_world_and_turns_follow_each_other() -> None:
 
 
 def failing(turns: TeamTurns) -> None:
-    with init(backend="gloo") as world:
+    with init(backend="gloo", init_method=turns.rendezvous) as world:
         turns.ready()
         if world.size == 2 and world.rank == 1:
             raise ValueError("planted")

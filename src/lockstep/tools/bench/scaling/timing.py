@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import WorkerFailed
 from lockstep.launcher.launch import start_ranks
-from lockstep.runtime.host_store import HostStore
+from lockstep.runtime.private import run_directory
 from lockstep.tools.bench.scaling.prediction import Carried, carried, link_of
 from lockstep.tools.bench.scaling.works import TimedWork, order_of_turns
 from lockstep.tools.timing.in_turns import Trial, take_turns
@@ -47,11 +48,13 @@ class TeamTurns:
     from 0.
     """
 
-    def __init__(self, port: int, ranks: int, *, leads: bool) -> None:
+    def __init__(self, port: int, ranks: int, *, leads: bool, rendezvous: str) -> None:
         self._store = dist.TCPStore(
             "127.0.0.1", port, is_master=False, timeout=_AS_LONG_AS_IT_TAKES
         )
         self._ranks, self._leads = ranks, leads
+        self.rendezvous = rendezvous
+        """The `init_method` of the team's world."""
 
     def ready(self) -> None:
         """Report that this rank is ready. The first turn begins when every rank has called it."""
@@ -81,30 +84,27 @@ def _key(number: int) -> str:
 
 def run_teams(fn: Callable[..., R], sizes: Sequence[int], args: Sequence[Any]) -> list[R]:
     """Run `fn(turns, *args)` on teams of these sizes, and return the result of each team's first
-    rank. In `fn`, `init()` opens the team's world.
+    rank. In `fn`, `init(init_method=turns.rendezvous)` opens the team's world.
 
     Raises:
         UsageError: a function or argument that cannot be sent to new processes.
         WorkerFailed: a rank failed; the message names its team. All others have been killed.
     """
-    stores = [HostStore() for _ in sizes]
     try:
-        found = start_ranks(
-            _seated,
-            sum(sizes),
-            (fn, tuple(sizes), [store.port for store in stores], *args),
-            {},
-            timeout=None,
-            imports=_IMPORTS,
-        )
+        with run_directory() as directory:
+            found = start_ranks(
+                _seated,
+                sum(sizes),
+                (fn, tuple(sizes), directory, *args),
+                {},
+                timeout=None,
+                imports=_IMPORTS,
+            )
     except WorkerFailed as error:
         team, rank = seat(sizes, error.rank)
         said = str(error).removeprefix(f"rank {error.rank}")
         named = f"rank {rank} of {sizes[team]}{said}"
         raise WorkerFailed(named, rank=rank, traceback=error.traceback) from None
-    finally:
-        for store in stores:
-            store.close()
     return [found[sum(sizes[:team])] for team in range(len(sizes))]
 
 
@@ -117,18 +117,17 @@ def seat(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     return team, rank
 
 
-def _seated(fn: Callable[..., R], sizes: Sequence[int], ports: Sequence[int], *args: Any) -> R:
+def _seated(fn: Callable[..., R], sizes: Sequence[int], directory: Path, *args: Any) -> R:
     """Set the environment to this rank's place in its team, for `init()`, and call `fn`."""
     team, rank = seat(sizes, int(os.environ["RANK"]))
-    turns = TeamTurns(int(os.environ["MASTER_PORT"]), sum(sizes), leads=rank == 0)
-    size = str(sizes[team])
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size,
-        MASTER_PORT=str(ports[team]),
+    turns = TeamTurns(
+        int(os.environ["MASTER_PORT"]),
+        sum(sizes),
+        leads=rank == 0,
+        rendezvous=f"file://{directory}/team-{team}",
     )
+    size = str(sizes[team])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     return fn(turns, *args)
 
 
@@ -159,7 +158,10 @@ def on_rank(
     `links`: the size of the team that measures the link between ranks.
     """
     task = source()
-    with init(backend=backend_of(settings.device)) as world, computing(settings, world):
+    with (
+        init(backend=backend_of(settings.device), init_method=turns.rendezvous) as world,
+        computing(settings, world),
+    ):
         mine = [number for number, work in enumerate(works) if work.workers == world.size]
         first = replace(task, global_batch=works[mine[0]].global_batch)
         trial = Trial(first, replace(settings, workers=world.size), world)
