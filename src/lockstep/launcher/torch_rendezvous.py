@@ -6,6 +6,7 @@ wait for a store that nobody opens. So the rank changes torch in its own process
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from datetime import timedelta
@@ -23,6 +24,7 @@ def join_store_of(launcher: Launcher) -> None:
     def change(rendezvous: Any) -> None:
         create_by_torch = rendezvous._create_c10d_store
 
+        @functools.wraps(create_by_torch)
         def create_store(
             host: str, port: int, rank: int, size: int, timeout: timedelta, *options: object
         ) -> Any:
@@ -46,6 +48,7 @@ def be_launched_for_libraries() -> None:
     def change(c10d: Any) -> None:
         launched_by_torch = c10d.is_torchelastic_launched
 
+        @functools.wraps(launched_by_torch)
         def is_torchelastic_launched() -> bool:
             return os.getpid() == rank_pid or bool(launched_by_torch())
 
