@@ -52,8 +52,9 @@ def be_launched_for_libraries() -> None:
         def is_torchelastic_launched() -> bool:
             return os.getpid() == rank_pid or bool(launched_by_torch())
 
-        for module in (c10d, sys.modules.get("torch.distributed")):
-            if getattr(module, "is_torchelastic_launched", None) is launched_by_torch:
-                module.is_torchelastic_launched = is_torchelastic_launched
+        c10d.is_torchelastic_launched = is_torchelastic_launched
+        package: Any = sys.modules.get("torch.distributed")
+        if getattr(package, "is_torchelastic_launched", None) is launched_by_torch:
+            package.is_torchelastic_launched = is_torchelastic_launched
 
     when_imported("torch.distributed.distributed_c10d", change)
