@@ -28,7 +28,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.reduce_op import OF_TORCH, Op, check_op
 from lockstep.collectives.shared_memory.operations import possible
 from lockstep.errors import UsageError
-from lockstep.runtime.host_store import no_strangers
+from lockstep.runtime.strangers import no_strangers
 
 NAME = "lockstep"
 

@@ -19,6 +19,7 @@ with lockstep.init() as world:
     world.barrier()
     work = world.group.backend_all_reduce(torch.ones(5))
     work._work.wait()
+torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)  # torch logs it
 """
 
 

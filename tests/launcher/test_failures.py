@@ -174,7 +174,8 @@ def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(
 
 
 def test_the_code_of_a_ranks_error_survives_and_any_other_failure_has_one() -> None:
-    ours = failures.of_exception(_caught(LockstepError("store-not-started")), 2)
+    refused = LockstepError("store-not-started", address="a:1", why="in use")
+    ours = failures.of_exception(_caught(refused), 2)
     error = failures.worker_failed(ours)
     assert (error.code, error.rank) == ("store-not-started", 2)
     assert failures.render(ours).splitlines()[-1].endswith(" [store-not-started]")

@@ -44,7 +44,8 @@ def _rank(
     cold: bool = False,
 ) -> Done:
     """Rank 1 runs `[-m] target args`, forked from a warm server or as a fresh interpreter."""
-    env = {**os.environ, "RANK": "1", **(environment or {})}
+    given = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    env = {**os.environ, **given, **(environment or {})}
     with ExitStack() as at_end:
         at_end.enter_context(chdir(cwd))
         records = records or Path(at_end.enter_context(TemporaryDirectory()))

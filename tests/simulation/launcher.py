@@ -34,19 +34,25 @@ class Server:
         self._store: Process | None = None
 
     def fork(
-        self, work: object, descriptors: object, environment: Mapping[str, str], **_: object
+        self,
+        work: object,
+        descriptors: object,
+        environment: Mapping[str, str] | None = None,
+        **_: object,
     ) -> int:
+        if environment is None:
+            return self._hold_store()
         rank = int(environment["RANK"])
-        self._ranks.ports[rank] = int(environment["MASTER_PORT"])
+        self._ranks.ports[rank] = self.PORT
         process = self._machine.start(f"rank {rank}", lambda: self._work(rank))
         self._ranks.members.append(process)
         return rank
 
-    def ask(self, work: object) -> tuple[int, io.BytesIO]:
+    def _hold_store(self) -> int:
         self._store = self._machine.start("store", lambda: self._machine.wait(lambda: False))
         self._store.mortal = False
         self._machine.stores[self.PORT] = Store(self._machine, self._store)
-        return _STORE, io.BytesIO(f"{self.PORT}\n".encode())
+        return _STORE
 
     def codes(self, pids: Collection[int]) -> dict[int, int | None]:
         return {pid: self._code(pid) for pid in pids}

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -107,63 +106,96 @@ def _dead_process() -> int:
     return process.pid
 
 
-def _file(home: Path, pid: int, port: int = 1, started: int | None = None) -> Path:
-    return home / f"port-{pid}-{private.start_time(pid) if started is None else started}-{port}-job"
+def _published(home: Path, pid: int, name: str = "aaa", key: str = "job") -> Path:
+    """What the process would have published; the store's file is beside it."""
+    file = home / f"store-{pid}-{private.start_time(pid)}-{name}"
+    file.touch()
+    published = Path(f"{file}-{key}")
+    published.touch()
+    return published
 
 
 def test_published_found_withdrawn() -> None:
-    rendezvous.publish_port("job", 4711)
-    assert rendezvous.find_port("job", AT_ONCE) == 4711
-    rendezvous.publish_port("job", 4712)
-    assert rendezvous.find_port("job", AT_ONCE) == 4712
-    rendezvous.withdraw_port("job")
+    first = rendezvous.publish_store_file("job")
+    assert rendezvous.find_store_file("job", AT_ONCE) == first
+    second = rendezvous.publish_store_file("job")
+    assert second != first
+    assert rendezvous.find_store_file("job", AT_ONCE) == second
+    rendezvous.withdraw_store_file("job")
+    assert second.exists()
     with refused("rank-0-not-found", LockstepError, seconds=0.05):
-        rendezvous.find_port("job", AT_ONCE)
+        rendezvous.find_store_file("job", AT_ONCE)
 
 
 def test_whoever_looks_first_waits() -> None:
-    found: list[int] = []
-    other = threading.Thread(
-        target=lambda: found.append(rendezvous.find_port("job", timedelta(seconds=20)))
-    )
-    other.start()
-    rendezvous.publish_port("job", 4711)
-    other.join()
-    assert found == [4711]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(rendezvous.find_store_file, "job", timedelta(seconds=20))
+        assert rendezvous.publish_store_file("job") == found.result()
 
 
 @pytest.mark.parametrize("old", ["dead", "reused pid", "garbage"])
 def test_stale_files_are_ignored_and_removed(home: Path, old: str) -> None:
-    {
-        "dead": _file(home, _dead_process(), started=5),
-        "reused pid": _file(home, os.getppid(), started=1),
-        "garbage": home / "port-x-y-z-job",
-    }[old].touch()
+    stale = {
+        "dead": f"store-{_dead_process()}-5-aaa",
+        "reused pid": f"store-{os.getppid()}-1-aaa",
+        "garbage": "store-x-y-z",
+    }[old]
+    (home / stale).touch()
+    (home / f"{stale}-job").touch()
     with refused("rank-0-not-found", LockstepError):
-        rendezvous.find_port("job", AT_ONCE)
-    rendezvous.publish_port("job", 4711)
-    assert rendezvous.find_port("job", AT_ONCE) == 4711
-    assert len([*home.iterdir()]) == 1
+        rendezvous.find_store_file("job", AT_ONCE)
+    file = rendezvous.publish_store_file("job")
+    assert rendezvous.find_store_file("job", AT_ONCE) == file
+    assert {*home.iterdir()} == {file, Path(f"{file}-job")}
 
 
 def test_publishing_keeps_what_the_living_have_left(home: Path) -> None:
-    living = home / _file(home, os.getppid(), port=99).name.replace("job", "other")
-    living.touch()
-    rendezvous.publish_port("job", 4711)
-    assert rendezvous.find_port("other", AT_ONCE) == 99
+    living = _published(home, os.getppid(), key="other")
+    rendezvous.publish_store_file("job")
+    assert rendezvous.find_store_file("other", AT_ONCE) == Path(str(living).removesuffix("-other"))
 
 
 def test_only_the_owner_withdraws(home: Path) -> None:
-    _file(home, os.getppid()).touch()
-    rendezvous.withdraw_port("job")
-    assert rendezvous.find_port("job", AT_ONCE) == 1
+    published = _published(home, os.getppid())
+    rendezvous.withdraw_store_file("job")
+    assert published.exists()
 
 
-def test_the_directory_is_private(home: Path) -> None:
+def test_the_store_is_private(home: Path) -> None:
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert stat.S_IMODE(rendezvous.publish_store_file("job").stat().st_mode) == 0o600
     home.chmod(0o755)
     with refused("directory-not-private", LockstepError, path=str(home)):
-        rendezvous.publish_port("job", 1)
+        rendezvous.publish_store_file("job")
+
+
+_TWO_WORLDS = """
+import sys, lockstep
+rank = int(sys.argv[1])
+sums = []
+for world_number in (1, 2):  # a second world of the same processes has a store of its own
+    with lockstep.init(rank=rank, world_size=2, backend="gloo") as world:
+        tensor = torch.tensor([10.0 * world_number + rank])
+        lockstep.collectives.all_reduce(tensor)
+        sums.append(tensor.item())
+print(sums)
+"""
+
+
+def test_siblings_join_twice_and_leave_nothing(home: Path) -> None:
+    code = f"import torch, lockstep.collectives\n{_TWO_WORLDS}"
+    environment = {**os.environ, "TMPDIR": str(home.parent)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate()[0] for rank in ranks] == ["[21.0, 41.0]\n"] * 2
+    assert [*home.iterdir()] == []
 
 
 def test_the_key_is_the_parents_unless_a_launcher_names_the_job() -> None:

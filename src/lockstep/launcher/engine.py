@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,13 +21,13 @@ from lockstep.launcher import fork_server, processes
 from lockstep.launcher.failures import Failure, first
 from lockstep.launcher.start import ForkServer
 from lockstep.runtime import private
+from lockstep.runtime.launched import LOOPBACK
 
 _LOOK_SECONDS = 0.05
 # seconds that a rank's complaint about a peer waits for that peer's own record
 _SETTLE_SECONDS = 1.0
 # further seconds if a peer is seen to be dying, or is leaving because it was asked to
 _DYING_SECONDS = 20.0
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class LocalRanks:
         return range(self.first_rank, self.first_rank + self.count)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that torch's own launcher sets for a rank; libraries read them."""
+        """Return the variables that scripts and libraries read to find a rank's place."""
         rank, size, local_size = str(self.first_rank + local_rank), str(self.size), str(self.count)
         return {
             "RANK": rank,
@@ -83,10 +84,6 @@ class LocalRanks:
             "ROLE_NAME": "lockstep",
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_RUN_ID": "lockstep",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
 
@@ -261,19 +258,27 @@ def _say_left(rank: int, found: Mapping[int, str]) -> None:
 
 
 @contextmanager
-def store(
-    server: ForkServer, address: str | None = None, port: int = 0
-) -> Iterator[tuple[str, int]]:
-    """Run a store for ranks in a separate process until the block's end. Yields its address and
-    port. `address`: listen there, for ranks of other hosts too.
+def store(server: ForkServer, address: str = LOOPBACK, port: int = 0) -> Iterator[tuple[str, int]]:
+    """Hold a TCPStore for ranks in a separate process until the block's end. Yields its address and
+    port.
+
+    The port is open at once: ranks that connect before the process is ready wait for it.
+
+    Raises:
+        LockstepError: this process cannot listen at the address.
     """
-    pid, stream = server.ask(_StoreProcess(address, port))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with stream:
-            said = stream.readline()
-        if not said:
-            raise LockstepError("store-not-started")
-        yield address or _LOOPBACK, int(said)
+        listener = socket.create_server((address, port), family=family)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise LockstepError("store-not-started", address=f"{address}:{port}", why=why) from None
+    with listener:
+        port = listener.getsockname()[1]
+        work = _StoreProcess(address, port)
+        pid = server.fork(work, [listener.fileno()])
+    try:
+        yield address, port
     finally:
         server.send_signal(pid, signal.SIGKILL)
         server.release(pid)
@@ -288,18 +293,24 @@ def alone(server: ForkServer, count: int) -> Iterator[LocalRanks]:
 
 @dataclass(frozen=True, slots=True)
 class _StoreProcess:
-    """The work of a process that holds a store for as long as its launcher lives."""
+    """The work of a process that holds a store for as long as its launcher lives. It gets the
+    listening socket.
+    """
 
-    address: str | None
+    address: str
     port: int
 
-    def __call__(self, descriptor: int) -> None:
+    def __call__(self, listener: int) -> None:
         for number in fork_server.FOR_LAUNCHER:
             signal.signal(number, signal.SIG_IGN)
-        from lockstep.runtime.host_store import HostStore, OpenStore
+        import torch.distributed as dist
 
-        store = HostStore() if self.address is None else OpenStore(self.address, self.port)
-        os.write(descriptor, f"{store.port}\n".encode())
-        os.close(descriptor)
+        _store = dist.TCPStore(  # it ends with this name
+            self.address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
         while True:
             signal.pause()

@@ -129,7 +129,7 @@ def start_ranks(
                 failures.DIRECTORY: str(records),
             }
             # with it, libraries would take this process for one of torchrun's
-            del env["TORCHELASTIC_RUN_ID"]
+            env.pop("TORCHELASTIC_RUN_ID", None)
             pipes = str(records) if cell else None
             return Rank(rank=rank, work=call, records=str(records), pipes=pipes), env
 

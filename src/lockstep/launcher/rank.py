@@ -30,10 +30,19 @@ from typing import NoReturn, Protocol
 
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import ending, failures, logs, preemption, processes, stalls, torch_calls
+from lockstep.launcher import (
+    ending,
+    failures,
+    logs,
+    preemption,
+    processes,
+    stalls,
+    torch_calls,
+    torch_rendezvous,
+)
 from lockstep.launcher.fork_server import flags
 from lockstep.launcher.logs import Console
-from lockstep.runtime import status
+from lockstep.runtime import launched, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.private import sockets_into
@@ -85,6 +94,7 @@ class Target:
         return modules_in(Path.cwd() if self.script is None else Path(self.script).resolve())
 
     def run(self, *descriptors: int) -> None:
+        torch_rendezvous.be_launched_for_libraries()
         if self.script is not None:
             self._run_script(self.script)
         else:
@@ -201,6 +211,7 @@ class Rank:
         status.open_page(records, self.rank)
         processes.stacks_into(stalls.stack_of(records, self.rank))
         faulthandler.enable(processes.written_to(records / f"rank-{self.rank}.stack"))
+        torch_rendezvous.join_store_of(launched.remember_launcher(records))
         if not self.work.ours:
             torch_calls.install()
         try:

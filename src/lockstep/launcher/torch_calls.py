@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.abc
-import importlib.util
 import inspect
 import json
 import os
@@ -24,13 +22,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lockstep.launcher.failures import is_users, named
+from lockstep.launcher.when_imported import when_imported
 from lockstep.runtime import status
 from lockstep.runtime.status import Page, short_dtype
 
@@ -64,34 +62,7 @@ def install() -> None:
     page = status.page()
     if page is None:
         return
-    if _C10D in sys.modules:
-        _Calls(page, sys.modules[_C10D])
-    else:
-        sys.meta_path.insert(0, _WhenImported(page))
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Installs the replacements after torch's module has run, and before others import from it."""
-
-    def __init__(self, page: Page) -> None:
-        self._page = page
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _C10D:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def then_install(module: ModuleType) -> None:
-                run(module)
-                _Calls(self._page, module)
-
-            spec.loader.exec_module = then_install  # type: ignore[method-assign]
-        return spec
+    when_imported(_C10D, lambda c10d: _Calls(page, c10d))
 
 
 class _Calls:

@@ -84,9 +84,18 @@ def remove_torch_names(pids: Collection[int]) -> None:
 
 def new_directory(home: Path, kind: str) -> Path:
     """Create a directory in `home` whose name carries this process's pid and start time."""
-    return Path(
-        tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-{start_time(os.getpid())}-", dir=home)
-    )
+    return Path(tempfile.mkdtemp(prefix=_owned(kind), dir=home))
+
+
+def new_file(home: Path, kind: str) -> Path:
+    """Create an empty file in `home` whose name carries this process's pid and start time."""
+    descriptor, path = tempfile.mkstemp(prefix=_owned(kind), dir=home)
+    os.close(descriptor)
+    return Path(path)
+
+
+def _owned(kind: str) -> str:
+    return f"{kind}-{os.getpid()}-{start_time(os.getpid())}-"
 
 
 def sockets_into(directory: Path) -> None:
@@ -103,7 +112,7 @@ def sockets_into(directory: Path) -> None:
 
 
 def owner_lives(path: Path) -> bool:
-    """Whether the process that created `path` with `new_directory` still runs."""
+    """Whether the process that created `path` with `new_directory` or `new_file` still runs."""
     _, pid, started, *_ = [*path.name.split("-"), "", ""]
     return pid.isdigit() and str(start_time(int(pid))) == started
 

@@ -29,14 +29,11 @@ from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import TIMEOUT, Placement, step_of
-from lockstep.runtime.host_store import HostStore, no_strangers
-from lockstep.runtime.private import owner_lives, start_time, user_directory
+from lockstep.runtime.launched import launcher
+from lockstep.runtime.private import new_file, owner_lives, start_time, user_directory
 from lockstep.runtime.slurm_step import Step, address
+from lockstep.runtime.strangers import no_strangers
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""This environment variable is set if a launcher has the store. Then rank 0 is a client, as the
-other ranks are.
-"""
 _BACKENDS = ("gloo", "nccl", "mpi")
 _PAUSE_SECONDS = 0.25  # between two attempts to connect
 
@@ -63,29 +60,39 @@ def find_store(
     """Return the key-value store through which the ranks find each other. `at_end` receives what
     must be closed after the last use of the store.
     """
-    if init_method is None and place.size == 1:
+    if init_method is not None:
+        return _store_of_torch(place, init_method, timeout)
+    if place.size == 1:
         return dist.HashStore()
-    step = step_of(place, os.environ) if init_method is None else None
-    if init_method is not None or (step is None and "MASTER_ADDR" in os.environ):
-        where = init_method or "env://"
-        kwargs = {} if timeout is None else {"timeout": timeout}
-        if (
-            init_method is None
-            and place.local_size != place.size
-            and (place.rank > 0 or AGENT_STORE in os.environ)
-        ):
+    step, on_one_host = step_of(place, os.environ), place.local_size == place.size
+    if step is None and "MASTER_ADDR" in os.environ:
+        own = launcher()
+        launched = own is not None and own.is_named_in(os.environ)
+        if own is not None and launched and on_one_host:
+            return _file_store(own.store_file, timeout or dist.default_pg_timeout)
+        if not on_one_host and (place.rank > 0 or launched):
             _wait_for_node_0(place, timeout or dist.default_pg_timeout)
-        with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
-            store: dist.Store = next(
-                iter(dist.rendezvous(where, place.rank, place.size, **kwargs))
-            )[0]
-        return store
-    if step is not None and place.local_size != place.size:
+        return _store_of_torch(place, "env://", timeout)
+    if step is not None and not on_one_host:
         return across_hosts(step, timeout or timedelta(minutes=5))
-    if place.local_size != place.size:
+    if not on_one_host:
         raise UsageError("rank-0-host-unknown", source=place.source, size=place.size)
     key = siblings_key(os.environ) if step is None else f"slurm-{step.name}"
     return _store_among_siblings(place, key, timeout or timedelta(minutes=5), at_end)
+
+
+def _store_of_torch(place: Placement, url: str, timeout: timedelta | None) -> dist.Store:
+    kwargs = {} if timeout is None else {"timeout": timeout}
+    with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
+        store: dist.Store = next(iter(dist.rendezvous(url, place.rank, place.size, **kwargs)))[0]
+    return store
+
+
+def _file_store(file: Path, timeout: timedelta) -> dist.Store:
+    """Return torch's FileStore. Whoever may open the file may take part."""
+    store = dist.FileStore(str(file))
+    store.set_timeout(timeout)
+    return store
 
 
 def _wait_for_node_0(place: Placement, timeout: timedelta) -> None:
@@ -116,19 +123,22 @@ def _store_among_siblings(
     place: Placement, key: str, timeout: timedelta, at_end: ExitStack
 ) -> dist.Store:
     if place.rank > 0:
-        store = dist.TCPStore(
-            "127.0.0.1", find_port(key, timeout), place.size, is_master=False, timeout=timeout
-        )
+        store = _file_store(find_store_file(key, timeout), timeout)
         store.add("found", 1)
         return store
-    host = HostStore(place.size, timeout)
-    at_end.callback(host.close)
-    publish_port(key, host.port)
+    file = publish_store_file(key)
+
+    def remove(error_type: object, *_: object) -> None:
+        if error_type is None:  # after a failure other ranks may still read it
+            file.unlink(missing_ok=True)
+
+    at_end.push(remove)
+    store = _file_store(file, timeout)
     try:
-        store_barrier.wait_for_count(host.store, "found", place.size - 1, timeout)
+        store_barrier.wait_for_count(store, "found", place.size - 1, timeout)
     finally:
-        withdraw_port(key)
-    return host.store
+        withdraw_store_file(key)
+    return store
 
 
 def timeout_of_launcher() -> timedelta | None:
@@ -233,40 +243,44 @@ def siblings_key(env: Mapping[str, str]) -> str:
     return f"{parent}-{start_time(parent)}"
 
 
-def publish_port(key: str, port: int) -> None:
-    """Publish `port` for the other ranks; rank 0 calls this. It replaces what it has published
-    under this key, and removes what dead processes have published under any key.
+def publish_store_file(key: str) -> Path:
+    """Create a file for a new store and publish its name for the other ranks; rank 0 calls this. It
+    replaces what this process has published under this key, and removes the files of dead
+    processes.
     """
-    withdraw_port(key)
-    for file in user_directory().glob("port-*"):
-        if not owner_lives(file):
-            file.unlink(missing_ok=True)
-    Path(user_directory(), f"port-{os.getpid()}-{start_time(os.getpid())}-{port}-{key}").touch()
+    withdraw_store_file(key)
+    home = user_directory()
+    for old in home.glob("store-*"):
+        if not owner_lives(old):
+            old.unlink(missing_ok=True)
+    file = new_file(home, "store")
+    Path(f"{file}-{key}").touch()
+    return file
 
 
-def find_port(key: str, timeout: timedelta) -> int:
-    """Return the port that a living rank 0 has published; the other ranks call this. It waits up to
+def find_store_file(key: str, timeout: timedelta) -> Path:
+    """Return the file that a living rank 0 has published; the other ranks call this. It waits up to
     `timeout`.
 
     Raises:
         LockstepError: nothing was published in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    while (file := next(filter(owner_lives, _files(key)), None)) is None:
+    while (name := next(filter(owner_lives, _published(key)), None)) is None:
         if time.monotonic() > deadline:
             raise LockstepError("rank-0-not-found", seconds=timeout.total_seconds())
         time.sleep(_SIBLINGS_PAUSE_SECONDS)
-    return int(file.name.split("-")[3])
+    return Path(str(name).removesuffix(f"-{key}"))
 
 
-def withdraw_port(key: str) -> None:
-    """Remove the published port, if it is this process's; rank 0 calls this."""
-    for file in _files(key, os.getpid()):
-        file.unlink(missing_ok=True)
+def withdraw_store_file(key: str) -> None:
+    """Remove the published name, if it is this process's; rank 0 calls this. The file stays."""
+    for name in _published(key, os.getpid()):
+        name.unlink(missing_ok=True)
 
 
-def _files(key: str, pid: int | str = "*") -> Iterator[Path]:
-    return user_directory().glob(f"port-{pid}-*-*-{key}")
+def _published(key: str, pid: int | str = "*") -> Iterator[Path]:
+    return user_directory().glob(f"store-{pid}-*-*-{key}")
 
 
 _KNOWN_WITHIN = timedelta(seconds=10)

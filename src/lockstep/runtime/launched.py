@@ -1,0 +1,60 @@
+"""What a rank knows of the launcher that started it.
+
+These are no environment variables. Every process that the rank starts would inherit them, and would
+take itself for a rank of the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The rendezvous that the launcher offers to one rank."""
+
+    address: str
+    """MASTER_ADDR as the launcher set it: there it holds a TCPStore for plain scripts."""
+    port: str
+    """MASTER_PORT as the launcher set it."""
+    directory: Path
+    """A directory that only this user can open. The ranks of this host share it."""
+    rank_pid: int
+
+    @property
+    def store_file(self) -> Path:
+        """The FileStore through which `lockstep.init()` joins the ranks of this host."""
+        return self.directory / "store"
+
+    def holds(self, address: str | None, port: object) -> bool:
+        """Whether the launcher's TCPStore is at this address. False in a process that the rank has
+        forked: it is no rank of the launcher.
+        """
+        names = (LOOPBACK, "localhost") if self.address == LOOPBACK else (self.address,)
+        return os.getpid() == self.rank_pid and address in names and str(port) == self.port
+
+    def is_named_in(self, env: Mapping[str, str]) -> bool:
+        """Whether MASTER_ADDR and MASTER_PORT are still the launcher's."""
+        return self.holds(env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+
+
+_launcher: Launcher | None = None
+
+
+def remember_launcher(directory: Path) -> Launcher:
+    """Note the launcher's address from the environment, before the user's program can change it."""
+    global _launcher
+    _launcher = Launcher(
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], directory, os.getpid()
+    )
+    return _launcher
+
+
+def launcher() -> Launcher | None:
+    """Return the launcher of this rank. None if this process was not started as a rank."""
+    return _launcher
