@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.fixed import Nodes, host_and_port, towards
+from lockstep.launcher.fixed import Nodes, host_and_port
 from lockstep.runtime.cores import cores
+from lockstep.runtime.interfaces import towards
 from lockstep.runtime.process_lifetime import PARENT
 from tests.refused import refused
 
@@ -75,12 +76,12 @@ LACKS = "incomplete-settings"
             LACKS,
             {"given": "--nodes 2", "lacking": "--rdzv-endpoint"},
         ),
-        ((0, 0, "a:1", None), {}, "not-a-whole-number", {"name": "nodes", "value": 0}),
+        ((0, 0, "a:1", None), {}, "not-a-whole-number", {"name": "--nodes", "value": 0}),
         (
             (2, 2, "a:1", None),
             {},
             "rank-out-of-range",
-            {"name": "node_rank", "value": 2, "size_name": "nodes", "size": 2},
+            {"name": "--node-rank", "value": 2, "size_name": "--nodes", "size": 2},
         ),
         ((2, 0, "a:1", "3"), {}, "workers-not-divisible", {"workers": "3", "nodes": 2}),
         ((2, 0, "a:1", "1:2"), {}, "workers-not-divisible", {"workers": "1:2"}),

@@ -199,9 +199,9 @@ def placed(
         yield None, {}
         return
     from lockstep.launcher.engine import store
-    from lockstep.launcher.fixed import gloo_and_nccl
     from lockstep.launcher.start import fork_server
     from lockstep.launcher.supervise import Share
+    from lockstep.runtime.interfaces import gloo_and_nccl
 
     ranks = nodes.ranks(ranks_here(nodes))
     address = nodes.address_here(timeout)

@@ -16,9 +16,9 @@ import os
 from types import TracebackType
 from typing import Any
 
-from lockstep.launcher.fixed import gloo_and_nccl
 from lockstep.runtime import extras
 from lockstep.runtime.environment import TIMEOUT
+from lockstep.runtime.interfaces import gloo_and_nccl
 from lockstep.world.world import World
 
 try:

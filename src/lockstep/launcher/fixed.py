@@ -13,24 +13,22 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import psutil
+from typing import Any
 
 from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import check_rank
+from lockstep.runtime.interfaces import towards
 from lockstep.runtime.process_lifetime import PARENT
 
-_PORT = "29400"
 _KNOWN_WITHIN = 300.0  # seconds
 _NODES = "PET_NNODES"
-_EACH = "PET_NPROC_PER_NODE"
+_PER_NODE = "PET_NPROC_PER_NODE"
 _RANK = "PET_NODE_RANK"
 _HOST = "PET_MASTER_ADDR"
-_AT = "PET_MASTER_PORT"
-VARIABLES = (_NODES, _EACH, _RANK, _HOST, _AT)
+_PORT = "PET_MASTER_PORT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,48 +55,67 @@ class Nodes:
         """Read the options (`workers`: ranks over all nodes), else `env`; None for one node. Raises
         UsageError if they are incomplete or contradict each other.
         """
-        options = {"--nodes": nodes, "--node-rank": node_rank, "--rdzv-endpoint": endpoint}
-        if not _complete(options):
-            return _of_variables(workers, env)
+        values: dict[str, Any] = {
+            "--nodes": nodes,
+            "--node-rank": node_rank,
+            "--rdzv-endpoint": endpoint,
+        }
+        per_node = None
+        if not any(value is not None for value in values.values()):
+            if PARENT in env:  # a command that a rank starts is about the rank's own node
+                return None
+            values, per_node = _variables(env), _ranks_per_node(env)
+        lacking = [name for name, value in values.items() if value is None]
+        if len(lacking) == len(values):
+            return None
+        if lacking:
+            raise UsageError(
+                "incomplete-settings", given=_first(values), lacking=" and ".join(lacking)
+            )
+        (nodes_name, nodes), (rank_name, node_rank), (endpoint_name, endpoint) = values.items()
         assert nodes is not None
         assert node_rank is not None
-        check_rank("node_rank", node_rank, "nodes", nodes)
-        host, port = host_and_port(str(endpoint), "--rdzv-endpoint")
-        share = _share(workers, nodes, "--nodes")
-        return cls(count=nodes, rank=node_rank, host=host, port=port, workers=share)
+        assert endpoint is not None
+        check_rank(rank_name, node_rank, nodes_name, nodes)
+        share = _share(workers, nodes, nodes_name)
+        if share is not None and per_node is not None and share != per_node:
+            raise UsageError(
+                "workers-differ-from-variables",
+                workers=workers,
+                nodes_name=nodes_name,
+                nodes=nodes,
+                share=share,
+                each_name=_PER_NODE,
+                each=per_node,
+            )
+        if endpoint_name == _HOST:
+            endpoint = f"{endpoint}:{env.get(_PORT, '').strip() or 29400}"
+        host, port = host_and_port(endpoint, endpoint_name)
+        return cls(count=nodes, rank=node_rank, host=host, port=port, workers=per_node or share)
 
     def address_here(self, seconds: float | None = None) -> str:
-        """Return this node's address on the way to node 0. Node 0's name may be unknown for a
-        while, for example while its pod starts.
+        """Return this node's address on the way to node 0; on node 0, its own. Node 0's name may be
+        unknown for a while, for example while its pod starts.
 
-        Raises UsageError if there is no way within `seconds` (default: 300), or if node 0 cannot
-        listen there.
+        Raises UsageError if there is no way within `seconds` (default: 300).
         """
-        until = time.monotonic() + (seconds or _KNOWN_WITHIN)
-        try:
-            while True:
-                try:
-                    family, _, _, _, there = socket.getaddrinfo(
-                        self.host, self.port, type=socket.SOCK_STREAM
-                    )[0]
-                    break
-                except socket.gaierror:
-                    if self.rank == 0 or time.monotonic() > until:
-                        raise
-                    time.sleep(1.0)
-            if self.rank > 0:
-                return towards(str(there[0]))
-            socket.create_server(there[:2], family=family).close()
-            return str(there[0])
-        except OSError as error:
-            code = "node-0-cannot-listen" if self.rank == 0 else "node-0-unreachable"
-            raise UsageError(
-                code,
-                node=self.rank,
-                address=f"{self.host}:{self.port}",
-                seconds=seconds or _KNOWN_WITHIN,
-                why=error.strerror,
-            ) from None
+        within = seconds or _KNOWN_WITHIN
+        until = time.monotonic() + within
+        while True:
+            try:
+                node_0 = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]
+                return str(node_0) if self.rank == 0 else towards(str(node_0))
+            except OSError as error:
+                if self.rank == 0 or time.monotonic() > until:
+                    address, why = f"{self.host}:{self.port}", error.strerror
+                    raise UsageError(
+                        "node-0-unreachable",
+                        node=self.rank,
+                        address=address,
+                        seconds=within,
+                        why=why,
+                    ) from None
+            time.sleep(1.0)
 
     def ranks(self, here: int) -> LocalRanks:
         """Return this node's ranks. `here` is the number of ranks on each node."""
@@ -113,46 +130,30 @@ class Nodes:
         )
 
 
-def _complete(values: Mapping[str, object]) -> bool:
-    """Whether the values are given. Raises UsageError if only some of them are."""
-    given = {name: value for name, value in values.items() if value is not None}
-    lacking = [name for name in values if name not in given]
-    if given and lacking:
-        name, value = next(iter(given.items()))
-        shown = f"{name} {value}" if name.startswith("-") else f"{name}={value}"
-        raise UsageError("incomplete-settings", given=shown, lacking=" and ".join(lacking))
-    return bool(given)
+def _variables(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the number of nodes, the node's rank and the endpoint, by the variables' names."""
+    nodes, rank, host = (env.get(name, "").strip() for name in (_NODES, _RANK, _HOST))
+    if nodes == "1":
+        rank, host = rank or "0", host or "127.0.0.1"
+    return {
+        _NODES: whole(_NODES, value_of(nodes)) if nodes else None,
+        _RANK: whole(_RANK, value_of(rank), -math.inf) if rank else None,
+        _HOST: host or None,
+    }
 
 
-def _of_variables(workers: str | int | None, env: Mapping[str, str]) -> Nodes | None:
-    found = {name: env[name].strip() for name in VARIABLES if env.get(name, "").strip()}
-    if PARENT in env:  # a command that a rank starts is about the rank's own node
+def _ranks_per_node(env: Mapping[str, str]) -> int | None:
+    """Return torchrun's --nproc-per-node; None for as many as a node has GPUs."""
+    text = env.get(_PER_NODE, "").strip()
+    if text in ("", "auto", "gpu"):
         return None
-    if found.get(_NODES) == "1":
-        found = {_RANK: "0", _HOST: "127.0.0.1", **found}
-    if not _complete({name: found.get(name) for name in (_NODES, _RANK, _HOST)}):
-        return None
-    count, rank = (whole(name, value_of(found[name]), -math.inf) for name in (_NODES, _RANK))
-    check_rank(_RANK, rank, _NODES, count)
-    asked_for = found.get(_EACH, "auto")
-    each = None
-    if asked_for == "cpu":
-        each = cores()
-    elif asked_for not in ("auto", "gpu"):
-        each = whole(_EACH, value_of(asked_for))
-    share = _share(workers, count, _NODES)
-    if share is not None and each is not None and share != each:
-        raise UsageError(
-            "workers-differ-from-variables",
-            workers=workers,
-            nodes_name=_NODES,
-            nodes=count,
-            share=share,
-            each_name=_EACH,
-            each=each,
-        )
-    host, port = host_and_port(f"{found[_HOST]}:{found.get(_AT, _PORT)}", f"{_HOST} and {_AT}")
-    return Nodes(count=count, rank=rank, host=host, port=port, workers=each or share)
+    return cores() if text == "cpu" else whole(_PER_NODE, value_of(text))
+
+
+def _first(values: Mapping[str, object]) -> str:
+    """Return the first option or variable that is set, as the user wrote it."""
+    name, value = next((name, value) for name, value in values.items() if value is not None)
+    return f"{name} {value}" if name.startswith("-") else f"{name}={value}"
 
 
 def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
@@ -163,42 +164,6 @@ def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
     if not text.isdigit() or int(text) < 1 or int(text) % nodes:
         raise UsageError("workers-not-divisible", workers=text, nodes=nodes, name=name)
     return int(text) // nodes
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has this address; None if there is none."""
-    return next(
-        (
-            name
-            for name, found in psutil.net_if_addrs().items()
-            for each in found
-            if each.address == address
-        ),
-        None,
-    )
-
-
-def towards(peer: str) -> str:
-    """Return this host's address on the interface over which packets go to `peer`. Sends nothing.
-    Raises OSError if there is no route.
-    """
-    family, kind, _, _, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(there)
-        return str(way.getsockname()[0])
-
-
-def gloo_and_nccl(address: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for ranks that make gloo and NCCL use the interface with `address`. A
-    variable that `env` already sets is left out.
-    """
-    interface = interface_of(address)
-    names = (
-        {}
-        if interface is None
-        else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    )
-    return {name: value for name, value in names.items() if name not in env}
 
 
 def host_and_port(text: str, option: str) -> tuple[str, int]:

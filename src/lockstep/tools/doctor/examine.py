@@ -25,8 +25,8 @@ from lockstep import collectives
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
 from lockstep.errors import LaunchTimeout, WorkerFailed
-from lockstep.launcher.fixed import towards
 from lockstep.launcher.launch import launch
+from lockstep.runtime.interfaces import towards
 from lockstep.tools.doctor import host, links
 from lockstep.tools.doctor.links import MeasuredLink
 from lockstep.tools.finding import Finding, judged
