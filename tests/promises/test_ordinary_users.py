@@ -10,22 +10,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 USER, OTHER = 65533, 65534
+# The session's interpreter may lie in a folder that only root can enter; the system's does not.
+PYTHONS = [sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"]
 
 
-def _start(user: int, folder: Path, *words: str) -> subprocess.Popen[str]:
+def _start(
+    user: int, folder: Path, *words: str, python: str | None = None
+) -> subprocess.Popen[str]:
     environment = {
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(folder),
     }
     return subprocess.Popen(
-        [sys.executable, *words],
+        [python or _python(folder), *words],
         cwd=folder,
         env=environment,
         user=user,
@@ -53,18 +59,20 @@ def folder() -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         os.chown(folder, USER, USER)
-        if not _can_import(folder):
-            pytest.skip("an ordinary user cannot read this Python, or what is installed for it")
         yield folder
 
 
-def _can_import(folder: Path) -> bool:
-    try:
-        probe = _start(USER, folder, "-c", "import torch, lockstep")
-    except PermissionError:
-        return False
-    probe.communicate()
-    return probe.returncode == 0
+@cache
+def _python(folder: Path) -> str:
+    """An interpreter that an ordinary user can start, and that finds torch and Lockstep."""
+    for python in filter(os.path.exists, PYTHONS):
+        with suppress(PermissionError):
+            words = ("-c", "import torch, lockstep")
+            probe = _start(USER, folder, *words, python=python)
+            probe.communicate()
+            if probe.returncode == 0:
+                return python
+    pytest.skip("an ordinary user cannot read this Python, or what is installed for it")
 
 
 _SCRIPT = """
@@ -115,7 +123,7 @@ def test_another_user_cannot_reach_the_store_of_init(folder: Path) -> None:
     "words",
     [
         ["train", "digits", "--workers", "2", "--steps", "2", "--run", "first"],
-        ["evaluate", "--run", "first"],
+        ["evaluate", "digits", "--run", "first"],
         ["doctor"],
     ],
     ids=lambda words: str(words[0]),
