@@ -58,7 +58,7 @@ def refused(
             "--compress bf16 with --exact: ",
             [],
         ),
-        (["train", "digits", "--update", "server:shards=x"], "--update server:shards=x: ", []),
+        (["train", "digits", "--update", "servers"], "--update servers is ", ["server"]),
         (["train", "digits", "--epochs", "2", "--steps", "3"], "--epochs 2 and --steps 3 ", []),
         (["run", "--workers", "two", "script.py"], "--workers two: ", ["a whole number"]),
         (["show", "data", "--split", "halves"], "--split halves: ", ["interleaved, blocks"]),

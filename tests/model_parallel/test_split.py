@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -298,6 +298,7 @@ def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
         lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))
     )
 )
+@example(([1, 6, 2, 4, 7], 4))
 def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
     costs, stages = case
     parts = balanced(costs, stages)

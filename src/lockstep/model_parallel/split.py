@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -54,22 +54,34 @@ def balanced(costs: Sequence[float], stages: int) -> list[range]:
     """
     sums = [0.0, *itertools.accumulate(float(cost) for cost in costs)]
 
-    @cache
-    def best(stop: int, count: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return the largest stage, the sum of squares, and the first layers of `count` stages of
-        the first `stop` layers.
-        """
-        if count == 1:
-            return sums[stop], sums[stop] ** 2, (0,)
-        cuts = []
-        for start in range(count - 1, stop):
-            largest, squares, starts = best(start, count - 1)
-            part = sums[stop] - sums[start]
-            cuts.append((max(largest, part), squares + part**2, (*starts, start)))
-        return min(cuts)
-
-    starts = best(len(costs), stages)[2]
+    largest = _smallest(sums, stages, max)[0]
+    starts = _smallest(
+        sums, stages, lambda before, part: before + part * part if part <= largest else math.inf
+    )[1]
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(costs)])]
+
+
+def _smallest(
+    sums: Sequence[float], stages: int, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Return the smallest value over all ways to cut, and the first layer of each of its stages.
+    Among equal values it returns the earliest cuts. `sums` are the prefix sums of the costs.
+    """
+
+    @cache
+    def best(stop: int, count: int) -> tuple[float, list[int]]:
+        """Return the same for the first `stop` layers in `count` stages."""
+        if count == 0:
+            return (0.0 if stop == 0 else math.inf), []
+        found = math.inf, list[int]()
+        for start in range(count - 1, stop):
+            value, starts = best(start, count - 1)
+            value = add(value, sums[stop] - sums[start])
+            if value < found[0]:
+                found = value, [*starts, start]
+        return found
+
+    return best(len(sums) - 1, stages)
 
 
 def _as_named(names: Sequence[str], first: Sequence[str], stages: int) -> list[range]:
