@@ -135,7 +135,7 @@ def method_kept(
         digits, key = match.groups()
         if len(digits) > 9 or int(digits) >= len(checkpoint.entries):
             raise DamagedCheckpoint(
-                "state-of-unknown-rank", checkpoint=checkpoint.folder.name, file=METHOD + name
+                "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=METHOD + name
             )
         by_rank.setdefault(int(digits), {})[key] = tensor
     return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]

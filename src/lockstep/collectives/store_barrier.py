@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lockstep.collectives.fingerprints import listed
 from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed
 
 _ALL_HERE = "all"
@@ -76,9 +77,7 @@ def wait(
         raise BarrierTimeout(
             "barrier-came-late" if rank in missing else "barrier-timeout",
             missing=missing,
-            who=f"rank {missing[0]}"
-            if len(missing) == 1
-            else f"ranks {', '.join(map(str, missing))}",
+            who=listed(missing),
             size=size,
             what=what,
             seconds=timeout.total_seconds(),

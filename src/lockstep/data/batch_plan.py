@@ -177,4 +177,4 @@ class ByBatch:
 def _compare_first(epoch: int, theirs: int, ours: int) -> None:
     if theirs != ours:
         difference = f"epoch {epoch} began with step {theirs} and begins with step {ours}"
-        raise UsageError("state-of-other-training", difference=difference)
+        raise UsageError("another-training", place="the state", differences=difference)

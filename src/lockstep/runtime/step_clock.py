@@ -19,7 +19,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 PHASES = (
     "start",
@@ -94,20 +97,13 @@ class StepTimes:
         return self.data + self.busy + self.exposed + self.optimizer + self.checks + self.other
 
 
-class Event(Protocol):
-    """A recorded event in a device's stream: a torch.cuda.Event."""
-
-    def query(self) -> bool: ...
-    def elapsed_time(self, end: Any) -> float: ...
-
-
 class _Mark(NamedTuple):
     """The begin of a piece of time: its phase, and whether the rank waits."""
 
     phase: int
     waits: bool
     ns: int
-    event: Event | None
+    event: torch.cuda.Event | None
 
 
 class StepClock:
@@ -118,7 +114,7 @@ class StepClock:
     device, counted from where the host began the step.
     """
 
-    def __init__(self, event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._owner = threading.get_ident()
         self._event = event
         self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE

@@ -121,7 +121,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         check_file(tmp_path)
     binary = tmp_path / "model.pt"
     binary.write_bytes(b"PK\x03\x04\xff\xfe\x00")
-    with refused("not-python", file=str(binary), line=1):
+    with refused("not-python", file=str(binary), place=", line 1"):
         check_file(binary)
     (tmp_path / "null.py").write_bytes(b"x = 1\x00")
     with refused("not-python", file=str(tmp_path / "null.py")):
@@ -130,7 +130,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 def test_what_is_no_utf_8(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes("# é\n".encode("latin-1"))
-    with refused("not-python", file=str(tmp_path / "latin.py"), line=1):
+    with refused("not-python", file=str(tmp_path / "latin.py"), place=", line 1"):
         check_file(tmp_path / "latin.py")
 
 
