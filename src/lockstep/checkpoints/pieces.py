@@ -91,7 +91,7 @@ class Keeps(Protocol):
         """Return the state by name, without ranks: what is equal on all ranks, and what only this
         rank has. Every rank calls it.
         """
-        ...
+        return {}, {}
 
     def take_back(
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
@@ -99,7 +99,7 @@ class Keeps(Protocol):
         """Restore the state. `by_rank` has an entry for every rank of the run that saved it, which
         may be more or fewer than there are now.
         """
-        ...
+        return
 
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.reduce_op import COMBINE
+from lockstep.collectives.schedule import spans
 
 
 class FlatCells:
@@ -31,6 +32,11 @@ class FlatCells:
             return [self._flat[self._edges[first] : self._edges[last + 1]]]
         # The cells wrap around: after the last comes the first.
         return [self._flat[self._edges[first] :], self._flat[: self._edges[last + 1]]]
+
+    @classmethod
+    def cut(cls, flat: Tensor, cells: int) -> FlatCells:
+        """Cut a flat tensor into cells of about equal size."""
+        return cls(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
 
     incoming = outgoing
     """Returns tensors of the same sizes, into which the content may be received."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,13 +25,6 @@ _ALL_HERE = "all"
 _HEARTBEAT = timedelta(seconds=1)
 
 
-class Clock(Protocol):
-    """The functions of the module `time` that `meet` uses."""
-
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 def wait(
     store: dist.Store,
     name: str,
@@ -40,12 +33,13 @@ def wait(
     timeout: timedelta,
     look: Callable[[], None] = lambda: None,
     what: str = "reach the barrier",
-    clock: Clock = time,
+    clock: Any = time,
 ) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
     `what` says in the error what the missing ranks have not done. While this rank waits, it calls
-    `look` from time to time, which may raise another error about the ranks. Raises BarrierTimeout
+    `look` from time to time, which may raise another error about the ranks. `clock` has the
+    functions of the module `time`. Raises BarrierTimeout
     on every rank, also on late ones, if some ranks have not come when the first rank has waited for
     `timeout`.
     """

@@ -19,10 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, NamedTuple
 
 PHASES = (
     "start",
@@ -103,7 +100,7 @@ class _Mark(NamedTuple):
     phase: int
     waits: bool
     ns: int
-    event: torch.cuda.Event | None
+    event: Any  # a torch.cuda.Event; None without a GPU
 
 
 class StepClock:
@@ -114,7 +111,7 @@ class StepClock:
     device, counted from where the host began the step.
     """
 
-    def __init__(self, event: Callable[[], torch.cuda.Event] | None = None) -> None:
+    def __init__(self, event: Callable[[], Any] | None = None) -> None:
         self._owner = threading.get_ident()
         self._event = event
         self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE
@@ -204,7 +201,6 @@ def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
     """Return the ns spent, and the ns waited, in each phase between marks in a device's stream."""
     spent, waited = [0] * len(PHASES), [0] * len(PHASES)
     for mark, following in itertools.pairwise(marks):
-        assert mark.event is not None
         ns = round(mark.event.elapsed_time(following.event) * 1e6)
         spent[mark.phase] += ns
         waited[mark.phase] += ns if mark.waits else 0
@@ -216,7 +212,6 @@ def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
     the first mark when the host recorded it.
     """
     first = marks[0]
-    assert first.event is not None
     return [
         mark._replace(ns=first.ns + round(first.event.elapsed_time(mark.event) * 1e6))
         for mark in marks
