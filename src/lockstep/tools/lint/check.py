@@ -105,7 +105,7 @@ def _parsed(source: bytes, file: str) -> cst.Module:
         return cst.parse_module(source)
     except SyntaxError as error:
         raise UsageError(
-            "not-python", file=file, place=f", line {error.lineno or 1}", reason=error.msg
+            "not-python", file=file, place=f":{error.lineno or 1}", reason=error.msg
         ) from error
     except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
         raise UsageError("cannot-read", name="file", file=file, reason=str(error)) from error
