@@ -164,14 +164,23 @@ class TaskError(UsageError):
     """A task was not found, its file has no `task()`, or `task()` returned something else."""
 
 
-class BarrierTimeout(LockstepError):
-    """Some ranks did not reach a barrier in time. Raised on every rank, also on the late ones
-    when they arrive.
-    """
-
+class _RanksMissing(LockstepError):
     def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
         super().__init__(code, missing=missing, **values)
         self.missing = tuple(missing)
+
+
+class _RanksDiffer(LockstepError):
+    def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
+        super().__init__(code, parameter=parameter, ranks=ranks, **values)
+        self.parameter = parameter
+        self.ranks = tuple(ranks)
+
+
+class BarrierTimeout(_RanksMissing):
+    """Some ranks did not reach a barrier in time. Raised on every rank, also on the late ones
+    when they arrive.
+    """
 
 
 class CollectiveMismatch(LockstepError):
@@ -190,23 +199,14 @@ class ScheduleError(LockstepError):
     """
 
 
-class CollectiveTimeout(LockstepError):
+class CollectiveTimeout(_RanksMissing):
     """Some ranks did not reach a collective in time."""
 
-    def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
-        super().__init__(code, missing=missing, **values)
-        self.missing = tuple(missing)
 
-
-class CorruptResult(LockstepError):
+class CorruptResult(_RanksDiffer):
     """In a step, `ranks` have another value of `parameter` than the other ranks that computed the
     same (`witness`). Raised on every rank.
     """
-
-    def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
-        super().__init__(code, parameter=parameter, ranks=ranks, **values)
-        self.parameter = parameter
-        self.ranks = tuple(ranks)
 
 
 class DamagedCheckpoint(LockstepError):
@@ -227,15 +227,10 @@ class LoaderWorkerKilled(LockstepError):
         self.signal = signal
 
 
-class ReplicaDivergence(LockstepError):
+class ReplicaDivergence(_RanksDiffer):
     """Replicas that must be equal are not: `parameter` (or buffer, optimizer state, setting) of
     `ranks` differs from the others'. Raised on every rank.
     """
-
-    def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
-        super().__init__(code, parameter=parameter, ranks=ranks, **values)
-        self.parameter = parameter
-        self.ranks = tuple(ranks)
 
 
 class UnusedParameters(LockstepError):

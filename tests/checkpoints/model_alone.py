@@ -21,4 +21,4 @@ def write_model(
     whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     images = {part.name: image(part) for part in files.parts(whole, [], 0)}
     entries = files.write_parts(folder, images)
-    return files.commit(folder, directory, step, entries, state)
+    return files.commit(folder, folders.folder_of(directory, step), step, entries, state)

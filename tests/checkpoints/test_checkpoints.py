@@ -322,7 +322,7 @@ def _changed(checkpoint: str) -> DamagedCheckpoint:
         "checkpoint-file-changed",
         checkpoint=checkpoint,
         file="model.safetensors",
-        against="manifest.json",
+        difference="its digest is not the one in manifest.json",
     )
 
 
@@ -338,9 +338,9 @@ def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path)
     for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
         manifest.seal(folder, 8, [manifest.SealedFile(name, 1, "0" * 64)])
         with refused(
-            "not-a-checkpoint-manifest",
+            "checkpoint-file-unreadable",
             DamagedCheckpoint,
-            reason=f"it names a file {name!r} outside its folder",
+            reason=f"ValueError: it names a file {name!r} outside its folder",
         ):
             files.read(folder)
 
@@ -668,5 +668,9 @@ def test_a_scheduler_that_no_checkpoint_would_hold_is_refused(tmp_path: Path) ->
         kept.close()
         other = nn.Linear(4, 1)
         plain = lockstep.Stepper(other, torch.optim.SGD(other.parameters(), lr=0.1))
-        with refused("checkpoint-of-another-training", there="a scheduler of the loop"):
+        with refused(
+            "another-training",
+            differences="it has a scheduler of the loop, and this training has no scheduler of the"
+            " loop",
+        ):
             lockstep.Checkpoints(tmp_path, plain).resume()

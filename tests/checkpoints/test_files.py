@@ -254,12 +254,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     size = model.stat().st_size
     model.write_bytes(model.read_bytes()[:-7])
     with refused(
-        "checkpoint-file-wrong-size",
+        "checkpoint-file-changed",
         DamagedCheckpoint,
         checkpoint="step-0000001",
         file="model.safetensors",
-        size=size - 7,
-        listed=size,
+        difference=f"it has {size - 7} bytes, but should have {size}",
     ):
         files.read(folder)
 

@@ -198,7 +198,7 @@ def test_the_number_of_a_rank_in_a_name_is_below_the_number_of_files(
     (saved / MANIFEST).write_text(json.dumps(listed))
     seal_again(saved)
     assert len(files.read(saved).entries) == 4
-    with refused("state-of-unknown-rank", DamagedCheckpoint, file=f"method/rank-{number}/x"):
+    with refused("state-of-unknown-owner", DamagedCheckpoint, file=f"method/rank-{number}/x"):
         Run(world, saved.parent).checkpoints.resume(step=2)
 
 
@@ -222,7 +222,9 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path, name: str) ->
         lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]},
     )
     missing = "model" if name != STATE else STATE
-    with refused("not-a-checkpoint-manifest", DamagedCheckpoint, reason=f"it lists no {missing}"):
+    with refused(
+        "checkpoint-file-unreadable", DamagedCheckpoint, reason=f"ValueError: it lists no {missing}"
+    ):
         manifest.check(saved)
 
 

@@ -184,12 +184,12 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str, dict[str, Any]]] = {
     "a flipped bit": (
         lambda folder: _flip(folder / "model.safetensors"),
         "checkpoint-file-changed",
-        {"file": "model.safetensors", "against": "manifest.json"},
+        {"file": "model.safetensors", "difference": "its digest is not the one in manifest.json"},
     ),
     "a file cut short": (
         lambda folder: (folder / "state.json").write_text("{}"),
-        "checkpoint-file-wrong-size",
-        {"file": "state.json", "size": 2},
+        "checkpoint-file-changed",
+        {"file": "state.json"},
     ),
     "a file too long": (
         lambda folder: (folder / "state.json").write_bytes(bytes(10**6)),
@@ -204,7 +204,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str, dict[str, Any]]] = {
     "another manifest": (
         lambda folder: _flip(folder / "manifest.json"),
         "checkpoint-file-changed",
-        {"file": "manifest.json", "against": "manifest.sha256"},
+        {"file": "manifest.json", "difference": "its SHA-256 is not the one in manifest.sha256"},
     ),
 }
 
@@ -328,7 +328,7 @@ def test_a_url_that_cannot_work_is_one_sentence(url: str, tmp_path: Path) -> Non
 def test_copies_need_a_run(tmp_path: Path) -> None:
     from tests.training import toy
 
-    with refused("checkpoints-without-run", checkpoints=str(tmp_path)):
+    with refused("needs-run-directory", name="checkpoints", value=str(tmp_path)):
         lockstep.train(toy.task(), checkpoints=str(tmp_path))
 
 

@@ -403,9 +403,9 @@ def test_a_witness_needs_exact_mode_and_a_share() -> None:
     with refused("witness-without-exact", witness=0.5):
         lockstep.Stepper(model, optimizer, witness=0.5)
     for witness in (0, 1.5, "0%", "101%"):
-        with refused("number-out-of-range", name="witness"):
+        with refused("wrong-value", name="witness"):
             lockstep.Stepper(model, optimizer, witness=witness, exact=True)
-    with refused("wrong-type", name="witness", value="often"):
+    with refused("wrong-value", name="witness", value="often"):
         lockstep.Stepper(model, optimizer, witness="often", exact=True)
 
 

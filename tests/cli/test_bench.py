@@ -332,13 +332,13 @@ def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str)
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("sizes", ["4X..8X", "0..4K", "-4K", "4K..", "1.5K", "64K..4K", "1..2..3"])
 def test_sizes_that_are_no_range(sizes: str) -> None:
-    with refused("wrong-type", value=sizes):
+    with refused("wrong-value", value=sizes):
         command("bench", "collectives", f"--sizes={sizes}")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--runs", 0), ("--runs", -1), ("--workers", 0)])
 def test_at_least_one_of_each(option: str, value: int) -> None:
-    with refused("not-a-whole-number", name=option[2:].replace("-", "_"), value=value):
+    with refused("wrong-value", name=option[2:].replace("-", "_"), value=value):
         command("bench", "collectives", f"{option}={value}")
 
 

@@ -70,7 +70,7 @@ def test_the_verdict_counts_what_is_to_fix_and_not_what_is_warned_of() -> None:
     [
         (
             ["--workers", "0"],
-            "error: --workers 0: give a whole number of at least 1. [not-a-whole-number]",
+            "error: --workers 0: give a whole number of at least 1. [wrong-value]",
         ),
         (
             ["--nodes", "2"],

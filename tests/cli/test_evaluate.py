@@ -134,7 +134,7 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     write_model(run / "checkpoints", 1, {}, {})
     with refused("no-best-checkpoint", run=run):
         given("evaluate", "digits", run=run, best=True)
-    with refused("not-a-whole-number", name="workers", value=0):
+    with refused("wrong-value", name="workers", value=0):
         given("evaluate", "digits", run=run, workers=0)
     with refused("unknown-choice", name="device", value="tpu"):
         given("evaluate", "digits", run=run, device="tpu")

@@ -51,7 +51,7 @@ def test_unreadable_is_a_sentence_and_2_and_the_others_are_still_checked(
     done = CliRunner().invoke(app, ["lint", scripts[2], scripts[1]])
     assert done.exit_code == 2
     assert done.stdout.count("\n") == 1
-    assert done.stderr.startswith(f"error: {scripts[2]}:1: not Python 3.")
+    assert done.stderr.startswith(f"error: {scripts[2]}:1 is not valid Python: ")
 
 
 def test_json(scripts: tuple[str, str, str], tmp_path: Path) -> None:

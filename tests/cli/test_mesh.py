@@ -79,8 +79,8 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         ),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
-            "--mesh pipeline=2 assigns work to each of 2 ranks. Give --workers 2, and no range."
-            " [range-of-workers-with-places]",
+            "--mesh pipeline=2 fixes the number of ranks. Give exactly 2 workers, and no range."
+            " [range-of-workers]",
         ),
         (
             ["--schedule", "gpipe"],

@@ -168,16 +168,16 @@ def test_the_command_line_comes_first_and_says_so_once(
         ),
         (
             'sync_every = "four"\n',
-            "not-a-whole-number",
+            "wrong-value",
             {
                 "name": "sync_every",
                 "value": "four",
                 "expected": "a whole number of steps of at least 1",
             },
         ),
-        ("mesh = 2\n", "wrong-type", {"name": "mesh", "value": 2, "expected": "AXIS=N,..."}),
-        ("exact = 1\n", "wrong-type", {"name": "exact", "value": 1, "expected": "true or false"}),
-        ("set = 3\n", "wrong-type", {"name": "overrides", "value": 3, "expected": "KEY=VALUE"}),
+        ("mesh = 2\n", "wrong-value", {"name": "mesh", "value": 2, "expected": "AXIS=N,..."}),
+        ("exact = 1\n", "wrong-value", {"name": "exact", "value": 1, "expected": "true or false"}),
+        ("set = 3\n", "wrong-value", {"name": "overrides", "value": 3, "expected": "KEY=VALUE"}),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(

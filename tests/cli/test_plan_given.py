@@ -64,7 +64,7 @@ def test_compression_and_local_steps_send_less(tmp_path: Path) -> None:
         ([*GIVEN, "--update", "server"], "not-planned", {"name": "update", "value": "server"}),
         ([*GIVEN, "--compress", "powersgd:4"], "powersgd-needs-shapes", {"compress": "powersgd:4"}),
         (["digits", "--buckets", "2"], "option-of-another-plan", {"option": "--buckets"}),
-        ([*GIVEN, "--buckets", "0"], "not-a-whole-number", {"name": "buckets", "value": 0}),
+        ([*GIVEN, "--buckets", "0"], "wrong-value", {"name": "buckets", "value": 0}),
     ],
 )
 def test_what_does_not_go_together(words: list[str], code: str, values: dict[str, Any]) -> None:

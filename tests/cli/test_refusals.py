@@ -97,9 +97,9 @@ def test_what_begins_alike_is_suggested_first(
 
 
 def test_what_a_task_has_set_is_no_option() -> None:
-    error = TaskError("not-a-whole-number", name="epochs", value=0, expected="a whole number")
+    error = TaskError("wrong-value", name="epochs", value=0, expected="a whole number")
     assert as_typed(error, ["--epochs", "3"]) == str(error)
-    other = UsageError("not-a-whole-number", name="global_batch", value=0, expected="a number")
+    other = UsageError("wrong-value", name="global_batch", value=0, expected="a number")
     assert as_typed(other, ["--epochs", "3"]) == str(other)
 
 
@@ -110,7 +110,7 @@ def test_an_option_that_stands_as_one_is_left_alone() -> None:
 
 
 def test_a_number_is_shown_as_it_was_typed() -> None:
-    error = UsageError("number-out-of-range", name="bucket_mb", value=0.0, expected="a number")
+    error = UsageError("wrong-value", name="bucket_mb", value=0.0, expected="a number")
     assert as_typed(error, ["--bucket-mb=0", "--exact"]).startswith("--bucket-mb 0: ")
 
 

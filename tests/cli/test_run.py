@@ -109,7 +109,7 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
         (["run", "nowhere.py"], "[script-not-found]"),
         (
             ["run", "--workers", "0", "-m", "this"],
-            "--workers 0: give a whole number of at least 1. [not-a-whole-number]",
+            "--workers 0: give a whole number of at least 1. [wrong-value]",
         ),
         (
             ["run", "--log", "/dev/null/x", "-m", "this"],

@@ -219,8 +219,8 @@ def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "values"),
     [
-        (["all-reduce", "--values", "a,b;c,d"], "wrong-type", {"value": "a,b;c,d"}),
-        (["all-reduce", "--values", "1,2;"], "wrong-type", {"value": "1,2;"}),
+        (["all-reduce", "--values", "a,b;c,d"], "wrong-value", {"value": "a,b;c,d"}),
+        (["all-reduce", "--values", "1,2;"], "wrong-value", {"value": "1,2;"}),
         (["all-reduce", "--values", f"{10**20};1"], "integer-too-large", {"value": 10**20}),
         (
             ["broadcast", "--op", "sum"],
@@ -237,10 +237,10 @@ def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
             "option-without-effect",
             {"option": "--ranks-per-node", "name": "ring"},
         ),
-        (["ring", "--workers", "0"], "not-a-whole-number", {"name": "workers", "value": 0}),
+        (["ring", "--workers", "0"], "wrong-value", {"name": "workers", "value": 0}),
         (
             ["hierarchical", "--ranks-per-node", "0"],
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "ranks_per_node", "value": 0},
         ),
     ],

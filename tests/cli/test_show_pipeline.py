@@ -66,5 +66,5 @@ def test_what_cannot_be_shown(args: list[str], message: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--stages", 0), ("--micro-batches", -1)])
 def test_at_least_one_of_each(option: str, value: int) -> None:
-    with refused("not-a-whole-number", name=option[2:].replace("-", "_"), value=value):
+    with refused("wrong-value", name=option[2:].replace("-", "_"), value=value):
         command("show", "pipeline", option, str(value))

@@ -83,7 +83,7 @@ def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("digit", "unknown-task"),
         ("nowhere.py", "task-file-missing"),
-        ("broken.py", "task-file-not-python"),
+        ("broken.py", "not-python"),
     ],
 )
 def test_mistakes_in_the_task(tmp_path: Path, target: str, code: str) -> None:

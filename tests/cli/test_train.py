@@ -369,7 +369,7 @@ def test_a_task_that_ends_its_process_is_noticed(
         ("digits", {"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
         ("digits", {"precision": "fp8"}, "unknown-choice", {"name": "precision", "value": "fp8"}),
         ("digits", {"reduce": "gossip"}, "unknown-choice", {"name": "reduce", "value": "gossip"}),
-        ("digits", {"balance": "fast"}, "wrong-type", {"name": "balance", "value": "fast"}),
+        ("digits", {"balance": "fast"}, "wrong-value", {"name": "balance", "value": "fast"}),
         (
             "digits",
             {"balance": "2,1", "workers": "3"},
@@ -406,7 +406,7 @@ def test_workers_that_are_no_number_or_range(workers: str) -> None:
 @pytest.mark.parametrize("option", [{"balance": "2,1"}, {"mesh": "data=2"}])
 def test_a_range_of_workers_with_a_place_for_each_rank(option: dict[str, str]) -> None:
     ((name, value),) = option.items()
-    with refused("range-of-workers-with-places", option=f"--{name} {value}", count=2):
+    with refused("range-of-workers", name=name, value=value, workers=2):
         command("train", "digits", workers="1:2", **option)
 
 

@@ -134,7 +134,7 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "code", "values"),
     [
-        ("digits", {"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
+        ("digits", {"steps": 0}, "wrong-value", {"name": "steps", "value": 0}),
         (
             "digits",
             {"exact": True, "reduce": "central"},
@@ -154,9 +154,9 @@ def test_mistakes_in_the_training_are_refused(
 @pytest.mark.parametrize(
     ("what", "options", "code", "values"),
     [
-        (["digits"], {"workers": "2"}, "wrong-type", {"value": "2"}),
-        (["digits"], {"workers": "1,two"}, "wrong-type", {"value": "1,two"}),
-        (["digits"], {"workers": "1,0"}, "wrong-type", {"value": "1,0"}),
+        (["digits"], {"workers": "2"}, "wrong-value", {"value": "2"}),
+        (["digits"], {"workers": "1,two"}, "wrong-value", {"value": "1,two"}),
+        (["digits"], {"workers": "1,0"}, "wrong-value", {"value": "1,0"}),
         (["a", "b", "c"], {}, "task-or-two-runs", {"given": "3 arguments"}),
         (
             ["a", "b"],

@@ -265,7 +265,7 @@ ONE, TWO = torch.ones(2), torch.ones(3)
         ),
         (
             lambda: in_process.all_reduce([ONE], "sum", "hierarchical"),
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "ranks_per_node", "value": None},
         ),
         (

@@ -109,13 +109,6 @@ def test_one_node_knows_no_network() -> None:
     )
 
 
-def test_adding_takes_time_where_something_is_added() -> None:
-    slow = Network.flat(A, 1 / B, reduce_rate=1e9)
-    ring, spread = schedule("all_reduce", "ring", 8), schedule("all_gather", "ring", 8)
-    assert slow.time(ring, S) - FLAT.time(ring, S) == pytest.approx(7 / 8 * S / 1e9, rel=1e-9)
-    assert slow.time(spread, S) == FLAT.time(spread, S)
-
-
 def test_65_536_ranks() -> None:
     world, ranks = 65_536, 8
     assert FLAT.time(schedule("all_reduce", "ring", world), S) == pytest.approx(
@@ -145,16 +138,11 @@ def test_a_small_tensor_wants_few_rounds_and_a_large_one_few_bytes() -> None:
     ("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)]
 )
 def test_a_link_that_cannot_be_is_refused(latency: float, bandwidth: float) -> None:
-    with refused("number-out-of-range"):
+    with refused("wrong-value"):
         Link(latency, bandwidth)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])
 def test_a_node_has_ranks(ranks_per_node: int) -> None:
-    with refused("not-a-whole-number", name="ranks_per_node", value=ranks_per_node):
+    with refused("wrong-value", name="ranks_per_node", value=ranks_per_node):
         Network(Link(A, 1 / B), Link(A, 1 / B), ranks_per_node)
-
-
-def test_something_is_added_per_second() -> None:
-    with refused("number-out-of-range", name="reduce_rate", value=0.0):
-        Network.flat(A, 1 / B, reduce_rate=0.0)

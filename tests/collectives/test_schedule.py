@@ -103,7 +103,6 @@ def test_one_after_the_other_needs_the_same_cells() -> None:
             schedule("broadcast", "tree", 4),
             schedule("all_gather", "ring", 4),
             "mixed",
-            "all_reduce",
         )
 
 

@@ -29,15 +29,15 @@ def test_numbers_are_as_good_as_text() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "values"),
     [
-        ("", "wrong-type", {"name": "balance", "value": ""}),
-        ("auto", "wrong-type", {"value": "auto"}),
-        ("2;1", "wrong-type", {"value": "2;1"}),
-        ("2,,1", "wrong-type", {"value": "2,,1"}),
-        (5, "wrong-type", {"value": 5}),
-        (["2", None], "number-out-of-range", {"name": "share", "value": "2"}),
-        ("2,-1", "number-out-of-range", {"value": -1.0}),
-        ("inf,1", "number-out-of-range", {"value": math.inf}),
-        ((True, 1), "number-out-of-range", {"value": True}),
+        ("", "wrong-value", {"name": "balance", "value": ""}),
+        ("auto", "wrong-value", {"value": "auto"}),
+        ("2;1", "wrong-value", {"value": "2;1"}),
+        ("2,,1", "wrong-value", {"value": "2,,1"}),
+        (5, "wrong-value", {"value": 5}),
+        (["2", None], "wrong-value", {"name": "share", "value": "2"}),
+        ("2,-1", "wrong-value", {"value": -1.0}),
+        ("inf,1", "wrong-value", {"value": math.inf}),
+        ((True, 1), "wrong-value", {"value": True}),
         ("0,0", "nobody-has-work", {"balance": "0,0"}),
         ((), "nobody-has-work", {"balance": ""}),
     ],
@@ -48,10 +48,10 @@ def test_what_is_no_balance_is_refused(given: Any, code: str, values: dict[str, 
 
 
 def test_a_share_that_is_no_number_is_refused_with_all_shares() -> None:
-    with refused("number-out-of-range") as caught:
+    with refused("wrong-value") as caught:
         Balance.of("nan,1")
     assert str(caught.value) == (
-        "balance='nan,1': share=nan: give a number of at least 0. [number-out-of-range]"
+        "balance='nan,1': share=nan: give a number of at least 0. [wrong-value]"
     )
 
 

@@ -49,7 +49,7 @@ def test_a_new_field_is_on_the_command_line_in_settings_json_and_in_the_referenc
     assert json.loads((tmp_path / "settings.json").read_text())["colour"] == "red"
     assert Wider.read(tmp_path).colour == "red"
     assert "| `--colour` | `NAME` | Colour of the ranks. Default: blue. |" in page(Wider)
-    with refused("wrong-type", name="colour", value=3, expected="a text"):
+    with refused("wrong-value", name="colour", value=3, expected="a text"):
         Wider(task="digits", colour=3)
 
 
@@ -85,12 +85,12 @@ def test_ten_are_common() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "expected"),
     [
-        ({"epochs": "2"}, "not-a-whole-number", "a whole number of at least 1"),
-        ({"loader_workers": 1.5}, "not-a-whole-number", "a whole number of at least 0"),
-        ({"exact": "yes"}, "wrong-type", "true or false"),
-        ({"compile": 1}, "wrong-type", "true or false"),
-        ({"checkpoint_every": 0}, "not-a-whole-number", "a whole number of steps of at least 1"),
-        ({"bucket_mb": 0}, "number-out-of-range", "a number of MiB above 0"),
+        ({"epochs": "2"}, "wrong-value", "a whole number of at least 1"),
+        ({"loader_workers": 1.5}, "wrong-value", "a whole number of at least 0"),
+        ({"exact": "yes"}, "wrong-value", "true or false"),
+        ({"compile": 1}, "wrong-value", "true or false"),
+        ({"checkpoint_every": 0}, "wrong-value", "a whole number of steps of at least 1"),
+        ({"bucket_mb": 0}, "wrong-value", "a number of MiB above 0"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_what_is_expected(
@@ -113,11 +113,11 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 
 def test_the_bounds_of_a_number_are_said() -> None:
     assert (knob.number("lr", 1, above=0, most=1), knob.whole("seed", -3, -math.inf)) == (1.0, -3)
-    with refused("number-out-of-range", expected="a number above 0 and at most 1"):
+    with refused("wrong-value", expected="a number above 0 and at most 1"):
         knob.number("share", 1.5, above=0, most=1)
-    with refused("number-out-of-range", expected="a number of at least 0 and below 1"):
+    with refused("wrong-value", expected="a number of at least 0 and below 1"):
         knob.number("momentum", 1, least=0, below=1)
-    with refused("not-a-whole-number", TaskError, expected="a whole number"):
+    with refused("wrong-value", TaskError, expected="a whole number"):
         knob.whole("seed", 0.5, -math.inf, error=TaskError)
 
 

@@ -73,9 +73,9 @@ def test_read(text, mesh):
     [
         ("data", "not-a-pair", {"where": "mesh='data'", "text": "data"}),
         ("", "not-a-pair", {"where": "mesh=''", "text": ""}),
-        ("data=x", "not-a-whole-number", {"name": "data", "value": "x"}),
-        ("data=-1", "not-a-whole-number", {"name": "data", "value": -1}),
-        ("data=0", "not-a-whole-number", {"name": "data", "value": 0}),
+        ("data=x", "wrong-value", {"name": "data", "value": "x"}),
+        ("data=-1", "wrong-value", {"name": "data", "value": -1}),
+        ("data=0", "wrong-value", {"name": "data", "value": 0}),
         ("pipe=2", "unknown-name", {"name": "pipe", "meant": "did you mean pipeline?"}),
         ("data=2,data=2", "given-twice", {"where": "mesh='data=2,data=2'", "name": "data"}),
     ],

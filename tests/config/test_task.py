@@ -49,20 +49,20 @@ def test_defaults() -> None:
         ),
         (
             {"global_batch": 0},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "Task.global_batch", "expected": "a whole number of at least 1"},
         ),
-        ({"micro_batch": 2.5}, "not-a-whole-number", {"name": "Task.micro_batch", "value": 2.5}),
-        ({"micro_batch": True}, "not-a-whole-number", {"value": True}),
-        ({"epochs": None}, "not-a-whole-number", {"name": "Task.epochs", "value": None}),
-        ({"eval_micro_batch": 0}, "not-a-whole-number", {"name": "Task.eval_micro_batch"}),
-        ({"seed": "a"}, "not-a-whole-number", {"name": "Task.seed", "value": "a"}),
+        ({"micro_batch": 2.5}, "wrong-value", {"name": "Task.micro_batch", "value": 2.5}),
+        ({"micro_batch": True}, "wrong-value", {"value": True}),
+        ({"epochs": None}, "wrong-value", {"name": "Task.epochs", "value": None}),
+        ({"eval_micro_batch": 0}, "wrong-value", {"name": "Task.eval_micro_batch"}),
+        ({"seed": "a"}, "wrong-value", {"name": "Task.seed", "value": "a"}),
         (
             {"clip": 0.0},
-            "number-out-of-range",
+            "wrong-value",
             {"name": "Task.clip", "value": 0.0, "expected": "a number above 0"},
         ),
-        ({"clip": float("inf")}, "number-out-of-range", {"name": "Task.clip"}),
+        ({"clip": float("inf")}, "wrong-value", {"name": "Task.clip"}),
         (
             {"precision": "fp8"},
             "unknown-choice",
@@ -83,8 +83,12 @@ def test_defaults() -> None:
         ({"eval_data": []}, "empty-dataset", {"name": "Task.eval_data"}),
         ({"train_data": iter([1])}, "not-a-dataset", {"kind": "list_iterator"}),
         ({"train_data": 3}, "not-a-dataset", {"kind": "int"}),
-        ({"eval_data": Stream()}, "eval-data-not-map-style", {"kind": "Stream"}),
-        ({"train_data": Stream(), "order": len}, "stream-with-order", {"kind": "Stream"}),
+        ({"eval_data": Stream()}, "not-map-style", {"name": "Task.eval_data", "kind": "Stream"}),
+        (
+            {"train_data": Stream(), "order": len},
+            "numbers-of-stream",
+            {"name": "Task.order", "dataset": "Stream"},
+        ),
         ({"order": [1, 2]}, "not-a-function", {"name": "Task.order", "kind": "list"}),
         ({"model": toy.Net()}, "model-already-built", {}),
         ({"loss": None}, "not-a-function", {"name": "Task.loss", "kind": "NoneType"}),
@@ -123,7 +127,7 @@ def test_what_cannot_work_is_refused(
 
 
 def test_early_stopping_is_checked_too() -> None:
-    with refused("not-a-whole-number", TaskError, name="EarlyStopping.patience", value=0):
+    with refused("wrong-value", TaskError, name="EarlyStopping.patience", value=0):
         EarlyStopping(metric="loss", mode="min", patience=0)
     with refused("unknown-choice", TaskError, value="up", choices=["max", "min"]):
         EarlyStopping(metric="loss", mode="up", patience=1)  # type: ignore[arg-type]
@@ -133,8 +137,8 @@ def test_early_stopping_is_checked_too() -> None:
     ("parts", "code", "values"),
     [
         ({"layers": [1]}, "not-a-function", {"name": "Parts.layers", "kind": "list"}),
-        ({"stages": "blocks.2"}, "wrong-type", {"name": "Parts.stages", "value": "blocks.2"}),
-        ({"heads": 0}, "not-a-whole-number", {"name": "Parts.heads", "value": 0}),
+        ({"stages": "blocks.2"}, "wrong-value", {"name": "Parts.stages", "value": "blocks.2"}),
+        ({"heads": 0}, "wrong-value", {"name": "Parts.heads", "value": 0}),
         ({"tensor": {"a": "diagonal"}}, "unknown-choice", {"name": "Parts.tensor['a']"}),
     ],
 )

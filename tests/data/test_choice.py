@@ -65,7 +65,7 @@ def test_torchs_samplers_are_wrapped() -> None:
         ),
         (
             {"order": Pairs(), "micro_batches": 0},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "micro_batches", "value": 0},
         ),
         (

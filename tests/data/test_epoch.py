@@ -140,7 +140,7 @@ def test_a_rank_with_nothing_to_do_starts_no_workers() -> None:
             "balance-by-rank",
             {"balance": "1,1"},
         ),
-        ({"balance": "auto"}, "wrong-type", {"name": "balance", "value": "auto"}),
+        ({"balance": "auto"}, "wrong-value", {"name": "balance", "value": "auto"}),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(

@@ -429,15 +429,15 @@ def test_ranks_come_from_the_process_group() -> None:
             {"global_batch": 8, "batch_per_rank": 4},
         ),
         ({"micro_batch": 9}, "micro-batch-too-large", {"micro_batch": 9, "global_batch": 8}),
-        ({"micro_batch": 0}, "not-a-whole-number", {"name": "micro_batch", "value": 0}),
-        ({"micro_batch": 2.5}, "not-a-whole-number", {"name": "micro_batch", "value": 2.5}),
-        ({"global_batch": 0}, "not-a-whole-number", {"name": "global_batch", "value": 0}),
+        ({"micro_batch": 0}, "wrong-value", {"name": "micro_batch", "value": 0}),
+        ({"micro_batch": 2.5}, "wrong-value", {"name": "micro_batch", "value": 2.5}),
+        ({"global_batch": 0}, "wrong-value", {"name": "global_batch", "value": 0}),
         (
             {"global_batch": "8", "micro_batch": None},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "global_batch", "value": "8"},
         ),
-        ({"batch_per_rank": 0}, "not-a-whole-number", {"name": "batch_per_rank", "value": 0}),
+        ({"batch_per_rank": 0}, "wrong-value", {"name": "batch_per_rank", "value": 0}),
         (
             {"batch_per_rank": 8, "micro_batch": 3},
             "not-a-multiple",
@@ -448,9 +448,9 @@ def test_ranks_come_from_the_process_group() -> None:
             "not-a-multiple",
             {"name": "batch_per_rank", "value": 2, "micro_batch": 4},
         ),
-        ({"num_workers": -1}, "not-a-whole-number", {"name": "num_workers", "value": -1}),
-        ({"num_workers": 1.5}, "not-a-whole-number", {"name": "num_workers", "value": 1.5}),
-        ({"seed": 0.5}, "not-a-whole-number", {"name": "seed", "value": 0.5}),
+        ({"num_workers": -1}, "wrong-value", {"name": "num_workers", "value": -1}),
+        ({"num_workers": 1.5}, "wrong-value", {"name": "num_workers", "value": 1.5}),
+        ({"seed": 0.5}, "wrong-value", {"name": "seed", "value": 0.5}),
         ({"rank": 2, "size": 2}, "no-such-rank", {"rank": 2, "size": 2}),
         ({"rank": 0, "size": None}, "rank-or-size-missing", {"rank": 0, "size": None}),
         ({"drop_last": True, "global_batch": 64}, "only-step-dropped", {}),
@@ -464,7 +464,7 @@ def test_mistakes_are_named(options: dict[str, Any], code: str, values: dict[str
 
 def test_epochs_that_do_not_exist_are_named() -> None:
     for arguments, name in (((-1,), "count"), ((3, -1), "start"), ((2.5,), "count")):
-        with refused("not-a-whole-number", name=name, value=arguments[-1]):
+        with refused("wrong-value", name=name, value=arguments[-1]):
             loader(Numbers(8)).epochs(*arguments)
 
 

@@ -106,7 +106,7 @@ def test_what_is_returned_can_be_changed_without_changing_the_order() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2**62 + 1])
 def test_sizes_out_of_range_are_refused(n: int) -> None:
-    with refused("number-out-of-range", name="n", value=n):
+    with refused("wrong-value", name="n", value=n):
         Permutation(n, 0)
 
 

@@ -159,9 +159,9 @@ def test_another_trainings_state_is_refused_by_name(
     dataset: Any, options: dict[str, Any], message: str
 ) -> None:
     state = loader(Numbers(24)).state_dict()
-    with refused("state-of-other-training") as caught:
+    with refused("another-training") as caught:
         loader(dataset, **options).load_state_dict(state)
-    assert re.search(message, caught.value.values["difference"])
+    assert re.search(message, caught.value.values["differences"])
 
 
 def test_a_foreign_samplers_other_order_is_refused() -> None:
@@ -179,7 +179,7 @@ def test_a_foreign_samplers_other_order_is_refused() -> None:
     for state in (inside, at_its_end):
         loader(Numbers(24), order=Backwards(24, {0: "a"})).load_state_dict(state)
         said = "samples of epoch 0 was a and is c"
-        with refused("state-of-other-training", difference=said):
+        with refused("another-training", differences=said):
             loader(Numbers(24), order=Backwards(24, {0: "c"})).load_state_dict(state)
 
 
@@ -190,7 +190,7 @@ def test_sizes_that_follow_the_world_size() -> None:
     state = loader(Numbers(24), size=2, micro_batch=None).state_dict()
     loader(Numbers(24), size=3, micro_batch=None).load_state_dict(state)
     said = "micro_batch was one a rank and is 4"
-    with refused("state-of-other-training", difference=said):
+    with refused("another-training", differences=said):
         loader(Numbers(24), size=2, micro_batch=4).load_state_dict(state)
     state = loader(Numbers(24), size=2, batch_per_rank=4).state_dict()
     with pytest.raises(UsageError, match="global_batch was 8 and is 12"):
@@ -202,28 +202,28 @@ def test_sizes_that_follow_the_world_size() -> None:
     [
         (
             {"epoch": -1},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "epoch", "value": -1, "expected": "a whole number of at least 0"},
         ),
         (
             {"step": 2.5},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "step", "value": 2.5, "expected": "a whole number of at least 0"},
         ),
         (
             {"step_in_epoch": 1},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "step", "value": 0, "expected": "a whole number of at least 1"},
         ),
         (
             {"step_in_epoch": 3, "step": 3},
-            "state-of-other-training",
-            {"difference": "step_in_epoch=3 is not in epoch 0, which has 3 steps"},
+            "another-training",
+            {"differences": "step_in_epoch=3 is not in epoch 0, which has 3 steps"},
         ),
         (
             {"epoch": 1, "step": 4},
-            "state-of-other-training",
-            {"difference": "epoch 1 began with step 4 and begins with step 3"},
+            "another-training",
+            {"differences": "epoch 1 began with step 4 and begins with step 3"},
         ),
     ],
 )
@@ -250,5 +250,5 @@ def test_a_batches_state_keeps_the_number_of_its_epochs_first_step() -> None:
         for window in epoch
     ] == [4, 5, 6]
     said = "epoch 2 began with step 9 and begins with step 4"
-    with refused("state-of-other-training", difference=said):
+    with refused("another-training", differences=said):
         ours.load_state_dict(ours.state_dict() | {"epoch": 2, "step_in_epoch": 1, "step": 10})

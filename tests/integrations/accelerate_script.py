@@ -172,9 +172,9 @@ def refusals(folder: Path) -> None:
             break
     other = LockstepAccelerator()
     other.prepare(net(), loader(seed=4))
-    with refused("state-of-other-training") as caught:
+    with refused("another-training") as caught:
         other.load_state(folder / "changed")
-    assert caught.value.values["difference"].endswith("seed was 3 and is 4")
+    assert caught.value.values["differences"].endswith("seed was 3 and is 4")
     accelerator.wait_for_everyone()
     places = folder / "changed" / "lockstep.json"
     places.write_text("[")

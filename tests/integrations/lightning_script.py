@@ -256,7 +256,7 @@ def checkpoints(folder: Path) -> None:
     with refused("keyword-without-meaning", name="storage_options"):
         files.save_checkpoint(saved, place, storage_options={})
     (place / "state.json").write_text("{}")
-    with refused("checkpoint-file-wrong-size", DamagedCheckpoint, file="state.json"):
+    with refused("checkpoint-file-changed", DamagedCheckpoint, file="state.json"):
         files.load_checkpoint(place)
     link = place.with_name("last.ckpt")
     link.symlink_to(place)

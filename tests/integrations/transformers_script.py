@@ -368,9 +368,9 @@ def refusals(folder: Path) -> None:
     with refused("replicas-differ", ReplicaDivergence, parameter="transformer.wte.weight"):
         trained(callbacks=[Drifting()])
     saved = str(folder / "gpt2" / f"checkpoint-{SAVED}")
-    with refused("state-of-other-training") as caught:
+    with refused("another-training") as caught:
         trained(seed=6, max_steps=STEPS, resume=saved)
-    assert caught.value.values["difference"].endswith("seed was 5 and is 6")
+    assert caught.value.values["differences"].endswith("seed was 5 and is 6")
 
 
 def main(folder: Path) -> None:

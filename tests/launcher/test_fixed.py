@@ -76,7 +76,7 @@ LACKS = "incomplete-settings"
             LACKS,
             {"given": "--nodes 2", "lacking": "--rdzv-endpoint"},
         ),
-        ((0, 0, "a:1", None), {}, "not-a-whole-number", {"name": "--nodes", "value": 0}),
+        ((0, 0, "a:1", None), {}, "wrong-value", {"name": "--nodes", "value": 0}),
         (
             (2, 2, "a:1", None),
             {},
@@ -114,19 +114,19 @@ LACKS = "incomplete-settings"
         (
             (None,) * 4,
             {**PET, "PET_NNODES": "two"},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "PET_NNODES", "value": "two"},
         ),
         (
             (None,) * 4,
             {**PET, "PET_NNODES": "1:2"},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "PET_NNODES", "value": "1:2"},
         ),
         (
             (None,) * 4,
             {**PET, "PET_NPROC_PER_NODE": "many"},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "PET_NPROC_PER_NODE", "value": "many"},
         ),
         (

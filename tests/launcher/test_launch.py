@@ -268,7 +268,7 @@ def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_child
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True])
 def test_workers_must_be_a_whole_number_above_zero(workers: int) -> None:
-    with refused("not-a-whole-number", name="workers", value=workers):
+    with refused("wrong-value", name="workers", value=workers):
         launch(_with_lockstep, workers=workers)
 
 

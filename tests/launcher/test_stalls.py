@@ -463,9 +463,9 @@ def test_values_that_cannot_work_are_refused() -> None:
     ):
         Launch(on_stall="panic")  # type: ignore[arg-type]
     for seconds in (0, -1, float("nan")):
-        with refused("number-out-of-range", name="stall_after", value=seconds):
+        with refused("wrong-value", name="stall_after", value=seconds):
             Launch(stall_after=seconds)
-        with refused("number-out-of-range", name="timeout", value=seconds):
+        with refused("wrong-value", name="timeout", value=seconds):
             Launch(timeout=seconds)
     assert timeout_for_ranks(None) == {}
     assert timeout_for_ranks(5) == {"LOCKSTEP_TIMEOUT": "5"}

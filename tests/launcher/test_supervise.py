@@ -370,7 +370,7 @@ def test_bad_targets_and_workers_are_refused(tmp_path: Path) -> None:
         Target()
     with refused("script-not-found", script="nowhere.py"):
         Target(script="nowhere.py")
-    with refused("not-a-whole-number", name="workers", value=0):
+    with refused("wrong-value", name="workers", value=0):
         supervise(Target(module="this"), 0)
 
 
@@ -430,5 +430,5 @@ def test_what_would_come_back_and_what_was_meant_begin_nothing(ending: Ending, c
 def test_workers_are_read() -> None:
     assert (Workers.read("4"), Workers.read("1:4")) == (Workers(4, 4), Workers(1, 4))
     for text in ("", "x", "1:", ":4", "4:1", "0", "0:2", "1:2:3", "-1"):
-        with refused("wrong-type", value=text):
+        with refused("wrong-value", value=text):
             Workers.read(text)

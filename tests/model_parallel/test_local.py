@@ -77,7 +77,7 @@ def counts_and_refusals(world: World) -> None:
     assert counted.item() == sum(each.numel() for each in models.build("gpt").parameters())
     with refused("optimizer-not-elementwise", optimizer="torch.optim.lbfgs.LBFGS"):
         here.adopt(torch.optim.LBFGS(model.parameters()))
-    with refused("parameter-not-of-model", group=0, shape="[3]"):
+    with refused("optimizer-of-another-model", group=0, shape=[3]):
         here.adopt(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1))
     groups = [
         {"params": [p], "weight_decay": float(number)}

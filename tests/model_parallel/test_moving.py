@@ -84,7 +84,11 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     )
     if world.rank == 0:
         files.commit(
-            folder, Path(directory), 5, [SealedFile(*each) for part in every for each in part], {}
+            folder,
+            folders.folder_of(Path(directory), 5),
+            5,
+            [SealedFile(*each) for part in every for each in part],
+            {},
         )
     return sha256(here, axes.pipeline, ModelNames(models.build(name)))
 

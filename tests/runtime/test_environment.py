@@ -124,12 +124,12 @@ def test_launchers(env: dict[str, str], expected: tuple[int, ...]) -> None:
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank-out-of-range", {"name": "RANK", "value": -1}),
         (
             {"RANK": "0", "WORLD_SIZE": "0"},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "WORLD_SIZE", "value": 0},
         ),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "RANK", "value": "one"},
         ),
         (
@@ -185,7 +185,7 @@ def test_rank_and_size_of_a_plain_process() -> None:
 def test_rank_and_size_refuses_a_rank_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with refused("not-initialized", why="RANK=1 and WORLD_SIZE=4 are set"):
+    with refused("no-world-open", why=" but RANK=1 and WORLD_SIZE=4 are set"):
         rank_and_size()
 
 

@@ -224,7 +224,7 @@ def test_the_states_come_back_after_an_exception() -> None:
         (("lane",), "unknown-choice", {"value": "lane", "choices": ["rank", "step", "sample"]}),
         (("sample", 3), "stream-key-wrong", {"kind": "sample", "key": [3]}),
         (("step",), "stream-key-wrong", {"kind": "step", "key": []}),
-        (("rank", 0.5), "not-a-whole-number", {"name": "key", "value": 0.5}),
+        (("rank", 0.5), "wrong-value", {"name": "key", "value": 0.5}),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -241,5 +241,5 @@ def test_a_seed_comes_first() -> None:
         lockstep.stream("rank"),
     ):
         pass
-    with refused("not-a-whole-number", name="seed", value=True):
+    with refused("wrong-value", name="seed", value=True):
         lockstep.seed(True)

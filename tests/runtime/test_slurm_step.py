@@ -136,7 +136,7 @@ def test_a_plain_process(env: dict[str, str]) -> None:
         ),
         (
             task(0, 2, SLURM_PROCID="first"),
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "SLURM_PROCID", "value": "first"},
         ),
         (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import INDEX, Event, PhaseSpan, StepClock, StepTimes
+from lockstep.runtime.step_clock import INDEX, PhaseSpan, StepClock, StepTimes
 
 
 class Time:
@@ -180,7 +180,7 @@ class Stream:
     events: list[Mark] = field(default_factory=list)
     done: int = 0
 
-    def event(self) -> Event:
+    def event(self) -> Mark:
         self.events.append(Mark(self, len(self.events)))
         return self.events[-1]
 

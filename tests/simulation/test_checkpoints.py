@@ -132,9 +132,9 @@ def test_it_finds_an_old_checkpoint_removed_before_the_new_one_is_there(
 ) -> None:
     commit = files.commit
 
-    def hasty(folder: Path, directory: Path, *rest: Any) -> Path:
-        folders.keep_only(directory, [])
-        return commit(folder, directory, *rest)
+    def hasty(folder: Path, place: Path, *rest: Any) -> Path:
+        folders.keep_only(place.parent, [])
+        return commit(folder, place, *rest)
 
     monkeypatch.setattr(files, "commit", hasty)
     assert "was told" in _found()

@@ -178,7 +178,7 @@ def weighted(world: lockstep.World) -> list[Tensor]:
     x, y = batch(world.rank, 1)
     zoo.loss_sum(ddp(x[:rows]), y[:rows]).backward()
     found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    with refused("number-out-of-range", name="divisor"):
+    with refused("wrong-value", name="divisor"):
         ddp.divisor = 0
     ddp.register_comm_hook(None, lockstep.shared_memory_hook)
     with refused("divisor-with-hook"):
@@ -200,7 +200,7 @@ def test_the_divisor_is_the_callers() -> None:
 
 def test_nonsense_arguments_are_refused() -> None:
     with lockstep.init():
-        with refused("number-out-of-range", name="bucket_cap_mb", value=0):
+        with refused("wrong-value", name="bucket_cap_mb", value=0):
             lockstep.DistributedDataParallel(zoo.build("mlp"), bucket_cap_mb=0)
         with pytest.raises(UsageError, match=r"reduce='star' .*\[unknown-choice\]"):
             lockstep.DistributedDataParallel(zoo.build("mlp"), reduce="star")

@@ -350,7 +350,7 @@ def averaged_twice() -> None:
     [
         (
             lambda: lockstep.Replicas(small(), 0),
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "replicas", "value": 0},
         ),
         (lambda: lockstep.Replicas(small(), devices=[]), "no-devices", {}),
@@ -364,7 +364,7 @@ def averaged_twice() -> None:
             "unknown-choice",
             {"name": "algorithm", "value": "hierarchical"},
         ),
-        (lambda: ready()(3), "batch-without-tensors", {}),
+        (lambda: ready()(3), "batch-without-tensors", {"kind": "tuple"}),
         (
             lambda: ready().scatter((torch.ones(3), torch.ones(4))),
             "tensors-of-unequal-length",

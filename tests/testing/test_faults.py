@@ -77,9 +77,9 @@ def test_to_be_slow_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_that_cannot_work_are_refused() -> None:
     with refused("unknown-choice", name="phase", value="loading", choices=list(PHASES)):
         testing.kill_at(0, 1, "loading")
-    with refused("not-a-whole-number", name="rank", value=-1):
+    with refused("wrong-value", name="rank", value=-1):
         testing.stop_at(-1, 2, "data")
-    with refused("number-out-of-range", name="seconds", value=0):
+    with refused("wrong-value", name="seconds", value=0):
         testing.slow_at(0, 2, "data", 0)
 
 

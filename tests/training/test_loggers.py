@@ -210,7 +210,7 @@ def test_what_is_not_installed_is_refused_where_it_was_asked_for(
 
 
 def test_loggers_need_a_run_directory() -> None:
-    with refused("log-without-run", log=("csv",)):
+    with refused("needs-run-directory", name="log", value=("csv",)):
         lockstep.train(toy.task(), log="csv", steps=1)
 
 

@@ -181,8 +181,8 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        ("def task(:\n", {}, ["line 1", "def task(:", "[task-file-not-python]"]),
-        ("return 1\n", {}, ["line 1", "[task-file-not-python]"]),
+        ("def task(:\n", {}, ["line 1", "def task(:", "[not-python]"]),
+        ("return 1\n", {}, ["line 1", "[not-python]"]),
         (HEAD + "lr = 0.1\n", {}, ["[task-function-missing]"]),
         (HEAD + "def other():\n    def task(): ...\n", {}, ["[task-function-missing]"]),
         (

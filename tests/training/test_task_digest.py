@@ -301,8 +301,7 @@ def found(world: lockstep.World, folder: str) -> dict[str, Any]:
             collate=(lambda samples: default_collate(samples[::-1])) if odd else None
         ),
     }.items():
-        code = "samples-differ-between-ranks" if name == "samples" else "task-differs-between-ranks"
-        with refused(code, ReplicaDivergence, others="rank 1") as caught:
+        with refused("task-differs-between-ranks", ReplicaDivergence, others="rank 1") as caught:
             train(task, run=f"{folder}/{name}", epochs=1, world=world)
         told[name] = caught.value.values["ranks"], caught.value.values["parameter"]
     sources = {**task_digests(toy.task()), "training/toy.py": f"sha256:{odd}"}

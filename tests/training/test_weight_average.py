@@ -178,9 +178,13 @@ def compared_and_kept(world: World, folder: str) -> str:
     lockstep.Checkpoints(f"{folder}/averaged", saving).save()
     without = stepper_of(False)
     lockstep.Checkpoints(f"{folder}/plain", without).save()
-    with refused("checkpoint-of-another-training", here="no average"):
+    with refused(
+        "another-training", differences="it has an average, and this training has no average"
+    ):
         lockstep.Checkpoints(f"{folder}/averaged", without).resume()
-    with refused("checkpoint-of-another-training", there="no average"):
+    with refused(
+        "another-training", differences="it has no average, and this training has an average"
+    ):
         lockstep.Checkpoints(f"{folder}/plain", stepper_of(True)).resume()
     last = saving.average.module.last
     assert isinstance(last, nn.Linear)
@@ -200,7 +204,7 @@ def test_what_is_no_average() -> None:
         toy.task(average_per="epoch")
     with refused("unknown-choice", TaskError):
         toy.task(average=ema, average_per="week")
-    with refused("not-a-whole-number", TaskError):
+    with refused("wrong-value", TaskError):
         toy.task(average=ema, average_after=-1)
     with refused("wrong-return-type", TaskError, function="Task: average"):
         lockstep.train(toy.task(average=lambda model: model))

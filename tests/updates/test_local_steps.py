@@ -498,9 +498,9 @@ def other_method(world: World, folder: Path) -> None:
     model = copy.deepcopy(Net())
     stepper = lockstep.Stepper(model, adamw(model))
     with refused(
-        "checkpoint-of-another-training",
-        there="sync_every=3, outer=nesterov",
-        here="every gradient summed as it is",
+        "another-training",
+        differences="it has sync_every=3, outer=nesterov, and this training has every gradient"
+        " summed as it is",
     ):
         lockstep.Checkpoints(folder, stepper).resume()
 

@@ -103,7 +103,7 @@ def test_a_process_group_of_the_user_is_adopted_and_never_closed() -> None:
         ),
         (
             {"rank": 0, "world_size": 0},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "world_size", "value": 0},
         ),
         ({"backend": "mpi"}, "torch-without-mpi", {}),
@@ -155,7 +155,7 @@ def test_ranks_agree_and_average_by_weight() -> None:
 
 
 def mean_of_nothing(world: lockstep.World) -> float:
-    with refused("number-out-of-range", name="weight", value=-1.0):
+    with refused("wrong-value", name="weight", value=-1.0):
         world.mean(1.0, -1.0)
     return world.mean(float("nan"), 0.0)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, written
+from lockstep.checkpoints.folders import BEST, best_name, step_in, written
 from lockstep.checkpoints.manifest import (
     AVERAGE,
     MODEL,
@@ -168,22 +168,11 @@ def write_parts(
 
 
 def commit(
-    folder: Path,
-    directory: Path,
-    step: int,
-    entries: Sequence[SealedFile],
-    state: Mapping[str, Any],
-) -> Path:
-    """Make a checkpoint of the unfinished `folder`, whose parts are all written. Replaces an
-    existing checkpoint of that step.
-    """
-    return commit_at(folder, folder_of(directory, step), step, entries, state)
-
-
-def commit_at(
     folder: Path, place: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
 ) -> Path:
-    """Do the same as `commit`, with `place` as the final path."""
+    """Make the checkpoint `place` of the unfinished `folder`, whose parts are all written. Replaces
+    what is there.
+    """
     write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
     return put_in_place(folder, place)

@@ -84,22 +84,22 @@ def check(folder: Path) -> list[SealedFile]:
             )
         size = file.stat().st_size
         if size != entry.bytes:
-            raise DamagedCheckpoint(
-                "checkpoint-file-wrong-size",
-                checkpoint=folder.name,
-                file=entry.name,
-                size=size,
-                listed=entry.bytes,
+            raise _changed(
+                folder, entry.name, f"it has {size} bytes, but should have {entry.bytes}"
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
     with _several(sum(entry.bytes for entry in entries)) as each:
         found = each(lambda entry: measured(folder / entry.name), largest_first)
         changed = [old.name for old, new in zip(largest_first, found, strict=True) if old != new]
     if changed:
-        raise DamagedCheckpoint(
-            "checkpoint-file-changed", checkpoint=folder.name, file=changed[0], against=MANIFEST
-        )
+        raise _changed(folder, changed[0], f"its digest is not the one in {MANIFEST}")
     return entries
+
+
+def _changed(folder: Path, name: str, difference: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        "checkpoint-file-changed", checkpoint=folder.name, file=name, difference=difference
+    )
 
 
 @contextmanager
@@ -121,10 +121,8 @@ def listed(folder: Path) -> list[SealedFile]:
     sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
     text = _read(folder / MANIFEST)
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
-        raise DamagedCheckpoint(
-            "checkpoint-file-changed", checkpoint=folder.name, file=MANIFEST, against=SEAL
-        )
-    try:
+        raise _changed(folder, MANIFEST, f"its SHA-256 is not the one in {SEAL}")
+    with believed(folder / MANIFEST):
         found: Any = json.loads(text)
         if (version := found["format"]) != FORMAT:
             raise DamagedCheckpoint(
@@ -139,27 +137,19 @@ def listed(folder: Path) -> list[SealedFile]:
             SealedFile(str(each["name"]), int(each["bytes"]), str(each[_DIGEST]))
             for each in found["files"]
         ]
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise _no_manifest(folder, str(error)) from None
-    if step_in(folder.name) not in (None, step):
-        raise DamagedCheckpoint(
-            "checkpoint-of-another-step", checkpoint=folder.name, file=MANIFEST, step=step
-        )
-    for entry in entries:
-        if not _PLAIN.fullmatch(entry.name):
-            raise _no_manifest(folder, f"it names a file {entry.name!r} outside its folder")
-    names = {entry.name for entry in entries}
-    if STATE not in names or not any(
-        name == MODEL or name.startswith(MODEL_PART) for name in names
-    ):
-        raise _no_manifest(folder, f"it lists no {STATE if STATE not in names else 'model'}")
+        if step_in(folder.name) not in (None, step):
+            raise DamagedCheckpoint(
+                "checkpoint-of-another-step", checkpoint=folder.name, file=MANIFEST, step=step
+            )
+        for entry in entries:
+            if not _PLAIN.fullmatch(entry.name):
+                raise ValueError(f"it names a file {entry.name!r} outside its folder")
+        names = {entry.name for entry in entries}
+        if STATE not in names:
+            raise ValueError(f"it lists no {STATE}")
+        if not any(name == MODEL or name.startswith(MODEL_PART) for name in names):
+            raise ValueError("it lists no model")
     return entries
-
-
-def _no_manifest(folder: Path, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        "not-a-checkpoint-manifest", checkpoint=folder.name, file=MANIFEST, reason=reason
-    )
 
 
 @contextmanager
@@ -193,15 +183,15 @@ def believed(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path) -> bytes:
-    try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode):  # reading a pipe could block for ever
+    with believed(file):
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
             raise DamagedCheckpoint(
-                "checkpoint-file-unreadable",
-                checkpoint=file.parent.name,
-                file=file.name,
-                reason="it is not a regular file",
-            )
+                "checkpoint-file-missing", checkpoint=file.parent.name, file=file.name
+            ) from None
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe could block for ever
+            raise OSError("it is not a regular file")
         if found.st_size > LARGEST:
             raise DamagedCheckpoint(
                 "checkpoint-file-too-large",
@@ -211,14 +201,3 @@ def _read(file: Path) -> bytes:
                 most=LARGEST,
             )
         return file.read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(
-            "checkpoint-file-missing", checkpoint=file.parent.name, file=file.name
-        ) from None
-    except OSError as error:
-        raise DamagedCheckpoint(
-            "checkpoint-file-unreadable",
-            checkpoint=file.parent.name,
-            file=file.name,
-            reason=str(error.strerror),
-        ) from None

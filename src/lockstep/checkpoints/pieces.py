@@ -91,7 +91,7 @@ class Keeps(Protocol):
         """Return the state by name, without ranks: what is equal on all ranks, and what only this
         rank has. Every rank calls it.
         """
-        ...
+        return {}, {}
 
     def take_back(
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
@@ -99,7 +99,7 @@ class Keeps(Protocol):
         """Restore the state. `by_rank` has an entry for every rank of the run that saved it, which
         may be more or fewer than there are now.
         """
-        ...
+        return
 
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
@@ -135,7 +135,7 @@ def method_kept(
         digits, key = match.groups()
         if len(digits) > 9 or int(digits) >= len(checkpoint.entries):
             raise DamagedCheckpoint(
-                "state-of-unknown-rank", checkpoint=checkpoint.folder.name, file=METHOD + name
+                "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=METHOD + name
             )
         by_rank.setdefault(int(digits), {})[key] = tensor
     return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]

@@ -196,13 +196,14 @@ class Commit:
         folder = folders.unfinished(self.directory, step, self.everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, images)
         said = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
+        place = folders.folder_of(self.directory, step)
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
         complaint = None
         if not failed and self.rank == 0:
             everything = [SealedFile(**each) for part in said for each in part["files"]]
             try:
                 self.guard()
-                complaint = done(files.commit(folder, self.directory, step, everything, state))
+                complaint = done(files.commit(folder, place, step, everything, state))
             except Exception as problem:  # the other ranks wait for the outcome
                 failed = {0: self._why(problem)}
         told = self.everybodys({"failed": failed, "complaint": complaint})[0]
@@ -213,12 +214,11 @@ class Commit:
             rank, text = min(failed.items())
             raise LockstepError(
                 "checkpoint-not-written",
-                checkpoint=str(folders.folder_of(self.directory, step)),
+                checkpoint=str(place),
                 where="" if len(said) == 1 else f" on rank {rank}",
                 reason=text,
             )
-        complained: str | None = told["complaint"]
-        return complained
+        return None if told["complaint"] is None else str(told["complaint"])
 
     def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
         total = sum(self.everybodys(sum(map(len, images.values()))))

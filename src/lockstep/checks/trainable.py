@@ -59,7 +59,7 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
         raise UsageError("loss-not-one-number", what="the loss", shape=list(loss.shape))
     if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
         raise UsageError(
-            "number-out-of-range",
+            "wrong-value",
             name="weight",
             value=weight,
             expected="a finite number of at least 0",

@@ -66,7 +66,7 @@ def counts_of(text: str, expected: str, least: int = 1) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     counts = [int(part) for part in parts if part.isdecimal()]
     if len(counts) < max(least, len(parts)) or 0 in counts:
-        raise UsageError("wrong-type", name="workers", value=text, expected=expected)
+        raise UsageError("wrong-value", name="workers", value=text, expected=expected)
     return counts
 
 

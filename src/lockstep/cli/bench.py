@@ -299,7 +299,7 @@ def _sizes(text: str) -> list[int]:
     ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts and parts[n]]
     if not ends or ends[0] > ends[-1]:
         expected = "FROM..TO in bytes, such as 4K..64M"
-        raise UsageError("wrong-type", name="sizes", value=text, expected=expected)
+        raise UsageError("wrong-value", name="sizes", value=text, expected=expected)
     found = [ends[0]]
     while found[-1] * 4 <= ends[-1]:
         found.append(found[-1] * 4)

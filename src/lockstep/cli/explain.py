@@ -20,7 +20,7 @@ _PAGE = """# Errors
 
 This page is generated: `lockstep explain > docs/reference/errors.md`.
 
-An error ends with its code: `error: --epochs 0: ... [not-a-whole-number]`. `lockstep explain CODE` prints its entry.
+An error ends with its code: `error: --epochs 0: ... [wrong-value]`. `lockstep explain CODE` prints its entry.
 """
 
 

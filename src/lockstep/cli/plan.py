@@ -188,7 +188,7 @@ def counts_of(text: str) -> list[int]:
     numbers sorted and without repetition. Raises UsageError for other text.
     """
     wrong = UsageError(
-        "wrong-type",
+        "wrong-value",
         name="workers",
         value=text,
         expected="a number of ranks such as 512, several such as 1,2,4, or powers of two such as"

@@ -323,7 +323,7 @@ def _rows(text: str) -> list[list[float]]:
         ]
     except ValueError:
         expected = 'numbers, and split rows by semicolons, such as "1,2,3;4,5,6"'
-        raise UsageError("wrong-type", name="values", value=text, expected=expected) from None
+        raise UsageError("wrong-value", name="values", value=text, expected=expected) from None
     for value in (
         value
         for row in rows

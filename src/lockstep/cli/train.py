@@ -91,14 +91,14 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
 
     workers = None if choice.workers is None else str(choice.workers)
     balance = None if config.balance is None else Balance.of(config.balance)
-    for option, count in (
-        (f"--mesh {config.mesh}", None if config.mesh is None else config.mesh.size),
-        (f"--balance {config.balance}", None if balance is None else len(balance.weights)),
+    for name, value, count in (
+        ("mesh", str(config.mesh), None if config.mesh is None else config.mesh.size),
+        ("balance", config.balance, None if balance is None else len(balance.weights)),
     ):
         if count is None:
             continue
         if workers is not None and ":" in workers:
-            raise UsageError("range-of-workers-with-places", option=option, count=count)
+            raise UsageError("range-of-workers", name=name, value=value, workers=count)
         workers = workers or str(count)
     return workers
 

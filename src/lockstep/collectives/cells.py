@@ -8,32 +8,12 @@ are, and are packed into one message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.reduce_op import COMBINE
-
-
-class Cells(Protocol):
-    """One rank's cells."""
-
-    def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
-        """Return the cells' content as contiguous tensors. Each is sent as one message."""
-        ...
-
-    def incoming(self, cells: Sequence[int]) -> list[Tensor]:
-        """Return tensors of the same sizes, into which the content may be received."""
-        ...
-
-    def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
-        """Replace the cells' content by what arrived (in `incoming`, or elsewhere)."""
-        ...
-
-    def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
-        """Reduce what arrived into the cells' content."""
-        ...
+from lockstep.collectives.schedule import spans
 
 
 class FlatCells:
@@ -46,20 +26,29 @@ class FlatCells:
         self._edges = edges
 
     def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
+        """Return the cells' content as contiguous tensors. Each is sent as one message."""
         first, last = cells[0], cells[-1]
         if last - first == len(cells) - 1:
             return [self._flat[self._edges[first] : self._edges[last + 1]]]
         # The cells wrap around: after the last comes the first.
         return [self._flat[self._edges[first] :], self._flat[: self._edges[last + 1]]]
 
+    @classmethod
+    def cut(cls, flat: Tensor, cells: int) -> FlatCells:
+        """Cut a flat tensor into cells of about equal size."""
+        return cls(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
+
     incoming = outgoing
+    """Returns tensors of the same sizes, into which the content may be received."""
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
+        """Replace the cells' content by what arrived (in `incoming`, or elsewhere)."""
         for mine, theirs in zip(self.outgoing(cells), arrived, strict=True):
             if mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
+        """Reduce what arrived into the cells' content."""
         for mine, theirs in zip(self.outgoing(cells), arrived, strict=True):
             COMBINE[op](mine, theirs, out=mine)
 
@@ -93,6 +82,10 @@ class LooseCells:
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
         raise AssertionError("pieces that are tensors of their own are moved, never reduced")
+
+
+Cells = FlatCells | LooseCells
+"""One rank's cells."""
 
 
 def edges_of(sizes: Sequence[int]) -> list[int]:

@@ -333,7 +333,7 @@ class Group:
         if not dist.is_initialized():
             if len(cls._of_process_group):
                 raise UsageError("process-group-destroyed", what="a collective")
-            raise UsageError("no-world-open")
+            raise UsageError("no-world-open", why="")
         world = dist.group.WORLD
         assert world is not None
         group = cls.of(world)

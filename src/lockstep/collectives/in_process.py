@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import Cells, FlatCells, LooseCells, edges_of
 from lockstep.collectives.reduce_op import check_op, check_rows, working_dtype
-from lockstep.collectives.schedule import Kind, Schedule, held_before, spans, wanted_after
+from lockstep.collectives.schedule import Kind, Schedule, held_before, wanted_after
 from lockstep.collectives.tensor_spec import TensorSpec, check_pieces
 from lockstep.errors import UsageError
 
@@ -78,7 +78,7 @@ def _reduced(
     check_op(op, tensors[0])
     schedule = schedule_of(kind, algorithm, len(tensors), root=root, ranks_per_node=ranks_per_node)
     flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
-    execute(schedule, [_cut(flat, schedule.cells) for flat in flats], op)
+    execute(schedule, [FlatCells.cut(flat, schedule.cells) for flat in flats], op)
     for rank, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
         if kind == "all_reduce" or rank == root:
             tensor.copy_((flat.div_(len(tensors)) if op == "mean" else flat).view(tensor.shape))
@@ -91,7 +91,7 @@ def broadcast(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree")
     _check_alike(tensors)
     schedule = schedule_of("broadcast", algorithm, len(tensors), root=root)
     flats = [tensor.detach().reshape(-1).clone() for tensor in tensors]
-    execute(schedule, [_cut(flat, schedule.cells) for flat in flats])
+    execute(schedule, [FlatCells.cut(flat, schedule.cells) for flat in flats])
     for tensor, flat in zip(tensors, flats, strict=True):
         tensor.copy_(flat.view(tensor.shape))
     return list(tensors)
@@ -171,10 +171,6 @@ def _moved(
         ]
         for rank, mine in enumerate(cells)
     ]
-
-
-def _cut(flat: Tensor, cells: int) -> FlatCells:
-    return FlatCells(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:

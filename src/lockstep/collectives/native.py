@@ -45,7 +45,7 @@ def memory_of(group: Group, asked_by: str = "algorithm") -> HostMemory:
     `asked_by`.
     """
     if group.memory is None:
-        raise UsageError("shared-memory-impossible", name=asked_by)
+        raise UsageError("shared-memory-impossible", what=f"{asked_by}='shared_memory'")
     return group.memory
 
 

@@ -29,31 +29,28 @@ class Link:
 
     def __post_init__(self) -> None:
         number("latency", self.latency, least=0, unit="seconds")
-        _rate("bandwidth", self.bandwidth)
+        if self.bandwidth != float("inf"):
+            number("bandwidth", self.bandwidth, above=0, unit="bytes per second")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """Nodes of `ranks_per_node` ranks. `within` is each rank's own link to the ranks of its node.
     `between` is a node's link to the other nodes, which its ranks share.
-
-    `reduce_rate` is how many bytes per second a rank adds; infinite by default.
     """
 
     within: Link
     between: Link
     ranks_per_node: int = 1
-    reduce_rate: float = float("inf")
 
     def __post_init__(self) -> None:
         whole("ranks_per_node", self.ranks_per_node)
-        _rate("reduce_rate", self.reduce_rate)
 
     @classmethod
-    def flat(cls, latency: float, bandwidth: float, reduce_rate: float = float("inf")) -> Network:
+    def flat(cls, latency: float, bandwidth: float) -> Network:
         """Return a network in which every rank is a node of its own."""
         link = Link(latency, bandwidth)
-        return cls(link, link, 1, reduce_rate)
+        return cls(link, link)
 
     def time(self, schedule: Schedule, bytes: float) -> float:
         """Return the seconds that the schedule takes for a tensor of `bytes` bytes on every rank
@@ -82,14 +79,7 @@ class Network:
             _busiest(source, out, nodes),
             _busiest(target, out, nodes),
         )
-        adding = _busiest(each.dst, size / self.reduce_rate, world) if each.reduce else 0.0
-        return latency + moving + adding
-
-
-def _rate(name: str, value: float) -> None:
-    """Raise a UsageError unless `value` is a positive rate. Infinity is allowed."""
-    if value != float("inf"):
-        number(name, value, above=0, unit="bytes per second")
+        return latency + moving
 
 
 def _busiest(who: Ranks, seconds: NDArray[Any], count: int) -> float:

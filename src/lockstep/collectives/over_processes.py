@@ -190,9 +190,6 @@ def lanes_of(flat: Tensor, schedule: Schedule) -> list[Cells]:
     message = flat.numel() * flat.element_size() * largest // schedule.cells
     lanes = min(_MOST_LANES, max(1, message // LANE))
     return [
-        FlatCells(
-            flat[start:stop],
-            [begin for begin, _ in spans(stop - start, schedule.cells)] + [stop - start],
-        )
+        FlatCells.cut(flat[start:stop], schedule.cells)
         for start, stop in spans(flat.numel(), lanes)
     ]

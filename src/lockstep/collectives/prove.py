@@ -32,22 +32,17 @@ class Content:
 class Proof:
     """What is true of a schedule that was proved.
 
-    `messages` counts those of all ranks. `messages_of[r]` and `cells_sent_by[r]` count what rank r
-    sends (a cell is 1/cells of the tensor). `orders[cell]` is the order in which the contributions
+    `messages` counts those of all ranks. `cells_sent_by[r]` counts the cells that rank r sends (a
+    cell is 1/cells of the tensor). `orders[cell]` is the order in which the contributions
     of a cell were added, the lower rank first. `same_bits` is whether all ranks that hold a cell at
     the end added it in the same order, and so hold the same bits.
     """
 
     rounds: int
     messages: int
-    messages_of: tuple[int, ...]
     cells_sent_by: tuple[int, ...]
     orders: dict[int, str]
     same_bits: bool
-
-    def share_sent(self, rank: int, cells: int) -> float:
-        """Return how much a rank sends, as a multiple of the tensor."""
-        return self.cells_sent_by[rank] / cells
 
 
 def prove(schedule: Schedule) -> Proof:
@@ -55,7 +50,7 @@ def prove(schedule: Schedule) -> Proof:
     contribution counted exactly once.
     """
     state = _before(schedule)
-    messages, cells = Counter[int](), Counter[int]()
+    messages, cells = 0, Counter[int]()
     for number, transfers in enumerate(schedule.transfers(), start=1):
         _check_round(schedule, transfers, number)
         arriving = [
@@ -66,16 +61,14 @@ def prove(schedule: Schedule) -> Proof:
         for transfer, cell, content in arriving:
             held = state[transfer.dst].get(cell)
             state[transfer.dst][cell] = _after(held, content, transfer, cell, number)
+        messages += len(transfers)
         for transfer in transfers:
-            messages[transfer.src] += 1
             cells[transfer.src] += len(transfer.cells)
     orders, same = _check_end(schedule, state)
-    ranks = range(schedule.world)
     return Proof(
         rounds=len(schedule),
-        messages=messages.total(),
-        messages_of=tuple(messages[rank] for rank in ranks),
-        cells_sent_by=tuple(cells[rank] for rank in ranks),
+        messages=messages,
+        cells_sent_by=tuple(cells[rank] for rank in range(schedule.world)),
         orders=orders,
         same_bits=same,
     )

@@ -93,27 +93,8 @@ class Schedule:
     def transfers(self) -> Iterator[list[Transfer]]:
         """Yield the transfers of every round, counting repeats."""
         for each in self.rounds:
-            starts = list(
-                zip(
-                    each.src.tolist(),
-                    each.dst.tolist(),
-                    each.cell.tolist(),
-                    each.count.tolist(),
-                    strict=True,
-                )
-            )
             for turn in range(each.repeat):
-                yield [
-                    Transfer(
-                        src,
-                        dst,
-                        tuple(
-                            (cell + turn * each.shift + more) % self.cells for more in range(count)
-                        ),
-                        each.reduce,
-                    )
-                    for src, dst, cell, count in starts
-                ]
+                yield [self._transfer(each, number, turn) for number in range(len(each))]
 
     def of_rank(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
         """Yield what one rank sends and what it receives in every round. Rounds in which it does
@@ -178,10 +159,10 @@ def together(
     return Round(sources, targets, cells, counts, reduce, repeat, shift)
 
 
-def followed_by(first: Schedule, second: Schedule, name: str, kind: Kind) -> Schedule:
-    """Return a schedule that runs `first`, then `second`."""
+def followed_by(first: Schedule, second: Schedule, name: str) -> Schedule:
+    """Return an all-reduce that runs `first`, then `second`."""
     assert (first.world, first.cells) == (second.world, second.cells)
-    return replace(first, name=name, kind=kind, rounds=(*first.rounds, *second.rounds))
+    return replace(first, name=name, kind="all_reduce", rounds=(*first.rounds, *second.rounds))
 
 
 def spans(numel: int, cells: int) -> list[tuple[int, int]]:

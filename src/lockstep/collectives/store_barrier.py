@@ -14,21 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.collectives.fingerprints import listed
 from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed
 
 _ALL_HERE = "all"
 _HEARTBEAT = timedelta(seconds=1)
-
-
-class Clock(Protocol):
-    """The functions of the module `time` that `meet` uses."""
-
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
 
 
 def wait(
@@ -39,12 +33,13 @@ def wait(
     timeout: timedelta,
     look: Callable[[], None] = lambda: None,
     what: str = "reach the barrier",
-    clock: Clock = time,
+    clock: Any = time,
 ) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
     `what` says in the error what the missing ranks have not done. While this rank waits, it calls
-    `look` from time to time, which may raise another error about the ranks. Raises BarrierTimeout
+    `look` from time to time, which may raise another error about the ranks. `clock` has the
+    functions of the module `time`. Raises BarrierTimeout
     on every rank, also on late ones, if some ranks have not come when the first rank has waited for
     `timeout`.
     """
@@ -76,9 +71,7 @@ def wait(
         raise BarrierTimeout(
             "barrier-came-late" if rank in missing else "barrier-timeout",
             missing=missing,
-            who=f"rank {missing[0]}"
-            if len(missing) == 1
-            else f"ranks {', '.join(map(str, missing))}",
+            who=listed(missing),
             size=size,
             what=what,
             seconds=timeout.total_seconds(),

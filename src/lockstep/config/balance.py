@@ -38,7 +38,9 @@ class Balance:
             weights = tuple(map(float, value.split(",")) if isinstance(value, str) else value)
         except (TypeError, ValueError):
             expected = "a number for each rank, such as 2,1,1"
-            raise UsageError("wrong-type", name="balance", value=value, expected=expected) from None
+            raise UsageError(
+                "wrong-value", name="balance", value=value, expected=expected
+            ) from None
         return cls(weights)
 
     def check(self, method: Parallelism, ranks: int) -> None:

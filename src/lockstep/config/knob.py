@@ -134,7 +134,7 @@ class Field:
             return value if isinstance(value, int | float) else found
         elif not isinstance(value, self._kind):
             expected = {bool: "true or false", str: "a text"}.get(self.type, self.knob.unit)
-            raise UsageError("wrong-type", name=self.name, value=value, expected=expected)
+            raise UsageError("wrong-value", name=self.name, value=value, expected=expected)
         return value
 
 
@@ -189,7 +189,7 @@ def whole(
     except TypeError:
         pass
     expected = _range("a whole number", unit, {"of at least": least})
-    raise error("not-a-whole-number", name=name, value=value, expected=expected)
+    raise error("wrong-value", name=name, value=value, expected=expected)
 
 
 def number(
@@ -209,7 +209,7 @@ def number(
         return float(value)
     bounds = {"of at least": least, "above": above, "at most": most, "below": below}
     expected = _range("a number", unit, bounds)
-    raise error("number-out-of-range", name=name, value=value, expected=expected)
+    raise error("wrong-value", name=name, value=value, expected=expected)
 
 
 def _range(kind: str, unit: str, bounds: Mapping[str, float]) -> str:

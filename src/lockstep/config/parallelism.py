@@ -217,7 +217,7 @@ class Parallelism:
         value = _number(text.removesuffix("%"))
         if isinstance(value, str):
             expected = "a share of the steps, as 0.01 or 1%"
-            raise UsageError("wrong-type", name="witness", value=text, expected=expected)
+            raise UsageError("wrong-value", name="witness", value=text, expected=expected)
         share = value / 100 if text.endswith("%") else value
         return float(knob.number("witness", share, above=0, most=1))
 

@@ -50,7 +50,9 @@ class Parts:
             isinstance(name, str) for name in self.stages or ()
         ):
             expected = "a list of module names, one for each stage after the first"
-            raise TaskError("wrong-type", name="Parts.stages", value=self.stages, expected=expected)
+            raise TaskError(
+                "wrong-value", name="Parts.stages", value=self.stages, expected=expected
+            )
         if self.heads is not None:
             knob.whole("Parts.heads", self.heads, error=TaskError)
         for name, style in self.tensor.items():

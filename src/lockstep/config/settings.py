@@ -99,7 +99,7 @@ class Config(Parallelism):
         if self.schedule != SCHEDULE and (self.mesh is None or self.mesh.pipeline == 1):
             raise UsageError("no-pipeline", schedule=self.schedule)
         if self.precision == "fp16" and self.alone:
-            raise UsageError("fp16-with-own-steps", update=self.update, sync_every=self.sync_every)
+            raise UsageError("fp16-with-several-scales", option=self.describe())
         if self.mesh is not None:
             check_parts(self.mesh, self.precision, compile=self.compile)
 
@@ -219,7 +219,7 @@ def check_parts(
 ) -> None:
     """Raise a UsageError for an option that a split model does not support."""
     if not mesh.only_data and precision == "fp16":
-        raise UsageError("fp16-with-mesh", mesh=str(mesh))
+        raise UsageError("fp16-with-several-scales", option=f"mesh={str(mesh)!r}")
     if not mesh.only_data and compile:
         raise UsageError("compile-with-mesh", mesh=str(mesh))
     if not mesh.only_data and average:

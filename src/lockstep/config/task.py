@@ -240,11 +240,11 @@ class Task:
                 if len(data) == 0:
                     raise TaskError("empty-dataset", name=f"Task.{name}")
             elif name == "eval_data":
-                raise TaskError("eval-data-not-map-style", kind=kind)
+                raise TaskError("not-map-style", name="Task.eval_data", kind=kind)
             elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
                 raise TaskError("not-a-dataset", kind=kind)
             elif self.order is not None:  # a stream may be empty: that is only known later
-                raise TaskError("stream-with-order", kind=kind)
+                raise TaskError("numbers-of-stream", name="Task.order", dataset=kind)
 
     def _check_evaluation(self) -> None:
         if self.best_mode is not None:

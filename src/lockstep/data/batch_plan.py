@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,43 +20,6 @@ from lockstep.errors import UsageError
 
 # positions in one call of an order: a permutation takes as long for one as for a hundred
 _AT_ONCE = 4096
-
-
-class BatchPlan(Protocol):
-    """How epochs are cut into steps and micro-batches. All answers are the same on every rank."""
-
-    @property
-    def order(self) -> Order | Batches: ...
-
-    def plan(self, epoch: int) -> Plan: ...
-
-    def first(self, epoch: int) -> int:
-        """Return the number of the epoch's first step, counted over all epochs."""
-        ...
-
-    def resume(self, epoch: int, first: int) -> None:
-        """Take the number of the epoch's first step from a saved state. Raises UsageError if this
-        plan knows another number.
-        """
-        ...
-
-    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
-        """Yield the sample indices of each micro-batch in these slots of these steps. Step 0 is the
-        epoch's first.
-        """
-        ...
-
-    def counts(self, cut: Cut, slots: range) -> list[int] | None:
-        """Return the number of samples in each of these slots of a step, none of them empty. None:
-        each has as many samples as positions.
-        """
-        ...
-
-    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str: ...
-
-    def fields(self) -> dict[str, Any]:
-        """Return the sizes that must not change during a training, by name."""
-        ...
 
 
 class ByPosition:
@@ -70,12 +33,19 @@ class ByPosition:
         return self._plan
 
     def first(self, epoch: int) -> int:
+        """Return the number of the epoch's first step, counted over all epochs."""
         return epoch * self._plan.steps_per_epoch
 
     def resume(self, epoch: int, first: int) -> None:
+        """Take the number of the epoch's first step from a saved state. Raises UsageError if this
+        plan knows another number.
+        """
         _compare_first(epoch, first, self.first(epoch))
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch in these slots of these steps. Step 0 is the
+        epoch's first.
+        """
         plan, mine = self._plan, self._places(slots)
         if not mine:
             return
@@ -102,12 +72,14 @@ class ByPosition:
         )
 
     def counts(self, cut: Cut, slots: range) -> None:
-        return None
+        """Return None: each slot has as many samples as positions."""
+        return
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
         return self._plan.describe(size, owner, by_rank)
 
     def fields(self) -> dict[str, Any]:
+        """Return the sizes that must not change during a training, by name."""
         return {
             "global_batch": self._plan.global_batch,
             "micro_batch": self._plan.micro_batch,
@@ -157,6 +129,7 @@ class ByBatch:
                     yield self._batch(epoch, number.start)
 
     def counts(self, cut: Cut, slots: range) -> list[int]:
+        """Return the number of samples in each of these slots of a step, none of them empty."""
         return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in slots]
 
     def _find(self, epoch: int, number: int) -> list[int]:
@@ -174,7 +147,11 @@ class ByBatch:
         return {"micro_batches": self._size, "drop_last": self._drop_last}
 
 
+BatchPlan = ByPosition | ByBatch
+"""How epochs are cut into steps and micro-batches. All answers are the same on every rank."""
+
+
 def _compare_first(epoch: int, theirs: int, ours: int) -> None:
     if theirs != ours:
         difference = f"epoch {epoch} began with step {theirs} and begins with step {ours}"
-        raise UsageError("state-of-other-training", difference=difference)
+        raise UsageError("another-training", place="the state", differences=difference)

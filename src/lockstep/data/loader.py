@@ -264,8 +264,9 @@ class Loader(WindowLoader[Epoch]):
         steps = self.batch_plan.plan(position.epoch).steps_per_epoch
         if position.place >= steps and position.place:
             raise UsageError(
-                "state-of-other-training",
-                difference=f"step_in_epoch={position.place} is not in epoch {position.epoch},"
+                "another-training",
+                place="the state",
+                differences=f"step_in_epoch={position.place} is not in epoch {position.epoch},"
                 f" which has {steps} steps",
             )
         self._turns.next()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +29,6 @@ class Piece:
     number: int
     rows: range
     batch: Any
-
-
-class Rows(Protocol):
-    """The rows of all ranks. Iteration yields this rank's batches, in order."""
-
-    total: int
-    """Number of rows of all ranks."""
-    count: int
-    """Number of batches of all ranks."""
-    size: int
-    """Number of rows of a batch; the last batch has the rest."""
-
-    def __iter__(self) -> Iterator[Piece]: ...
-
-    def close(self) -> None: ...
 
 
 class DatasetRows:
@@ -125,6 +110,12 @@ class BatchRows:
         return tuple(self._cut(value, rows) for value in part)
 
 
+Rows = DatasetRows | BatchRows
+"""The rows of all ranks, `total` of them in `count` batches of `size` rows; the last batch has the
+rest. Iteration yields this rank's batches, in order.
+"""
+
+
 def is_batch(data: Any) -> bool:
     """Whether `data` is one batch of tensors rather than a data set."""
     return isinstance(data, (Tensor, tuple, dict))
@@ -137,12 +128,13 @@ def _rows_of(batch: Any) -> int:
             kind = "a 0-d tensor" if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise UsageError("not-a-batch-of-tensors", part=name, kind=kind)
     lengths = {name: len(part) for name, part in parts.items()}
-    if len(set(lengths.values())) != 1:
-        found = (
-            ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            or "it holds no tensor"
+    if not lengths:
+        raise UsageError("batch-without-tensors", kind=type(batch).__name__)
+    if len(set(lengths.values())) > 1:
+        raise UsageError(
+            "tensors-of-unequal-length",
+            lengths=[f"{length} in {name}" for name, length in lengths.items()],
         )
-        raise UsageError("rows-differ", found=found)
     total = next(iter(lengths.values()))
     if total == 0:
         raise UsageError("empty-dataset", name="the batch")

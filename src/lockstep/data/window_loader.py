@@ -141,7 +141,7 @@ def read_state(
         if ours.get(name) != theirs.get(name)
     ]
     if differing:
-        raise UsageError("state-of-other-training", difference="; ".join(differing))
+        raise UsageError("another-training", place="the state", differences="; ".join(differing))
     return position, step
 
 

@@ -144,17 +144,6 @@ class Plan:
         epoch, place = divmod(step, self.steps_per_epoch)
         return self.at(place, epoch, step)
 
-    def cuts(self, epoch: int, begin: int = 0, first: int | None = None) -> Iterator[Cut]:
-        """Iterate over the cuts of one epoch from its step `begin` on, in order.
-
-        `first` is the number of the epoch's first step. It is needed if the epochs before it had
-        other lengths.
-        """
-        number = epoch * self.steps_per_epoch if first is None else first
-        return (
-            self.at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch)
-        )
-
     def at(self, place: int, epoch: int, step: int, by_rank: tuple[int, ...] = ()) -> Cut:
         """Return the cut of step number `place` of an epoch, number `step` over all epochs."""
         start = place * self.global_batch

@@ -31,16 +31,13 @@ from lockstep.collectives.native import memory_of
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.resident import Along
 from lockstep.collectives.work import Handle, Later, Work
-from lockstep.config.knob import chosen
 from lockstep.data.windows import BY_RANKS, Cut, Window
 from lockstep.errors import LateGradient, UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.fold import Fold
 from lockstep.gradients.layout import Layout
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import REDUCTIONS, Native, Reduction
-
-_CARRIERS = ("auto", "native", "shared_memory")
+from lockstep.gradients.reductions import Native, Reduction
 
 
 class ExactReduction(Reduction):
@@ -357,13 +354,9 @@ class TreeFold(Fold):
 
 
 def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int) -> Reducer:
-    """Return a Reducer that adds along the tree. "auto" uses shared memory if the ranks have it.
-    Raises UsageError if `reduce` cannot be exact.
+    """Return a Reducer that adds along the tree. `reduce` is one that can be exact: "auto" (shared
+    memory if the ranks have it), "native" or "shared_memory".
     """
-    if reduce not in _CARRIERS:
-        if reduce in REDUCTIONS:
-            raise UsageError("exact-with-reduce", reduce=reduce)
-        chosen("reduce", reduce, _CARRIERS)
     in_memory = (
         reduce != "native"
         and group.size > 1

@@ -259,7 +259,11 @@ class Reducer:
         """
         if sorted(names) != sorted(self.names):
             raise UsageError(
-                "gradients-of-another-model", parameters=sorted(set(names) ^ set(self.names))
+                "checkpoint-of-another-model",
+                checkpoint="the checkpoint",
+                task="this training",
+                differences=f"{sorted(set(names) ^ set(self.names))} have no place in the order of"
+                " gradients",
             )
         numbers = {name: number for number, name in enumerate(self.names)}
         self._lay([numbers[name] for name in names])

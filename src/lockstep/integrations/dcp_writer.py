@@ -99,7 +99,7 @@ class LockstepWriter(dcp.StorageWriter):
             keys = list(metadata.state_dict_metadata)[:3]
             raise UsageError("state-without-model", prefix=self._prefix, keys=keys)
         step = folders.step_in(self._place.name) or 0
-        files.commit_at(self._folder, self._place, step, entries, {VALUES: values})
+        files.commit(self._folder, self._place, step, entries, {VALUES: values})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:

@@ -73,7 +73,7 @@ class LockstepCheckpointIO(CheckpointIO):
             files.check_room(folder, sum(map(len, images.values())))
             entries = files.write_parts(folder, images)
             _unlink(place)
-            files.commit_at(folder, place, step, entries, state)
+            files.commit(folder, place, step, entries, state)
         except OSError as error:
             remove_tree(folder, ignore_errors=True)
             raise LockstepError(

@@ -351,7 +351,7 @@ class Workers:
         if first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last):
             return cls(int(first), int(last))
         expected = "a number of at least 1, or the least and the most as in 1:4"
-        raise UsageError("wrong-type", name="workers", value=text, expected=expected)
+        raise UsageError("wrong-value", name="workers", value=text, expected=expected)
 
     @property
     def elastic(self) -> bool:

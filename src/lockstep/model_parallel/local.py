@@ -104,7 +104,7 @@ class Locals:
             for parameter in group["params"]:
                 if id(parameter) not in known:
                     raise UsageError(
-                        "parameter-not-of-model", group=number, shape=str(list(parameter.shape))
+                        "optimizer-of-another-model", group=number, shape=list(parameter.shape)
                     )
 
     def counted(self, name: str) -> bool:

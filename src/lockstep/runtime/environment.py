@@ -163,7 +163,7 @@ def rank_and_size() -> tuple[int, int]:
         return 0, 1
     names = place.source.split(" and ")
     raise UsageError(
-        "not-initialized", why=f"{names[0]}={place.rank} and {names[1]}={place.size} are set"
+        "no-world-open", why=f" but {names[0]}={place.rank} and {names[1]}={place.size} are set"
     )
 
 

@@ -56,7 +56,7 @@ class StepperOptions:
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:  # inf is allowed: it only measures the norm
             raise UsageError(
-                "number-out-of-range", name="clip", value=self.clip, expected="a number above 0"
+                "wrong-value", name="clip", value=self.clip, expected="a number above 0"
             )
         knob.chosen("unused", self.unused, UNUSED)
         check_checks(self.checks)

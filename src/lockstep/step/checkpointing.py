@@ -237,7 +237,12 @@ class Checkpoints:
         if step is not None:
             folder = folders.folder_of(self.directory, step)
             if not folder.exists():
-                raise UsageError("no-checkpoint-of-step", step=step, directory=str(self.directory))
+                raise UsageError(
+                    "no-such-step",
+                    step=step,
+                    run=self.directory,
+                    there=[each.name for each in folders.written(self.directory)],
+                )
             return files.read(folder).folder.name
         newest = folders.newest(self.directory)
         latest = 0 if newest is None else folders.step_of(newest)
@@ -297,7 +302,9 @@ class Checkpoints:
             "for the choice of a checkpoint",
         )
         if said["failed"]:
-            raise problem or PeerFailed("no-usable-checkpoint", directory=str(self.directory))
+            raise problem or PeerFailed(
+                "rank-0-failed", what=f"find a usable checkpoint in {self.directory}"
+            )
         found: str | None = said["folder"]
         return found
 

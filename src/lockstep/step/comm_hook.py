@@ -42,7 +42,7 @@ def shared_memory_hook(
             gradients, "mean", place=f"for gradient bucket {bucket.index()}"
         ).wait()
     elif group.size > 1:
-        raise UsageError("hook-needs-shared-memory")
+        raise UsageError("shared-memory-impossible", what="shared_memory_hook")
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(gradients)
     return future

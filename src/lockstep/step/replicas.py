@@ -362,7 +362,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _length(batch: Any) -> int:
     lengths = [len(each) for each in _tensors(batch)]
     if not lengths:
-        raise UsageError("batch-without-tensors")
+        raise UsageError("batch-without-tensors", kind=type(batch).__name__)
     if len(set(lengths)) > 1:
         raise UsageError("tensors-of-unequal-length", lengths=lengths)
     return lengths[0]

@@ -100,22 +100,16 @@ def restore(
     form.compare(checkpoint)
     average, averaged = _stored_average(stepper, checkpoint, state), state.get("averaged")
     if optimizer["kind"] != _kind(stepper.optimizer):
-        raise UsageError(
-            "checkpoint-of-another-training",
-            there=optimizer["kind"],
-            here=_kind(stepper.optimizer),
-        )
+        raise _another(optimizer["kind"], _kind(stepper.optimizer))
     method, before = stepper.method.recipe(), state.get("method", {})
     if method != before:
-        raise UsageError("checkpoint-of-another-training", there=_said(before), here=_said(method))
+        raise _another(_said(before), _said(method))
     names = [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
     everyones = [list(members) for members in form.groups(names)]
     saved = [each["parameters"] for each in optimizer["groups"]]
     if [sorted(members) for members in everyones] != [sorted(members) for members in saved]:
-        raise UsageError(
-            "checkpoint-of-another-training",
-            there=f"parameter groups of {_shape(saved)} parameters",
-            here=f"groups of {_shape(everyones)}",
+        raise _another(
+            f"parameter groups of {_shape(saved)} parameters", f"groups of {_shape(everyones)}"
         )
     stepper.steps = int(state["steps"])
     stepper.part_if_due()
@@ -143,10 +137,9 @@ def restore(
     for name, target in _followers(stepper, scheduler):
         stored = state.get(name)
         if (target is None) != (stored is None):
-            raise UsageError(
-                "checkpoint-of-another-training",
-                there=f"{'no' if stored is None else 'a'} {name}",
-                here=f"{'no' if target is None else 'a'} {name}",
+            raise _another(
+                f"{'no' if stored is None else 'a'} {name}",
+                f"{'no' if target is None else 'a'} {name}",
             )
         if target is not None:
             target.load_state_dict(decoded(stored))
@@ -162,12 +155,20 @@ def _stored_average(
     average, count = stepper.average, state.get("averaged")  # older checkpoints lack it
     if (average is None) != (count is None):
         there, here = (f"{'no' if each is None else 'an'} average" for each in (count, average))
-        raise UsageError("checkpoint-of-another-training", there=there, here=here)
+        raise _another(there, here)
     if average is None or not count:
         return {}
     found = checkpoint.average()
     compare_forms(forms_of(weights(average.module).items()), forms_of(found.items()))
     return found
+
+
+def _another(there: str, here: str) -> UsageError:
+    return UsageError(
+        "another-training",
+        place="the checkpoint",
+        differences=f"it has {there}, and this training has {here}",
+    )
 
 
 def _followers(stepper: Stepper, scheduler: LRScheduler | None) -> list[tuple[str, Any]]:
@@ -203,7 +204,7 @@ def _optimizer_state(
         state, _, name = key.partition("/")
         if name not in known:
             raise DamagedCheckpoint(
-                "state-of-unknown-parameter", folder=checkpoint.folder.name, file=key
+                "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=key
             )
         states.setdefault(numbers[name], {})[state] = tensor
     return {"state": states, "param_groups": groups}

@@ -197,13 +197,13 @@ def _parsed(file: Path, name: str) -> ast.Module:
     except SyntaxError as error:
         line = f": `{error.text.strip()}`" if error.text else ""
         raise TaskError(
-            "task-file-not-python",
+            "not-python",
             file=name,
             place=f", line {error.lineno}{line}",
             reason=error.msg,
         ) from None
     except ValueError as error:
-        raise TaskError("task-file-not-python", file=name, place="", reason=str(error)) from None
+        raise TaskError("not-python", file=name, place="", reason=str(error)) from None
     except OSError as error:
         raise TaskError(
             "cannot-read", name="task file", file=name, reason=str(error.strerror or error)

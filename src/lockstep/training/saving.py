@@ -202,8 +202,7 @@ def saving_in(
     """
     if run is not None:
         return Saving(run, settings, stepper, loader, scheduler)
-    if settings.log:
-        raise UsageError("log-without-run", log=settings.log)
-    if settings.checkpoints is not None:
-        raise UsageError("checkpoints-without-run", checkpoints=settings.checkpoints)
+    for name, value in (("log", settings.log), ("checkpoints", settings.checkpoints)):
+        if value:
+            raise UsageError("needs-run-directory", name=name, value=value)
     return Unsaved()

@@ -227,6 +227,6 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
     for name, digest in by_rank[0].items():
         ranks = [rank for rank, other in enumerate(by_rank) if other.get(name, digest) != digest]
         if ranks:
-            is_sample = name.startswith(SAMPLE)
-            code = "samples-differ-between-ranks" if is_sample else "task-differs-between-ranks"
-            raise ReplicaDivergence(code, parameter=name, ranks=ranks, others=listed(ranks))
+            raise ReplicaDivergence(
+                "task-differs-between-ranks", parameter=name, ranks=ranks, others=listed(ranks)
+            )

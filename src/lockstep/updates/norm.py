@@ -7,13 +7,13 @@ same bits whichever rank adds which block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import BLOCK
+from lockstep.gradients.reducer import Reducer
 
 _PIECE = 256 * BLOCK  # elements squared at a time: their squares fit into a core's cache
 
@@ -45,35 +45,44 @@ def norm_of(sums: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.to(device, torch.float64) for each in sums]).sum().sqrt()
 
 
-class Summed(Protocol):
-    """Gradients summed over the ranks, as an update holds them on this rank."""
+class InBuckets:
+    """Gradients summed over the ranks, as an update holds them on this rank: a reducer's sums,
+    which every rank has in full.
+    """
 
-    device: torch.device
-    spread: Sequence[Group]
+    spread: Sequence[Group] = ()
     """Groups whose members hold different parts of these gradients."""
 
-    def flats(self) -> Sequence[Tensor]:
-        """This rank's gradients, in flat tensors."""
-        ...
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self.device = reducer, reducer.parameters[0].device
 
-    def blocks(self) -> Sequence[Tensor]:
+    def flats(self) -> list[Tensor]:
+        """This rank's gradients, in flat tensors."""
+        return [bucket.sum for bucket in self._reducer.buckets]
+
+    def blocks(self) -> list[Tensor]:
         """The block sums of all gradients, in the order in which one rank would have them. A
         collective if the gradients are spread over ranks.
         """
-        ...
+        return [block_sums(flat) for flat in self.flats()]
 
     def named(self) -> Iterable[tuple[str, Tensor]]:
         """This rank's gradients, by the names of their parameters."""
-        ...
+        reducer = self._reducer
+        return [
+            (name, each.grad)
+            for name, each in zip(reducer.names, reducer.parameters, strict=True)
+            if each.grad is not None
+        ]
 
 
-Norm = Callable[[Summed, float], Tensor]
+Norm = Callable[[InBuckets, float], Tensor]
 """Returns the norm of the model's gradient, from sums that are still to be divided by a number.
 float64, 0-d. A collective.
 """
 
 
-def whole_norm(summed: Summed, divisor: float) -> Tensor:
+def whole_norm(summed: InBuckets, divisor: float) -> Tensor:
     """The norm if the gradients are those of the whole model."""
     return norm_of(summed.blocks()) / divisor
 
@@ -86,7 +95,7 @@ class SplitNorm:
     def __init__(self, replica: Group, counted: Callable[[str], bool]) -> None:
         self._replica, self._counted = replica, counted
 
-    def __call__(self, summed: Summed, divisor: float) -> Tensor:
+    def __call__(self, summed: InBuckets, divisor: float) -> Tensor:
         """Each rank brings its own `divisor`: along the data axis ranks may sum differently, and
         some have divided already.
         """

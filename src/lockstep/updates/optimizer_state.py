@@ -7,7 +7,7 @@ Users and checkpoints see the whole state, in the form of torch's `Optimizer.sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,30 +20,6 @@ from lockstep.updates.shards import Shards, State, WholeParameters, check_elemen
 Cut = TypeVar("Cut", bound=Shards | WholeParameters)
 
 
-class OptimizerState(Protocol):
-    """What checkpoints and users see of the optimizer."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state in torch's form, on all ranks. Every rank calls it."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load such a state. Every rank calls it with the same state."""
-        ...
-
-    def wholes(self) -> Sequence[Sequence[Tensor]]:
-        """The parameters of every group of the optimizer, whole."""
-        ...
-
-    def pieces(
-        self, name_of: Callable[[Tensor], str]
-    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
-        """The state tensors, named "state/parameter": those that all ranks have, and those that
-        only this rank has.
-        """
-        ...
-
-
 class WholeOptimizer:
     """An optimizer that holds the whole state on this rank."""
 
@@ -52,17 +28,23 @@ class WholeOptimizer:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state in torch's form, on all ranks. Every rank calls it."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load such a state. Every rank calls it with the same state."""
         self._optimizer.load_state_dict(dict(state))
 
     def wholes(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters of every group of the optimizer, whole."""
         return [group["params"] for group in self._optimizer.param_groups]
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
+        """The state tensors, named "state/parameter": those that all ranks have, and those that
+        only this rank has.
+        """
         return (
             whole_pieces(
                 self._optimizer, [each for members in self.wholes() for each in members], name_of
@@ -168,6 +150,10 @@ class CutOptimizer(Generic[Cut]):
         return whole_pieces(self._optimizer, wholes, name_of), list(
             self.shards.state_pieces(self._optimizer, name_of)
         )
+
+
+OptimizerState = WholeOptimizer | CutOptimizer[Any]
+"""What checkpoints and users see of the optimizer."""
 
 
 def elementwise_pieces(

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checks.witness import Witness
-from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import status
-from lockstep.updates.norm import Summed, block_sums
+from lockstep.updates.norm import InBuckets, block_sums
 from lockstep.updates.optimizer_state import (
     CutOptimizer,
     OptimizerState,
@@ -41,7 +40,7 @@ from lockstep.updates.update import NOTHING, Applied, EndedWindow, Update, Updat
 class OwnStep(Update):
     """Steps the optimizer of `updated` on `summed` gradients."""
 
-    def __init__(self, updated: Updated, summed: Summed) -> None:
+    def __init__(self, updated: Updated, summed: InBuckets) -> None:
         self._updated, self._summed = updated, summed
 
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
@@ -155,29 +154,6 @@ def _multiply(flats: Sequence[Tensor], factor: float | Tensor) -> None:
 def _shrink(norm: Tensor, clip: float) -> Tensor:
     """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
     return (clip / (norm + 1e-6)).clamp(max=1.0)
-
-
-class InBuckets:
-    """A reducer's sums (norm.Summed), which every rank has in full."""
-
-    spread: Sequence[Group] = ()
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self.device = reducer, reducer.parameters[0].device
-
-    def flats(self) -> list[Tensor]:
-        return [bucket.sum for bucket in self._reducer.buckets]
-
-    def blocks(self) -> list[Tensor]:
-        return [block_sums(flat) for flat in self.flats()]
-
-    def named(self) -> Iterable[tuple[str, Tensor]]:
-        reducer = self._reducer
-        return [
-            (name, each.grad)
-            for name, each in zip(reducer.names, reducer.parameters, strict=True)
-            if each.grad is not None
-        ]
 
 
 class Replicated(OwnStep):

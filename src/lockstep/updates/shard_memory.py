@@ -8,7 +8,6 @@ Together    the ranks of a host have one copy: each writes its slice of it, noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,36 +24,15 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of a flat place and the values to put there."""
 
 
-class ShardMemory(Protocol):
-    """One flat tensor for each bucket of a layout."""
-
-    flats: list[Tensor]
-    """The tensors in which the parameters lie, as this rank sees them."""
-    updated: list[Tensor]
-    """The same tensors, as this rank writes its updated slices."""
-
-    def fill(self, wholes: Copies, mine: Copies) -> None:
-        """Once: put this rank's parameters into `flats`, or its pieces of them into `updated`."""
-        ...
-
-    def open(self) -> None:
-        """Prepare for the update of slices."""
-        ...
-
-    def gather(self) -> None:
-        """After the update of slices: make every rank see all ranks' slices."""
-        ...
-
-    def differing(self) -> Sequence[Tensor]:
-        """The tensors that must be equal on all ranks, because the next update overwrites them."""
-        ...
-
-
 Slices = Callable[[int], Sequence[range]]
 """Returns a rank's elements of each flat tensor."""
 
 
 class Apart:
+    """One flat tensor for each bucket of a layout: `flats`, in which the parameters lie, as this
+    rank sees them, and `updated`, the same tensors as this rank writes its updated slices.
+    """
+
     def __init__(self, layout: Layout, group: Group, slices: Slices) -> None:
         self._group, self._slices = group, slices
         self.updated = self.flats = self._allocate(layout)
@@ -65,13 +43,15 @@ class Apart:
         ]
 
     def fill(self, wholes: Copies, mine: Copies) -> None:
+        """Once: put this rank's parameters into `flats`, or its pieces of them into `updated`."""
         for place, value in wholes:
             place.copy_(value)
 
     def open(self) -> None:
-        return
+        """Prepare for the update of slices."""
 
     def gather(self) -> None:
+        """After the update of slices: make every rank see all ranks' slices."""
         if self._group.size == 1:
             return
         slices = [self._slices(rank) for rank in range(self._group.size)]
@@ -86,6 +66,7 @@ class Apart:
             work.wait()
 
     def differing(self) -> Sequence[Tensor]:
+        """The tensors that must be equal on all ranks, because the next update overwrites them."""
         return self.flats
 
 
@@ -143,7 +124,9 @@ def can_share(group: Group, layout: Layout) -> bool:
     return all(everybodys(kernel_tells(), group.host, "for shared weights"))
 
 
-def shard_memory(layout: Layout, group: Group, slices: Slices, *, together: bool) -> ShardMemory:
+def shard_memory(
+    layout: Layout, group: Group, slices: Slices, *, together: bool
+) -> Apart | Together:
     """Return the memory that needs the least copying. `together`: this group `can_share` the
     layout.
     """

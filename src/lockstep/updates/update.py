@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.gradients.facts import Facts, Reading
@@ -149,8 +150,9 @@ class EndedWindow:
     """At a server, on rank 0: the windows applied since this rank's last step."""
 
 
-class Update(ABC):
-    """Applies the gradients of one reducer with one optimizer.
+class Update(Keeps, ABC):
+    """Applies the gradients of one reducer with one optimizer. What it `kept` is without the
+    optimizer's state.
 
     The defaults here are for updates in which all ranks take every step in common. An update whose
     ranks step alone between synchronizations overrides them.
@@ -209,14 +211,3 @@ class Update(ABC):
     def model(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the model that all ranks agree on; `weights` are this rank's."""
         return weights
-
-    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The update's state for checkpoints, without the optimizer's (checkpoints/pieces.py,
-        Keeps).
-        """
-        return {}, {}
-
-    def take_back(
-        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
-    ) -> None:
-        return

@@ -126,7 +126,7 @@ class World:
         if not dist.is_initialized():
             if len(World._open):
                 raise UsageError("process-group-destroyed", what="World.current()")
-            raise UsageError("no-world-open")
+            raise UsageError("no-world-open", why="")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:
             raise UsageError("world-failed")
@@ -179,9 +179,7 @@ class World:
         """
         if weight < 0:
             expected = "a count of at least 0"
-            raise UsageError(
-                "number-out-of-range", name="weight", value=float(weight), expected=expected
-            )
+            raise UsageError("wrong-value", name="weight", value=float(weight), expected=expected)
         total = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
         self.control.all_reduce(total, place=f"for mean() {call_site()}").wait()
         return float(total[0] / total[1])

@@ -239,7 +239,7 @@ def test_a_tensor_that_cannot_hold_the_sum_keeps_no_later_one_up() -> None:
 def test_elsewhere_it_is_refused() -> None:
     with (
         lockstep.init(backend="gloo"),
-        refused("shared-memory-impossible", name="algorithm"),
+        refused("shared-memory-impossible", what="algorithm='shared_memory'"),
     ):
         collectives.all_reduce(torch.ones(2), algorithm="shared_memory")
 

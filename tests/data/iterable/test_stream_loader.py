@@ -383,7 +383,7 @@ def own_resume(world: World, after: int, workers: int) -> tuple[Seen, Seen]:
 
 
 def test_another_trainings_state_is_refused() -> None:
-    with refused("state-of-other-training", difference="seed was 0 and is 1"):
+    with refused("another-training", differences="seed was 0 and is 1"):
         loader(Numbers(9), seed=1).load_state_dict(stopped(Numbers(9), 1))
 
 
@@ -546,7 +546,7 @@ def test_a_worker_that_dies_is_named() -> None:
             {"name": "sharding", "value": "mine", "choices": ["items", "dataset"]},
         ),
         ({"rank": 0, "size": 2}, "ranks-not-of-group", {"rank": 0, "size": 2}),
-        ({"num_workers": -1}, "not-a-whole-number", {"name": "num_workers", "value": -1}),
+        ({"num_workers": -1}, "wrong-value", {"name": "num_workers", "value": -1}),
         ({"drop_last": True}, "only-step-dropped", {"when": "epoch 0"}),
     ],
 )

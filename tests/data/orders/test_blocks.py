@@ -127,5 +127,5 @@ def test_fingerprints_tell_orders_apart() -> None:
     [(0, 4, "samples", 0), (4, 0, "block", 0), (4, 1.5, "block", 1.5)],
 )
 def test_sizes_that_cannot_be_are_refused(samples: int, block: Any, name: str, value: Any) -> None:
-    with refused("not-a-whole-number", name=name, value=value):
+    with refused("wrong-value", name=name, value=value):
         BlockShuffled(samples, block, 0)

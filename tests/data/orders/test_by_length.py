@@ -192,11 +192,11 @@ def test_fingerprints_tell_orders_apart() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "code", "values"),
     [
-        ([3, 0], {}, "not-a-whole-number", {"name": "lengths[1]", "value": 0}),
-        ([3, -4], {}, "not-a-whole-number", {"name": "lengths[1]", "value": -4}),
+        ([3, 0], {}, "wrong-value", {"name": "lengths[1]", "value": 0}),
+        ([3, -4], {}, "wrong-value", {"name": "lengths[1]", "value": -4}),
         ([3.0], {}, "not-a-list-of-numbers", {"why": "they are float64, not whole numbers"}),
         ([], {}, "not-a-list-of-numbers", {"name": "lengths", "why": "there are none"}),
-        ([3], {"tokens": 0}, "not-a-whole-number", {"name": "tokens", "value": 0}),
+        ([3], {"tokens": 0}, "wrong-value", {"name": "tokens", "value": 0}),
         (
             [3],
             {"boundaries": [4, 4]},
@@ -206,7 +206,7 @@ def test_fingerprints_tell_orders_apart() -> None:
         (
             [3],
             {"boundaries": [0, 4]},
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "boundaries[0]", "value": 0},
         ),
     ],

@@ -184,10 +184,10 @@ def test_a_sampler_that_cannot_be_repeated_does_not_resume() -> None:
     epoch = iter(next(first.epochs(1)))
     list(next(epoch))
     state = first.state_dict()
-    with refused("state-of-other-training") as caught:
+    with refused("another-training") as caught:
         loader(sampler).load_state_dict(state)
     assert re.match(
-        "order was sampler Remembering.*samples of epoch 0 was", caught.value.values["difference"]
+        "order was sampler Remembering.*samples of epoch 0 was", caught.value.values["differences"]
     )
 
 

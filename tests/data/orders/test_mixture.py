@@ -181,15 +181,15 @@ def test_fingerprints_tell_orders_apart() -> None:
     ("lengths", "weights", "options", "code", "values"),
     [
         ([4, 4], [1.0], {}, "mixture-lists-differ", {"lengths": 2, "weights": 1}),
-        ([4, 4], [1.0, -1.0], {}, "number-out-of-range", {"name": "weights[1]", "value": -1.0}),
-        ([4, 4], [float("nan"), 1.0], {}, "number-out-of-range", {"name": "weights[0]"}),
-        ([4, 4], [float("inf"), 1.0], {}, "number-out-of-range", {"name": "weights[0]"}),
+        ([4, 4], [1.0, -1.0], {}, "wrong-value", {"name": "weights[1]", "value": -1.0}),
+        ([4, 4], [float("nan"), 1.0], {}, "wrong-value", {"name": "weights[0]"}),
+        ([4, 4], [float("inf"), 1.0], {}, "wrong-value", {"name": "weights[0]"}),
         ([4, 4], [0, 0], {}, "weights-all-zero", {"count": 2}),
         ([4, 0], [1, 1], {}, "component-empty", {"number": 1}),
-        ([4, -1], [1, 0], {}, "not-a-whole-number", {"name": "lengths[1]", "value": -1}),
+        ([4, -1], [1, 0], {}, "wrong-value", {"name": "lengths[1]", "value": -1}),
         ([4.0, 1.0], [1, 1], {}, "not-a-list-of-numbers", {"name": "lengths"}),
         ([4, 4], [1, 4096], {}, "weight-too-small", {"number": 0, "least": 4096}),
-        ([4, 4], [1, 1], {"samples": 0}, "not-a-whole-number", {"name": "samples", "value": 0}),
+        ([4, 4], [1, 1], {"samples": 0}, "wrong-value", {"name": "samples", "value": 0}),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(

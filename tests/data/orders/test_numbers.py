@@ -27,7 +27,7 @@ def test_whole_numbers_of_all_makes(value: Any) -> None:
 )
 def test_what_is_no_whole_number_is_refused(value: Any, least: int) -> None:
     expected = f"a whole number of at least {least}"
-    with refused("not-a-whole-number", name="n", value=value, expected=expected):
+    with refused("wrong-value", name="n", value=value, expected=expected):
         whole("n", value, least)
 
 
@@ -63,10 +63,10 @@ def test_the_given_list_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "values"),
     [
-        ([1.0, -0.5, 2.0], "number-out-of-range", {"name": "weights[1]", "value": -0.5}),
-        ([1.0, 2.0, NAN], "number-out-of-range", {"name": "weights[2]"}),
-        ([INF, 1.0], "number-out-of-range", {"name": "weights[0]", "value": INF}),
-        ([1.0, -INF, NAN], "number-out-of-range", {"name": "weights[1]", "value": -INF}),
+        ([1.0, -0.5, 2.0], "wrong-value", {"name": "weights[1]", "value": -0.5}),
+        ([1.0, 2.0, NAN], "wrong-value", {"name": "weights[2]"}),
+        ([INF, 1.0], "wrong-value", {"name": "weights[0]", "value": INF}),
+        ([1.0, -INF, NAN], "wrong-value", {"name": "weights[1]", "value": -INF}),
         ([0.0, 0, 0], "weights-all-zero", {"count": 3}),
         ([], "not-a-list-of-numbers", {"name": "weights", "why": "there are none"}),
         ([[1.0, 2.0]], "not-a-list-of-numbers", {"why": "their shape is [1, 2]"}),
@@ -97,13 +97,13 @@ def test_lengths_of_all_makes(values: Any) -> None:
         (
             [3, 0],
             1,
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "lengths[1]", "value": 0, "expected": "a whole number of at least 1"},
         ),
         (
             [3, -1],
             0,
-            "not-a-whole-number",
+            "wrong-value",
             {"name": "lengths[1]", "value": -1, "expected": "a whole number of at least 0"},
         ),
         ([3.0, 2.0], 1, "not-a-list-of-numbers", {"why": "they are float64, not whole numbers"}),

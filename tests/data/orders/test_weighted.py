@@ -151,9 +151,9 @@ def test_fingerprints_tell_orders_apart() -> None:
 @pytest.mark.parametrize(
     ("weights", "code", "values"),
     [
-        ([1.0, -1.0], "number-out-of-range", {"name": "weights[1]", "value": -1.0}),
-        ([float("nan"), 1.0], "number-out-of-range", {"name": "weights[0]"}),
-        ([1.0, 1.0, float("inf")], "number-out-of-range", {"name": "weights[2]"}),
+        ([1.0, -1.0], "wrong-value", {"name": "weights[1]", "value": -1.0}),
+        ([float("nan"), 1.0], "wrong-value", {"name": "weights[0]"}),
+        ([1.0, 1.0, float("inf")], "wrong-value", {"name": "weights[2]"}),
         ([0.0, 0.0], "weights-all-zero", {"count": 2}),
     ],
 )
@@ -167,7 +167,7 @@ def test_bad_weights_are_refused(
 @pytest.mark.parametrize(
     ("options", "code", "values"),
     [
-        ({"samples": 0}, "not-a-whole-number", {"name": "samples", "value": 0}),
+        ({"samples": 0}, "wrong-value", {"name": "samples", "value": 0}),
         (
             {"samples": 5, "replacement": False},
             "more-draws-than-weights",

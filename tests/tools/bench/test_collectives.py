@@ -210,8 +210,8 @@ def test_algorithms_take_turns_and_each_run_has_numbers_of_its_own(
                 "choices": ["native", "auto", "shared_memory", *algorithms_of("broadcast")],
             },
         ),
-        ("all_reduce", ["native"], 0, "not-a-whole-number", {"name": "runs", "value": 0}),
-        ("all_reduce", ["native"], -1, "not-a-whole-number", {"name": "runs", "value": -1}),
+        ("all_reduce", ["native"], 0, "wrong-value", {"name": "runs", "value": 0}),
+        ("all_reduce", ["native"], -1, "wrong-value", {"name": "runs", "value": -1}),
     ],
 )
 def test_what_there_is_not_is_refused_before_ranks_start(

@@ -117,11 +117,11 @@ def test_the_model_and_the_random_stream_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("batch", "options", "code", "values"),
     [
-        ([], {}, "batch-without-tensor", {"kind": "list"}),
-        (torch.ones(0, 6), {}, "batch-without-tensor", {"kind": "Tensor"}),
-        (torch.ones(3, 6), {"world_size": 0}, "not-a-whole-number", {"name": "world_size"}),
+        ([], {}, "batch-without-tensors", {"kind": "list"}),
+        (torch.ones(0, 6), {}, "batch-without-tensors", {"kind": "Tensor"}),
+        (torch.ones(3, 6), {"world_size": 0}, "wrong-value", {"name": "world_size"}),
         (torch.ones(3, 6), {"network": "7"}, "unknown-choice", {"value": "7"}),
-        (torch.ones(3, 6), {"network": 7}, "wrong-type", {"value": 7}),
+        (torch.ones(3, 6), {"network": 7}, "wrong-value", {"value": 7}),
         (torch.ones(3, 6), {"loss": lambda output: output}, "loss-not-a-number", {}),
         (torch.ones(3, 6), {"loss": lambda output: 1.0}, "loss-not-a-number", {}),
         (torch.ones(3, 6), {"loss": lambda x: x.sum().detach()}, "loss-without-parameters", {}),

@@ -100,12 +100,12 @@ def test_strong_keeps_the_global_batch_and_weak_that_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("workers", "code", "values"),
     [
-        ([], "wrong-type", {"name": "workers", "value": []}),
-        ([1, 0], "not-a-whole-number", {"value": 0}),
-        ([True, 2], "not-a-whole-number", {"value": True}),
+        ([], "wrong-value", {"name": "workers", "value": []}),
+        ([1, 0], "wrong-value", {"value": 0}),
+        ([True, 2], "wrong-value", {"value": True}),
         ([2, 1, 2], "given-twice", {"where": "workers=2,1,2", "name": 2}),
-        ("1,2", "wrong-type", {"name": "workers", "value": "1,2"}),
-        (4, "wrong-type", {"name": "workers", "value": 4}),
+        ("1,2", "wrong-value", {"name": "workers", "value": "1,2"}),
+        (4, "wrong-value", {"name": "workers", "value": 4}),
     ],
 )
 def test_numbers_of_workers_that_make_no_sense_are_refused(
@@ -159,10 +159,10 @@ def test_a_turn_has_the_batch_and_the_threads_that_were_asked_for(
 @pytest.mark.parametrize(
     ("options", "code", "values"),
     [
-        ({"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
-        ({"rounds": 1.5}, "not-a-whole-number", {"name": "rounds", "value": 1.5}),
+        ({"steps": 0}, "wrong-value", {"name": "steps", "value": 0}),
+        ({"rounds": 1.5}, "wrong-value", {"name": "rounds", "value": 1.5}),
         ({"mode": "both"}, "unknown-choice", {"name": "mode", "value": "both"}),
-        ({"threads": 0}, "not-a-whole-number", {"name": "threads", "value": 0}),
+        ({"threads": 0}, "wrong-value", {"name": "threads", "value": 0}),
         ({"update": "server"}, "server-not-measured", {"update": "server"}),
         ({"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
         ({"exact": True, "compress": "bf16"}, "exact-with-compress", {"compress": "bf16"}),
@@ -299,7 +299,11 @@ def test_the_optimizer_may_be_given() -> None:
         ((net, DATA), "not-model-dataset-loss", {"given": "a tuple of 2"}),
         ((3, DATA, nn.MSELoss()), "not-model-dataset-loss", {"given": "(int, ..., MSELoss)"}),
         ((net, DATA, None), "not-model-dataset-loss", {"given": "(function, ..., NoneType)"}),
-        ((net, iter([]), nn.MSELoss()), "dataset-not-map-style", {"kind": "list_iterator"}),
+        (
+            (net, iter([]), nn.MSELoss()),
+            "not-map-style",
+            {"name": "dataset", "kind": "list_iterator"},
+        ),
         (nn.Linear(1, 1), "not-a-task-source", {"kind": "Linear"}),
         (3, "not-a-task-source", {"kind": "int"}),
         ((lambda: net(), DATA, nn.MSELoss()), "task-not-portable", {}),
@@ -318,7 +322,7 @@ def test_options_of_another_kind_of_task_are_refused() -> None:
 
 
 def test_a_function_that_returns_something_else() -> None:
-    with refused("function-without-task", TaskError, kind="Linear"):
+    with refused("wrong-return-type", TaskError, type="Linear"):
         made(source(net))
 
 

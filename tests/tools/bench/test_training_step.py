@@ -330,8 +330,8 @@ def weightless(world: World) -> tuple[str, str, float]:
             "unknown-choice",
             {"name": "variant", "value": "dpd:5", "choices": ["ddp:MB", *baselines.OURS]},
         ),
-        ({"variants": ["ddp:0"]}, "number-out-of-range", {"name": "bucket", "value": 0}),
-        ({"variants": ["ddp:many"]}, "number-out-of-range", {"value": "many"}),
+        ({"variants": ["ddp:0"]}, "wrong-value", {"name": "bucket", "value": 0}),
+        ({"variants": ["ddp:many"]}, "wrong-value", {"value": "many"}),
         ({"variants": ["stepper"]}, "unknown-choice", {"value": "stepper"}),
         (
             {"variants": ["ddp:5", "ddp:5"]},
@@ -344,7 +344,7 @@ def weightless(world: World) -> tuple[str, str, float]:
             {"reasons": ["stepper:shared is left out: one rank has nobody to share memory with"]},
         ),
         ({"workers": 5, "device": "cuda", "variants": ["ddp:5"]}, "too-few-gpus", {"workers": 5}),
-        ({"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
+        ({"steps": 0}, "wrong-value", {"name": "steps", "value": 0}),
         (
             {"workers": 6},
             "fewer-micro-batches-than-ranks",

@@ -109,7 +109,7 @@ def test_findings_are_in_the_order_of_lines_and_one_line_each() -> None:
 def test_what_is_not_python(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("x = 1\ndef f(:\n")
-    with pytest.raises(UsageError, match=r"broken\.py:2: not Python 3\.\d+: invalid syntax"):
+    with pytest.raises(UsageError, match=r"broken\.py:2 is not valid Python: invalid syntax"):
         check_file(path)
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         check_file(tmp_path)
     binary = tmp_path / "model.pt"
     binary.write_bytes(b"PK\x03\x04\xff\xfe\x00")
-    with refused("not-python", file=str(binary), line=1):
+    with refused("not-python", file=str(binary), place=":1"):
         check_file(binary)
     (tmp_path / "null.py").write_bytes(b"x = 1\x00")
     with refused("not-python", file=str(tmp_path / "null.py")):
@@ -130,7 +130,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 def test_what_is_no_utf_8(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes("# é\n".encode("latin-1"))
-    with refused("not-python", file=str(tmp_path / "latin.py"), line=1):
+    with refused("not-python", file=str(tmp_path / "latin.py"), place=":1"):
         check_file(tmp_path / "latin.py")
 
 

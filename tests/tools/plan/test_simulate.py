@@ -183,13 +183,13 @@ class TestOneHost:
 @pytest.mark.parametrize(
     ("changes", "code", "values"),
     [
-        ({"forward": -1.0}, "number-out-of-range", {"name": "forward", "value": -1.0}),
-        ({"spread": math.nan}, "number-out-of-range", {"name": "spread", "value": math.nan}),
-        ({"backward": math.inf}, "number-out-of-range", {"name": "backward", "value": math.inf}),
-        ({"micro_batches": 0}, "not-a-whole-number", {"name": "micro_batches", "value": 0}),
+        ({"forward": -1.0}, "wrong-value", {"name": "forward", "value": -1.0}),
+        ({"spread": math.nan}, "wrong-value", {"name": "spread", "value": math.nan}),
+        ({"backward": math.inf}, "wrong-value", {"name": "backward", "value": math.inf}),
+        ({"micro_batches": 0}, "wrong-value", {"name": "micro_batches", "value": 0}),
         (
             {"buckets": (Leaves(ready=1.5, elements=1),)},
-            "number-out-of-range",
+            "wrong-value",
             {"name": "ready", "value": 1.5},
         ),
     ],
@@ -214,5 +214,5 @@ def test_a_method_that_is_not_simulated_is_refused(
 
 
 def test_no_ranks() -> None:
-    with refused("not-a-whole-number", name="workers", value=0):
+    with refused("wrong-value", name="workers", value=0):
         simulate(ONE, 0, FREE)

@@ -98,5 +98,5 @@ def test_verdicts_on_three_samples(parts: list[list[int]], expected: list[str]) 
 
 @pytest.mark.parametrize("changed", [{"samples": 0}, {"workers": 0}, {"epochs": 0}])
 def test_numbers_below_one_are_refused(changed: dict[str, Any]) -> None:
-    with refused("not-a-whole-number", name=next(iter(changed)), value=0):
+    with refused("wrong-value", name=next(iter(changed)), value=0):
         show(**({"samples": 10, "workers": 4} | changed))

@@ -64,7 +64,7 @@ def test_the_drawing_has_a_box_a_sum() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with refused("not-a-whole-number", name="micro_batches", value=0):
+    with refused("wrong-value", name="micro_batches", value=0):
         ExactStep.of(0, 1)
     with refused("drawing-too-large", what="33 micro-batches", most=32):
         drawing(ExactStep.of(33, 1))

@@ -59,7 +59,7 @@ def test_the_drawing_has_a_column_a_rank() -> None:
 
 @pytest.mark.parametrize(("workers", "batch"), [(0, 8), (2, 0)])
 def test_numbers_below_one(workers: int, batch: int) -> None:
-    with refused("not-a-whole-number", value=0):
+    with refused("wrong-value", value=0):
         DataParallelStep.of(workers, batch, None)
 
 

@@ -87,5 +87,5 @@ def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_no_time(seconds: float) -> None:
-    with refused("number-out-of-range", name="seconds", expected="a number above 0"):
+    with refused("wrong-value", name="seconds", expected="a number above 0"):
         measured(small, [1], seconds, "cpu")

@@ -315,7 +315,7 @@ def test_torchmetrics_objects_of_a_task() -> None:
             {"fn": lambda output, batch: {"a": output.sum()}},
             r"fn, for 'a', returned a Tensor.*\(sum, weight\).* \[wrong-return-type\]",
         ),
-        ({"batch": 0}, r"batch=0: .* at least 1.* \[not-a-whole-number\]"),
+        ({"batch": 0}, r"batch=0: .* at least 1.* \[wrong-value\]"),
         ({"dataset": []}, r"the data set \(a list\) is empty.* \[empty-dataset\]"),
         (
             {"dataset": [{"x": 1.0}]},

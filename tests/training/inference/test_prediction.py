@@ -253,7 +253,7 @@ class Nothing(nn.Module):
             {},
             r"the model, as 'prediction', returned a NoneType.* \[wrong-return-type\]",
         ),
-        (nn.Identity(), {"batch": 0}, r"batch=0: .* at least 1.* \[not-a-whole-number\]"),
+        (nn.Identity(), {"batch": 0}, r"batch=0: .* at least 1.* \[wrong-value\]"),
         (
             nn.Identity(),
             {"out": "x.csv"},
@@ -294,7 +294,10 @@ def test_mistakes_are_sentences(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((torch.zeros(3), torch.zeros(4)), r"part 0 has 3, part 1 has 4.* \[rows-differ\]"),
+        (
+            (torch.zeros(3), torch.zeros(4)),
+            r"3 in part 0, 4 in part 1.* \[tensors-of-unequal-length\]",
+        ),
         ({"x": torch.tensor(1.0)}, r"part 'x' is a 0-d tensor.* \[not-a-batch-of-tensors\]"),
         (("x",), r"part 0 is a str.* \[not-a-batch-of-tensors\]"),
         (torch.zeros(0, 3), r"the batch is empty.* \[empty-dataset\]"),

@@ -24,13 +24,13 @@ def central(world: int) -> Schedule:
     rank 0 sends and receives everything.
     """
     spread = flat("broadcast", world)
-    return followed_by(spread.reversed("reduce", in_order=True), spread, "central", "all_reduce")
+    return followed_by(spread.reversed("reduce", in_order=True), spread, "central")
 
 
 def tree(world: int) -> Schedule:
     """Up a binomial tree and down again: 2 ceil(log2 W)(a + S b)."""
     spread = binomial_broadcast(world)
-    return followed_by(spread.reversed("reduce"), spread, "tree", "all_reduce")
+    return followed_by(spread.reversed("reduce"), spread, "tree")
 
 
 def ring(world: int) -> Schedule:
@@ -52,9 +52,7 @@ def direct(world: int) -> Schedule:
     Every contribution reaches every rank in two messages.
     """
     spread = direct_all_gather(world)
-    return followed_by(
-        spread.reversed("reduce_scatter", in_order=True), spread, "direct", "all_reduce"
-    )
+    return followed_by(spread.reversed("reduce_scatter", in_order=True), spread, "direct")
 
 
 def recursive_doubling(world: int) -> Schedule:

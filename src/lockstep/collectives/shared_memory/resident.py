@@ -14,26 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from lockstep.collectives.addition_order import Term, add_up, fold
 from lockstep.collectives.schedule import slice_of
-from lockstep.collectives.shared_memory.waits import Flag
+
+if TYPE_CHECKING:
+    from lockstep.collectives.shared_memory.operations import HostMemory
 
 # elements that are added at a time, so that the sum is still in the cache when it is written to the
 # other ranks
 _PIECE = 2**18
-
-
-class Queue(Protocol):
-    """What a Sum uses of the group's shared memory (operations.py)."""
-
-    ready: Flag
-    done: Flag
-
-    def finish_all(self) -> None: ...
 
 
 class Across(NamedTuple):
@@ -63,7 +56,7 @@ class Sum:
 
     def __init__(
         self,
-        queue: Queue,
+        memory: HostMemory,
         parts: Sequence[Tensor],
         rank: int,
         order: int,
@@ -74,7 +67,7 @@ class Sum:
         across: Across | None = None,
         along: Along | None = None,
     ) -> None:
-        self._queue, self._parts, self._rank, self._divisor = queue, parts, rank, divisor
+        self._memory, self._parts, self._rank, self._divisor = memory, parts, rank, divisor
         self.order = order  # number among the group's sums
         self._scattered = scattered
         self._across = across
@@ -87,20 +80,20 @@ class Sum:
         ranks that did not come.
         """
         # also what was started later: the other ranks wait for this rank's slices of it
-        self._queue.finish_all()
+        self._memory.finish_all()
         self.await_others()
 
     def await_others(self) -> None:
         """Return when all slices are done; this rank's own must be done already."""
-        self._queue.done.until(self.order + 1)
+        self._memory.done.until(self.order + 1)
 
     def complete(self) -> None:
         """Add this rank's slice, as soon as all ranks' tensors are ready."""
-        self._queue.ready.until(self.order + 1)
+        self._memory.ready.until(self.order + 1)
         owners = len(self._parts) if self._across is None else self._across.owners
         if self._rank < owners:
             self._complete(slice_of(self._parts[0].numel(), self._rank, owners), self._divisor())
-        self._queue.done.post(self.order + 1)
+        self._memory.done.post(self.order + 1)
         self.finished = True
 
     def _complete(self, mine: range, divisor: float) -> None:

@@ -295,9 +295,8 @@ def stream_loader(
         ("order", order),
         ("micro_batches", micro_batches),
         ("shuffle", shuffle or None),
+        ("balance", balance),
     ):
         if value is not None:
             raise UsageError("numbers-of-stream", name=argument, value=value, dataset=name)
-    if balance is not None:
-        raise UsageError("numbers-of-stream", name="balance", value=balance, dataset=name)
     return StreamLoader(dataset, **options)

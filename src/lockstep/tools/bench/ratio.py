@@ -156,7 +156,7 @@ def communication_ratio(
     samples = _samples(batch)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise UsageError("not-trained", model=type(model).__name__)
+        raise UsageError("no-trainable-parameter")
     total = loss or sum_of
 
     def forward() -> Tensor:
@@ -257,7 +257,7 @@ def _link(network: object) -> Link:
     if isinstance(network, str):
         return link_named(network)
     expected = "a name or rate such as '25GbE' or '500,50Mbit', or a Link"
-    raise UsageError("wrong-type", name="network", value=network, expected=expected)
+    raise UsageError("wrong-value", name="network", value=network, expected=expected)
 
 
 def _samples(batch: Any) -> int:
@@ -266,7 +266,7 @@ def _samples(batch: Any) -> int:
     parts = parts if isinstance(batch, Mapping | tuple | list) else [batch]
     first = next((part for part in parts if isinstance(part, Tensor)), None)
     if first is None or not first.dim() or not len(first):
-        raise UsageError("batch-without-tensor", kind=type(batch).__name__)
+        raise UsageError("batch-without-tensors", kind=type(batch).__name__)
     return len(first)
 
 

@@ -178,7 +178,7 @@ def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
     """
     if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
         expected = "numbers of workers to measure, such as 1,2,4; the first is the base"
-        raise UsageError("wrong-type", name="workers", value=workers, expected=expected)
+        raise UsageError("wrong-value", name="workers", value=workers, expected=expected)
     shown = f"workers={','.join(map(str, workers))}"
     for count in workers:
         with knob.within(shown):

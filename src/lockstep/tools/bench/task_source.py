@@ -114,7 +114,7 @@ def _from_parts(
         kinds = f"({type(model).__name__}, ..., {type(loss).__name__})"
         raise UsageError("not-model-dataset-loss", given=kinds)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UsageError("dataset-not-map-style", kind=type(dataset).__name__)
+        raise UsageError("not-map-style", name="dataset", kind=type(dataset).__name__)
     most = max(workers)
     micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
     if micro_batch is None:
@@ -149,5 +149,10 @@ def made(source: Source) -> Task:
     """Make the task in this process. Raises TaskError if the function returns something else."""
     found: Any = source()
     if not isinstance(found, Task):
-        raise TaskError("function-without-task", kind=type(found).__name__)
+        raise TaskError(
+            "wrong-return-type",
+            function="the function",
+            type=type(found).__name__,
+            expected="a lockstep.Task",
+        )
     return found

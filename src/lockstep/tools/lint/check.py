@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,9 +104,8 @@ def _parsed(source: bytes, file: str) -> cst.Module:
             ast.parse(source)  # raises on deeply nested brackets, where LibCST crashes
         return cst.parse_module(source)
     except SyntaxError as error:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UsageError(
-            "not-python", file=file, line=error.lineno or 1, version=version, reason=error.msg
+            "not-python", file=file, place=f":{error.lineno or 1}", reason=error.msg
         ) from error
     except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
         raise UsageError("cannot-read", name="file", file=file, reason=str(error)) from error

@@ -48,7 +48,7 @@ def work_of_module(
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     if not trained:
-        raise UsageError("not-trained", model=type(model).__name__)
+        raise UsageError("no-trainable-parameter")
     each = seconds / micro_batches
     return RankWork(
         forward=(1 - BACKWARD) * each,
