@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import World
-from lockstep.config import pipeline_schedules
 from lockstep.errors import LockstepWarning
+from lockstep.model_parallel import schedules
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.split import balanced
@@ -99,7 +99,7 @@ def main() -> None:
     )
     for name in asked.schedules.split(","):
         for micro_batches in map(int, asked.micro_batches.split(",")):
-            pipeline_schedules.check(name, asked.ranks, micro_batches)
+            schedules.check(name, asked.ranks, micro_batches)
             windows = run_ranks(
                 measured,
                 asked.ranks,
@@ -107,7 +107,7 @@ def main() -> None:
                 timeout=timedelta(minutes=10),
             )
             found = idle(windows)
-            formula = pipeline_schedules.bubble(name, asked.ranks, micro_batches)
+            formula = schedules.bubble(name, asked.ranks, micro_batches)
             ratio = f"{found / formula:6.2f}" if formula else "     -"
             print(
                 f"{name:<14} {asked.ranks:>5} {micro_batches:>13} {found:>8.1%} {formula:>8.1%}"

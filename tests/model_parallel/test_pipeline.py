@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from lockstep import World
 from lockstep.config.parts import Parts
-from lockstep.config.pipeline_schedules import NAMES
 from lockstep.errors import LockstepWarning, WorkerFailed
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
+from lockstep.model_parallel.schedules import NAMES
 from lockstep.model_parallel.split import cut
 from lockstep.model_parallel.stages import stage_module
 from lockstep.runtime import status

@@ -23,6 +23,8 @@ from lockstep.errors import UsageError
 
 Axis = Literal["data", "shard", "pipeline", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+Schedule = Literal["naive", "gpipe", "1f1b"]
+"""The orders in which a pipeline runs its micro-batches (model_parallel/schedules.py)."""
 
 
 @dataclass(frozen=True, slots=True)

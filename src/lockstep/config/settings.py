@@ -17,9 +17,8 @@ from lockstep.config import knob
 from lockstep.config.balance import Balance
 from lockstep.config.documented import documented
 from lockstep.config.knob import Knob
-from lockstep.config.mesh import Mesh
+from lockstep.config.mesh import Mesh, Schedule
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.pipeline_schedules import Schedule
 from lockstep.config.task import Precision
 from lockstep.errors import UsageError
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from lockstep.collectives.group import Group
-from lockstep.config import pipeline_schedules
 from lockstep.errors import LockstepWarning, TaskError
+from lockstep.model_parallel import schedules
 from lockstep.model_parallel.stages import (
     Shape,
     check_tensor,
@@ -219,10 +219,10 @@ class Pipeline:
         """Return a schedule that can run this number of micro-batches. If the chosen one cannot,
         return gpipe, which gives the same result, and warn once.
         """
-        if pipeline_schedules.fits(self.schedule, self.group.size, micro_batches):
+        if schedules.fits(self.schedule, self.group.size, micro_batches):
             return self.schedule
         if not self._warned and self.group.rank == 0:
-            idle = pipeline_schedules.bubble("gpipe", self.group.size, micro_batches)
+            idle = schedules.bubble("gpipe", self.group.size, micro_batches)
             warnings.warn(
                 f"pipeline: {self.schedule} needs at least as many micro-batches as stages, and"
                 f" there are {micro_batches} for {self.group.size}. These run in gpipe's order,"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import World
-from lockstep.config.pipeline_schedules import NAMES, bubble
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline, TimedStage
+from lockstep.model_parallel.schedules import NAMES, bubble
 from lockstep.model_parallel.split import cut
 from lockstep.model_parallel.stages import stage_module
 from lockstep.testing import run_ranks

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lockstep.config import knob, pipeline_schedules
-from lockstep.config.pipeline_schedules import StageWork
+from lockstep.config import knob
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
+from lockstep.model_parallel import schedules
+from lockstep.model_parallel.schedules import StageWork
 from lockstep.tools.drawing import CARD, MARGIN, TINT, Drawing, width_of
 
 IDLE = "·"
@@ -84,7 +85,7 @@ def chart(schedule: str, ranks: int, micro_batches: int, backward: float = 2.0) 
     """
     knob.number("backward", backward, above=0, below=1000, unit="forwards")
     length = Fraction(backward).limit_denominator(100)
-    orders = pipeline_schedules.order(schedule, ranks, micro_batches)
+    orders = schedules.order(schedule, ranks, micro_batches)
     return Chart(schedule, micro_batches, length, placed(orders, length))
 
 
@@ -141,8 +142,8 @@ def title(found: Chart) -> list[str]:
     length = (
         "as long as a forward" if found.backward == 1 else f"{float(found.backward):g} forwards"
     )
-    idle = pipeline_schedules.bubble(found.schedule, found.ranks, found.micro_batches)
-    formula = pipeline_schedules.formula(found.schedule)
+    idle = schedules.bubble(found.schedule, found.ranks, found.micro_batches)
+    formula = schedules.formula(found.schedule)
     return [
         (
             f"{found.schedule}: {counted(found.ranks, 'rank')},"

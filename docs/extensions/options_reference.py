@@ -1,5 +1,5 @@
 """Generate the reference of options from the knobs:
-`python -m lockstep.config.reference > docs/reference/options.md`.
+`python docs/extensions/options_reference.py > docs/reference/options.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.config.settings import Config
 _HEAD = """# Options
 
 These are the options of `lockstep train`, by group. Other commands take some of them. This page is generated:
-`python -m lockstep.config.reference > docs/reference/options.md`.
+`python docs/extensions/options_reference.py > docs/reference/options.md`.
 
 `lockstep train --help` lists the options that most people use, `lockstep train --help-all` all of them.
 

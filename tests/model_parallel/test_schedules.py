@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.pipeline_schedules import NAMES, StageWork, bubble, fits, formula, order
 from lockstep.errors import UsageError
+from lockstep.model_parallel.schedules import NAMES, StageWork, bubble, fits, formula, order
 from tests.refused import refused
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lockstep.config import knob
+from lockstep.config.mesh import Schedule
 from lockstep.errors import UsageError
 
 Kind = Literal["F", "B"]
 """F: forward, B: backward."""
-Schedule = Literal["naive", "gpipe", "1f1b"]
 NAMES: tuple[Schedule, ...] = get_args(Schedule)
 
 
