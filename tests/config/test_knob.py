@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
