@@ -69,10 +69,8 @@ def test_the_other_kinds() -> None:
     assert parse('{"kind":"pause","what":"evaluate","step":3,"seconds":1.5}') == Pause(
         what="evaluate", step=3, seconds=1.5
     )
-    memory = '{"kind":"memory","parameters":1,"gradients":2,"optimizer":3,"activations":null,"peak":null}'
-    assert parse(memory) == MemoryLine(
-        parameters=1, gradients=2, optimizer=3, activations=None, peak=None
-    )
+    memory = '{"kind":"memory","parameters":1,"gradients":2,"optimizer":3,"peak":null}'
+    assert parse(memory) == MemoryLine(parameters=1, gradients=2, optimizer=3, peak=None)
     assert parse('{"kind":"end","step":4}') == End(step=4)
 
 
