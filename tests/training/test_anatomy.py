@@ -75,7 +75,7 @@ def train(
             for window in epoch:
                 for x, y in stepper.micro_batches(window):
                     stepper.backward(((model(x) - y) ** 2).sum(), weight=len(y))
-                file.step(stepper.step(), window, None)
+                file.step(stepper.step(), window)
         file.end(stepper.steps)
     testing.no_faults()
 
@@ -202,7 +202,7 @@ def lagging(world: World, run: str) -> None:
                 if step < 3
                 else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
             )
-            file.step(replace(result, times=known), window, None)
+            file.step(replace(result, times=known), window)
 
 
 def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
