@@ -112,13 +112,19 @@ def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
     }
     if not kept:
         return None
-    whole = mesh is None or mesh.only_data or mesh.size != generation.workers
-    split = None if whole else mesh
+    whole = mesh is None or mesh.only_data
+    split = None if whole or mesh is None or mesh.size != generation.workers else mesh
     if split is not None:
         kept = {
             rank: [_of_replicas(line, split, rank) for line in lines]
             for rank, lines in kept.items()
         }
+    elif (
+        whole
+        and not _alone(generation)
+        and not any(line.lost for lines in kept.values() for line in lines)
+    ):
+        kept = _with_lost(kept)
     members: dict[int, list[int]] = {}
     for rank in kept:
         members.setdefault(rank if split is None else split.at(rank).data, []).append(rank)
@@ -148,6 +154,20 @@ def _of_replicas(line: StepsLine, mesh: Mesh, rank: int) -> StepsLine:
         if who < mesh.size and (replica := mesh.at(who).data) != mesh.at(rank).data:
             lost[replica] = lost.get(replica, 0.0) + seconds
     return replace(line, lost=lost)
+
+
+def _with_lost(kept: Kept) -> dict[int, Sequence[StepsLine]]:
+    """Estimate which rank the others waited for, if no rank recorded it. The rank that waited least
+    arrived last, and the others waited for it by so much longer.
+    """
+    by_rank = {rank: {line.place: line for line in lines} for rank, lines in kept.items()}
+    for key in set.intersection(*map(set, by_rank.values())):
+        waits = {rank: lines[key].waits for rank, lines in by_rank.items()}
+        least, latest = min((time, rank) for rank, time in waits.items())
+        for rank, time in waits.items():
+            if time > least:
+                by_rank[rank][key] = replace(by_rank[rank][key], lost={latest: time - least})
+    return {rank: list(lines.values()) for rank, lines in by_rank.items()}
 
 
 def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]]) -> RankTimes:
