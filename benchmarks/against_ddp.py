@@ -27,7 +27,7 @@ from cases import CASES, task_of
 from lockstep.errors import UsageError
 from lockstep.tools.bench import training_step
 from lockstep.tools.bench.training_step import BASELINES, measure
-from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
+from lockstep.tools.timing.output_files import check_writable, write_json
 
 VARIANTS = (
     *BASELINES,
@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
     names = options.models.split(",")
     if unknown := [name for name in names if name not in CASES]:
@@ -72,7 +71,6 @@ def main() -> None:
 def compare(names: list[str], options: argparse.Namespace) -> bool:
     """Measure, print and write; whether some way trained something else."""
     check_writable(options.json, "--json")
-    check_picture(options.out)
     every = []
     variants = options.variants.split(",")
     left_out = rivals.left_out(variants, "fp32")
@@ -92,8 +90,6 @@ def compare(names: list[str], options: argparse.Namespace) -> bool:
         options.json,
         {"models": [found.as_json() for found in every], "versions": rivals.versions()},
     )
-    if options.out is not None:
-        training_step.drawing(every).save(options.out)
     return any(found.wrong for found in every)
 
 

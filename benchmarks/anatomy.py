@@ -115,7 +115,7 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
                     stepper.backward(*loss(model(micro[0]), micro))
                 result = stepper.step()
                 taken.append(time.perf_counter() - begin)
-                line(result, window, None)
+                line(result, window)
         medians = [
             statistics.median(each[_WARM_UP:]) for each in (taken, end.seconds, line.seconds)
         ]

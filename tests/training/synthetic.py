@@ -52,7 +52,6 @@ def begin(rank: int, workers: int, **changes: Any) -> dict[str, Any]:
         "at": 100.0,
     }
     found |= {
-        "reduction": "native",
         "method": "replicated",
         "buckets": [40000, 120000],
         "micro_batch": 8,

@@ -4,7 +4,6 @@ others waited for.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from lockstep.errors import LockstepWarning, Preempted
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.tools.report.judged import judged
-from lockstep.training.anatomy import Activations, AnatomyFile, ends_line, in_detail, memory_use
+from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail, memory_use
 from lockstep.training.timeline import read
 from lockstep.updates.update import Applied
 from lockstep.world.world import World
@@ -76,7 +75,7 @@ def train(
             for window in epoch:
                 for x, y in stepper.micro_batches(window):
                     stepper.backward(((model(x) - y) ** 2).sum(), weight=len(y))
-                file.step(stepper.step(), window, None)
+                file.step(stepper.step(), window)
         file.end(stepper.steps)
     testing.no_faults()
 
@@ -203,7 +202,7 @@ def lagging(world: World, run: str) -> None:
                 if step < 3
                 else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
             )
-            file.step(replace(result, times=known), window, None)
+            file.step(replace(result, times=known), window)
 
 
 def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
@@ -218,89 +217,24 @@ def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -
     assert (pause["what"], pause["step"], pause["seconds"]) == ("evaluate", 1, 7.0)
 
 
-def counted(world: World) -> tuple[int | None, dict[str, int | None]]:
+def counted(world: World) -> dict[str, int | None]:
     model = torch.nn.Sequential(
         torch.nn.Linear(100, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 10, bias=False)
     )
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), fused=True), world=world)
-    found = Activations(counts=True)
     for _ in range(2):
         for x in stepper.micro_batches([torch.randn(8, 100)]):
-            stepper.backward(found.watch(model, lambda x=x: model(x).sum()), weight=1.0)
+            stepper.backward(model(x).sum(), weight=1.0)
         stepper.step()
-    return found.bytes, memory_use(stepper, found.bytes)
+    return memory_use(stepper)
 
 
 def test_memory_is_counted_by_what_it_is_for() -> None:
-    ((activations, use),) = testing.run_ranks(counted, 1)
-    # the input, and what ReLU gives, which two layers keep: once
-    assert activations == 4 * (8 * 100 + 8 * 50)
+    (use,) = testing.run_ranks(counted, 1)
     weights = 4 * (100 * 50 + 50 * 10)
     assert use["parameters"] == weights
     assert use["gradients"] >= weights
     assert 2 * weights <= (use["optimizer"] or 0) <= 2 * weights + 16
-    assert use["activations"] == activations
-
-
-class Physics(torch.nn.Module):
-    """What saved tensors cannot be watched in, behind a layer that draws numbers and one that
-    moves its statistics.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-        self.drop = torch.nn.Dropout(0.5)
-        self.last = torch.nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.norm(x))
-        slope = torch.func.vmap(torch.func.grad(lambda each: self.last(each).tanh().sum()))(x)
-        return self.last(x) + slope.sum(1, keepdim=True)
-
-
-def test_a_forward_that_cannot_be_watched_is_computed_as_if_nobody_had_tried() -> None:
-    torch.manual_seed(1)
-    watched, x = Physics(), torch.randn(8, 4)
-    alone = copy.deepcopy(watched)
-    found = Activations(counts=True)
-    results = []
-    for model, run in (
-        (watched, lambda: found.watch(watched, lambda: watched(x))),
-        (alone, lambda: alone(x)),
-    ):
-        torch.manual_seed(2)
-        out = run()
-        out.sum().backward()
-        results.append(
-            [
-                out,
-                *model.state_dict().values(),
-                *(each.grad for each in model.parameters()),
-                torch.rand(1),
-            ]
-        )
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
-    assert found.bytes is None
-
-
-def test_a_forward_that_fails_fails_as_it_would() -> None:
-    model = torch.nn.Linear(4, 1)
-    found = Activations(counts=True)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as failed:
-        found.watch(model, lambda: model(torch.ones(2, 3)))
-    assert failed.value.__context__ is None
-
-
-def test_sparse_tensors_are_kept_and_not_counted() -> None:
-    sparse = torch.eye(4).to_sparse()
-    weight = torch.ones(4, 2, requires_grad=True)
-    found = Activations(counts=True)
-    found.watch(
-        torch.nn.Linear(1, 1), lambda: torch.sparse.mm(sparse, weight).square().sum()
-    ).backward()
-    assert torch.equal(weight.grad, 2 * torch.ones(4, 2))
-    assert found.bytes is not None
 
 
 def slow_to_evaluate(world: World, run: str) -> None:

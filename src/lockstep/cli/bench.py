@@ -118,11 +118,6 @@ def _powers_of_two(device: str) -> list[int]:
 app = typer.Typer(no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
-DrawnFile = Annotated[
-    Path | None,
-    typer.Option("--out", "--plot", metavar="FILE.svg", help="Draw the times into an SVG file."),
-]
-
 
 HostRanks = Annotated[
     int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
@@ -159,7 +154,6 @@ def collectives(
         ),
     ] = None,
     json_file: JsonFile = None,
-    out: DrawnFile = None,
 ) -> None:
     """Time the algorithms of a collective and the backend's own.
 
@@ -168,15 +162,12 @@ def collectives(
     every = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
     check_writable(json_file, "--json")
-    check_picture(out)
     warn_if_busy()
     from lockstep.tools.bench import collectives as measured  # imports torch
 
     found = _times(collective, workers, every, algorithms, runs)
     print(measured.table(found))
     write_json(json_file, {"rows": [row.as_json() for row in found]})
-    if out is not None:
-        measured.drawing(found).save(out)
 
 
 def _times(
@@ -227,7 +218,6 @@ def train(
         typer.Option("--memory", help="Also measure peak memory, with new ranks for each variant."),
     ] = False,
     json_file: JsonFile = None,
-    out: DrawnFile = None,
 ) -> None:
     """Time one training step of TASK with Lockstep and with torch's DDP.
 
@@ -237,7 +227,6 @@ def train(
     """
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
-    check_picture(out)
     settings = _settings(place, workers, steps, overrides, config.device)
     warn_if_busy()
     from lockstep.tools.bench import training_step as measured
@@ -258,8 +247,6 @@ def train(
         options = measured.OPTIONS_OF_VARIANT[found.fastest.variant]
         print(f"\n{_train_command(task, settings, options)}")
     write_json(json_file, found.as_json())
-    if out is not None:
-        measured.drawing([found]).save(out)
     if found.wrong:
         raise typer.Exit(ExitCode.FAILED)
 

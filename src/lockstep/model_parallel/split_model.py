@@ -156,7 +156,6 @@ class SplitModel(ModelShard):
 
     holder = "replica"
     walks_alone = False
-    activations = None
 
     def __init__(
         self,

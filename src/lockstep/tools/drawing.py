@@ -218,11 +218,6 @@ class Drawing:
         shape = Shape("circle", {"cx": float(x), "cy": float(y), "r": radius, "fill": fill, **more})
         self._add(shape, x + radius, y + radius)
 
-    def area(self, points: Sequence[Point], colour: str, tint: float) -> None:
-        through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        shape = Shape("polygon", {"points": through, "fill": colour, "fill-opacity": f"{tint:g}"})
-        self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
-
     def place(self, other: Drawing, x: float, y: float) -> None:
         """Place another drawing with its top left corner at (x, y)."""
         self._shapes.append(Moved(x, y, other._shapes))

@@ -121,11 +121,6 @@ class Plot(Drawing):
                 self.dot(cx, cy, 2, colour)
             piece = []
 
-    def band(self, low: Iterable[Point], high: Iterable[Point], colour: str) -> None:
-        """Fill the area between two curves."""
-        back = list(high)[::-1]
-        self.area([(self.x(x), self.y(y)) for x, y in [*low, *back]], colour, 0.2)
-
     def stripe(self, begin: float, end: float, colour: str) -> None:
         """Draw a stripe of the plot's full height, from `begin` to `end`."""
         left, high = self.x(begin), self._bottom - self._top

@@ -8,7 +8,7 @@ steps    sums over the steps first .. last, in seconds: data, forward, backward,
          `lost`: the part of the waits that a later rank caused, by that rank's number;
          spans and buckets, for some steps: when each piece began and ended
 pause    evaluate or checkpoint, between steps
-memory   bytes of parameters, gradients, optimizer, activations of one micro-batch; peak
+memory   bytes of parameters, gradients, optimizer; peak
 end      the training ended
 
 Each of the first 1000 lines covers one step, each of the next 1000 two steps, then 4, 8, ... So a
@@ -22,10 +22,10 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
 from lockstep.gradients.bucket_timeline import BucketTimes
-from lockstep.runtime import randomness
 from lockstep.runtime.cores import cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
@@ -42,63 +41,8 @@ from lockstep.step.stepper import Stepper
 from lockstep.training.metrics import TelemetryFile
 from lockstep.training.timeline import FOLDER
 
-T = TypeVar("T")
 
-
-class Activations:
-    """Counts once how many bytes the forward of one micro-batch keeps for its backward. Each
-    storage counts once; those of the model itself do not count.
-
-    `counts` is False for a compiled model, because the hooks would change its graph.
-    """
-
-    def __init__(self, *, counts: bool) -> None:
-        self._counts = counts
-        self.bytes: int | None = None
-        """None if the bytes have not been counted."""
-
-    def watch(self, model: torch.nn.Module, forward: Callable[[], T]) -> T:
-        """Return what `forward` returns, which computes one micro-batch and its loss. Only the
-        first call counts bytes.
-
-        Some forwards do not allow the hooks (torch.func raises). Such a forward runs again from
-        the same buffers and random states, and the bytes stay unknown.
-        """
-        if not self._counts:
-            return forward()
-        self._counts = False
-        own = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in [*model.parameters(), *model.buffers()]
-            if tensor.layout is torch.strided
-        }
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # an output that keeps itself would be a reference cycle
-
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        back = randomness.kept(devices=True)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                found = forward()
-        except RuntimeError as error:
-            if "saved tensor" not in str(error):
-                raise
-        else:
-            self.bytes = sum(size for place, size in kept.items() if place not in own)
-            return found
-        back()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return forward()
-
-
-def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | None]:
+def memory_use(stepper: Stepper) -> dict[str, int | None]:
     """Return bytes of memory on this rank; for a sharded optimizer, of this rank's share. `peak`:
     the most that the process, or its GPU, has held so far.
     """
@@ -107,7 +51,6 @@ def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | Non
         "parameters": sum(each.nbytes for each in stepper.model.parameters()),
         "gradients": sum(bucket.sum.nbytes for bucket in stepper.reducer.buckets),
         "optimizer": sum(each.nbytes for each in states),
-        "activations": activations,
         "peak": _peak(stepper.world.device),
     }
 
@@ -178,7 +121,6 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
         "host": socket.gethostname(),
         "node": world.node,
         "device": world.device.type,
-        "reduction": stepper.reducer.reduction.name,
         "method": stepper.method.describe(),
         "buckets": [bucket.sum.nbytes for bucket in stepper.reducer.buckets],
         "micro_batch": task.micro_batch,
@@ -215,7 +157,6 @@ class AnatomyFile:
         # The first and the latest step of the open line.
         self._open: list[_Held] = []
         self._held: list[_Held] = []  # steps for which the last rank is not known yet
-        self._activations: int | None = None
         self.write(
             {
                 "kind": "begin",
@@ -227,12 +168,10 @@ class AnatomyFile:
         )
         stepper.clock.keeps_spans = lambda step: in_detail(step - self._before)
 
-    def step(self, result: StepResult, window: Window, activations: int | None) -> None:
-        """Record one step over this window. `activations`: bytes that the forward of one
-        micro-batch keeps.
-        """
+    def step(self, result: StepResult, window: Window) -> None:
+        """Record one step over this window."""
         if self._held and self._count == 0:  # the optimizer has its state by now
-            self._write_memory(activations)
+            self._write_memory()
         lost = _lost(result.waited_by_rank, self._stepper.place)
         for each in self._held:
             self._add(each, lost if each is self._held[-1] else {})
@@ -257,16 +196,15 @@ class AnatomyFile:
         self._flush()
         for what, seconds in self._stepper.clock.running.paused().items():
             self._write_pause(what, step, seconds)
-        self._write_memory(self._activations)
+        self._write_memory()
         self.write({"kind": "end", "step": step})
 
     def _write_pause(self, what: str, step: int, seconds: float) -> None:
         if seconds:
             self.write({"kind": "pause", "what": what, "step": step, "seconds": _rounded(seconds)})
 
-    def _write_memory(self, activations: int | None) -> None:
-        self._activations = activations
-        self.write({"kind": "memory", **memory_use(self._stepper, activations)})
+    def _write_memory(self) -> None:
+        self.write({"kind": "memory", **memory_use(self._stepper)})
 
     def close(self) -> None:
         self._flush()

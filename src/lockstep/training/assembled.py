@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
@@ -31,7 +30,6 @@ from lockstep.step.forward import Forward, grad_scaler
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
-from lockstep.training.anatomy import Activations
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.inference.evaluation import Evaluation, OwnRows
 from lockstep.training.metrics import finite
@@ -183,15 +181,9 @@ class WholeModel(ModelShard, OwnRows):
         """The module whose gradients the Stepper sums."""
         self.runs = self.module
         """The trained module, with the whole model's parameter names, for the task's optimizer."""
-        self._activations = Activations(counts=not compiles)
         if compiles:
             # with dynamic shapes, the kernels would depend on the shapes that this rank saw before
             self.module.compile(dynamic=False if exact else None)
-
-    @property
-    def activations(self) -> int | None:
-        """Bytes that the forward of a micro-batch keeps for its backward; None if unknown."""
-        return self._activations.bytes
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Make an optimizer that was built for `runs` update `module`. Here they are the same."""
@@ -199,7 +191,7 @@ class WholeModel(ModelShard, OwnRows):
     def walk(self, stepper: Stepper, window: Window, forward: Forward) -> None:
         """Compute forward and backward of all micro-batches of a window."""
         for batch in stepper.micro_batches(window):
-            loss, weight = self._activations.watch(self.module, partial(_loss, forward, batch))
+            loss, weight = forward.loss(forward(batch), batch)
             stepper.backward(loss, weight)
 
     def describe(self) -> dict[str, Any]:
@@ -209,10 +201,6 @@ class WholeModel(ModelShard, OwnRows):
     def digest(self) -> str:
         """Return the SHA-256 of the whole model's weights. Every rank calls it."""
         return sha256(weights(self.module))
-
-
-def _loss(forward: Forward, batch: Any) -> tuple[Tensor, float | Tensor]:
-    return forward.loss(forward(batch), batch)
 
 
 def place_model(

@@ -139,7 +139,7 @@ class Training(AssembledTraining):
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
         self.reached.loss = result.loss
-        self._times.step(result, window, self.placed.activations)
+        self._times.step(result, window)
         if self.stepper.method.server:
             journal.applied(result)
         else:

@@ -44,7 +44,7 @@ class MoreWorkers(Exception):
 class Untimed:
     """Replaces an AnatomyFile if no step times are recorded."""
 
-    def step(self, result: StepResult, window: Window, activations: int | None) -> None: ...
+    def step(self, result: StepResult, window: Window) -> None: ...
 
 
 class Unsaved:

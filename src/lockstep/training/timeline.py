@@ -38,7 +38,6 @@ class Begin:
     """Steps that were done before: the rank continues from here."""
     at: Moment
     """Time on the monotonic clock, which all processes of a host share."""
-    reduction: str
     method: str
     buckets: tuple[int, ...]
     """Bytes of each bucket."""
@@ -92,11 +91,6 @@ class StepsLine:
     def count(self) -> int:
         return self.last - self.first + 1
 
-    @property
-    def busy(self) -> float:
-        """Seconds that this rank would have taken without waiting."""
-        return self.seconds - self.waits
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
@@ -114,7 +108,6 @@ class MemoryLine:
     parameters: int
     gradients: int
     optimizer: int
-    activations: int | None = None
     peak: int | None = None
 
 

@@ -225,20 +225,3 @@ def test_what_there_is_not_is_refused_before_ranks_start(
     monkeypatch.setattr(measured, "launch", None)
     with refused(code, **values):
         measured.measure(kind, 2, [4], algorithms, runs)
-
-
-# -- the picture ---------------------------------------------------------------------------------
-
-
-def test_a_picture_has_a_panel_a_collective() -> None:
-    rows = [
-        one(collective=kind, algorithm=name, size=size)
-        for kind in KINDS[:2]
-        for name in ("native", "ring")
-        for size in (4, 16)
-    ]
-    drawn = measured.drawing(rows).svg()
-    for words in ("native", "ring", *KINDS[:2], "Collectives, 4 ranks on one host"):
-        assert f">{words}</text>" in drawn
-    assert drawn.count("<circle") == len(rows)
-    assert measured.drawing([one()]).svg().count("<circle") == 1  # a single size

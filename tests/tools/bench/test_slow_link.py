@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.parallelism import Parallelism
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -37,10 +39,11 @@ def test_methods_are_options_of_train(bench: Any) -> None:
 
 
 def test_the_usual_methods_are_methods(bench: Any) -> None:
-    from lockstep.tools.plan.methods import method_of
-
     for method in bench.methods_of(bench.METHODS):
-        method_of(method)
+        words = bench.options_of(method)
+        names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+        values = [int(word) if word.isdigit() else word for word in words[1::2]]
+        Parallelism(**dict(zip(names, values, strict=True)))
 
 
 @pytest.mark.parametrize("rate", ["fast", "1mbit", "10gbit", "100", "-5mbit", "100mbit;"])

@@ -286,14 +286,6 @@ def test_the_table_names_what_trained_something_else() -> None:
     assert len(training_step.text(comparison(precision="bf16")).splitlines()) == 9
 
 
-def test_a_picture_has_a_bar_a_variant() -> None:
-    found = comparison()
-    drawn = training_step.drawing([found, comparison(task="other")]).svg()
-    for row in found.rows:
-        assert drawn.count(f">{row.variant}</text>") == 2
-        assert f">{1e3 * row.median:.1f}</text>" in drawn
-
-
 # -- refused -------------------------------------------------------------------------------------
 
 SAME = Net(0.0)

@@ -12,7 +12,7 @@ from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
 from lockstep.tools.plan import carriers
-from lockstep.tools.plan.carriers import NOTHING, OneHost, cost
+from lockstep.tools.plan.carriers import NOTHING, cost
 
 WRITTEN: list[tuple[Kind, str]] = [
     ("all_reduce", "central"),
@@ -66,9 +66,3 @@ def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:
 
 def test_a_long_latency_does_not_swallow_the_bandwidth() -> None:
     assert cost(Network.flat(1e9, 1e9), "all_reduce", "ring", 4).per_byte == pytest.approx(1.5e-9)
-
-
-def test_what_was_not_measured_is_not_made_up() -> None:
-    host = OneHost({2: NOTHING, 4: NOTHING}, {2: 0.0, 4: 0.0})
-    with pytest.raises(KeyError):
-        host.sums[3]

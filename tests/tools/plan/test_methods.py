@@ -15,10 +15,9 @@ import lockstep
 from lockstep.collectives.network import Link, Network
 from lockstep.config.parallelism import Parallelism
 from lockstep.testing import run_ranks
-from lockstep.tools.plan.methods import method_of, work_of_module
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
-from lockstep.tools.timing.profile import Leaves
+from lockstep.tools.timing.profile import Leaves, laid_out
 
 # A matrix of 1000 x 600, which is worth factoring, one of 4 x 5, which is not at rank 4, and a
 # vector.
@@ -35,6 +34,14 @@ SLOW = Link(1e-3, 1e6)
 def computing(step: float, behind: float) -> RankWork:
     """So many seconds, and gradients can travel behind the last of them."""
     return RankWork(forward=step - behind, backward=behind, micro_batches=1, buckets=BUCKETS)
+
+
+def method_of(text: str) -> Parallelism:
+    """The options of `lockstep train` in a text; a bare word is a value of --reduce."""
+    words = text.split() if text.startswith("--") else ["--reduce", text]
+    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    values = [int(word) if word.isdigit() else word for word in words[1::2]]
+    return Parallelism(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
 
 
 MODEL = computing(0.0, 0.0)
@@ -176,7 +183,9 @@ def counted(world: lockstep.World, reduce: str) -> int:
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("reduce", ["native", "ring", "tree", "central"])
 def test_ranks_send_what_was_foretold(reduce: str, workers: int) -> None:
-    foretold = traffic(method_of(reduce), work_of_module(net()), workers)
+    parameters = list(net().parameters())
+    work = replace(MODEL, buckets=laid_out(parameters, [1.0] * len(parameters)))
+    foretold = traffic(method_of(reduce), work, workers)
     assert max(run_ranks(counted, workers, args=(reduce,))) == pytest.approx(
         foretold.sends, rel=0.02
     )

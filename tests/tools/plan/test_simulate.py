@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from lockstep.collectives.network import Link, Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.carriers import Cost, OneHost
 from lockstep.tools.plan.simulate import expected_maximum, simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves
@@ -163,21 +162,6 @@ def test_a_sharded_update_divides_the_optimizer_and_tells_everybody() -> None:
     assert found.optimizer == 1
     assert found.exposed == pytest.approx(1.5 + 0.75)
     assert found.sent == pytest.approx(2.25e6)
-
-
-class TestOneHost:
-    HOST = OneHost({2: Cost(0.125, 1e-6, 1, 1.0)}, {2: 0.25})
-
-    def test_sums_wait_for_the_cores(self) -> None:
-        found = simulate(TWO, 2, self.HOST)
-        assert found.exposed == pytest.approx(2 * 1.125)
-        assert found.sent == 2e6
-
-    def test_each_small_message_is_one(self) -> None:
-        plain = simulate(TWO, 2, self.HOST).step
-        assert simulate(replace(TWO, facts=1, buffers=1), 2, self.HOST).step == pytest.approx(
-            plain + 0.5
-        )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ MEMORY = {
     "parameters": 2**20,
     "gradients": 2**20,
     "optimizer": 2**21,
-    "activations": 3 * 2**20,
     "peak": 2**28,
 }
 START = "global batch 64 = 8 micro-batches x 8; 4 ranks x 2; gradients by native, replicated update"

@@ -53,11 +53,11 @@ def test_on_a_phone_on_a_desk_in_the_dark_and_on_paper(file: Path, tab: Page) ->
         )
         widths = tab.value(drawn)
         assert min(widths) > 200
-        # on paper what is folded is printed as well: two steps and the memory
+        # on paper what is folded is printed as well: the memory
         shown = tab.value(
             "[...document.querySelectorAll('svg')].filter(each => each.checkVisibility()).length"
         )
-        assert shown == len(widths) - (0 if media == "print" else 3)
+        assert shown == len(widths) - (0 if media == "print" else 1)
         ink, paper = (
             ("rgb(230, 233, 237)", "rgb(20, 23, 27)") if dark else (None, "rgb(255, 255, 255)")
         )

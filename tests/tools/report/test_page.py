@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.tools.recorded import read
 from lockstep.tools.report.history import thinned
-from lockstep.tools.report.page import page, settings_table
+from lockstep.tools.report.page import page
 from lockstep.tools.report.verdict import verdict
 from tests.tools.report.runs import anatomy, make, metrics
 
@@ -75,9 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_all_sections(whole: str) -> None:
     text = whole
     found = Reader(text)
-    assert [
-        each for each in found.headings if each[0].isupper() and not each.startswith("Step ")
-    ] == [
+    assert [heading for heading in found.headings if heading[0].isupper()] == [
         "What to do first",
         "Why",
         "Time by rank",
@@ -87,12 +85,10 @@ def test_all_sections(whole: str) -> None:
         "Loss",
         "Throughput",
         "Details",
-        "Inside a step",
         "Memory",
         "Memory by rank",
         "Starts, restarts, checkpoints",
         "Cost of checks",
-        "Settings",
         "The run",
     ]
     assert "accuracy" in found.headings
@@ -102,8 +98,8 @@ def test_all_sections(whole: str) -> None:
 
 def test_figures_have_their_numbers_beside_them(whole: str) -> None:
     tags = Reader(whole).tags
-    assert tags.count("figure") == tags.count("svg") == 8
-    assert tags.count("details") == 8 + 6  # numbers of figures, and sections
+    assert tags.count("figure") == tags.count("svg") == 6
+    assert tags.count("details") == 6 + 4  # numbers of figures, and sections
     assert tags.count("table") == tags.count("caption") == tags.count("thead")
     assert not re.search(r"<th [^>]*></th>", whole)  # every column and row is named
     row = re.search(r'<th scope="row">rank 3</th>(.*?)</tr>', whole)
@@ -121,7 +117,7 @@ def test_nothing_is_loaded_and_nothing_runs(whole: str) -> None:
 def evil_run(tmp_path: Path) -> Path:
     parts = anatomy(2, 5)
     for each in parts.values():
-        each[0] |= {"host": EVIL, "device": EVIL, "reduction": EVIL, "method": EVIL}
+        each[0] |= {"host": EVIL, "device": EVIL, "method": EVIL}
         each[-2]["what"] = EVIL
     event = {"kind": "event", "event": EVIL, "line": EVIL, "step": EVIL}
     evaluation = {"kind": "evaluate", "step": 3, "epoch": 1, "metrics": {EVIL: 1.0}, "seconds": 1.0}
@@ -164,7 +160,7 @@ def test_runs_of_which_something_is_missing(
     tmp_path: Path, changes: dict[str, Any], judged: bool
 ) -> None:
     found = Reader(written(make(tmp_path, **changes)))
-    assert "Settings" in found.headings
+    assert "The run" in found.headings
     assert ("A step of each rank" in found.headings) is judged
     assert ("What to do first" in found.headings) is judged
 
@@ -187,19 +183,6 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     text = written(make(tmp_path, records=metrics(20_000, every=100), parts={}))
     assert "Each point is the mean of 50 steps." in text
     assert len(text) < 500_000
-
-
-def test_settings_say_where_they_come_from(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", bucket_mb=4, epochs=None)
-    rows = {name: [value, came] for name, value, came in settings_table(read(run)).tables[0].rows}
-    assert rows["bucket_mb"] == ["4", "given"]
-    assert rows["epochs"] == ["2", "the task"]
-    assert rows["reduce"] == ["native", "chosen here (auto)"]
-    assert rows["threads"] == ["1", "chosen here"]
-    assert not {"exact", "precision"} & rows.keys()
-    defaults, unset = settings_table(read(run)).text[-1].removesuffix(".").split(" Not set: ")
-    assert "exact=no" in defaults
-    assert "precision" in unset.split(", ")
 
 
 def test_the_run_is_described_once(tmp_path: Path) -> None:

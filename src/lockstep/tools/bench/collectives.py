@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.schedule import Kind
 from lockstep.config import knob
 from lockstep.launcher.launch import launch
-from lockstep.tools.drawing import SERIES, Drawing
-from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.in_turns import largest, settle
 from lockstep.tools.timing.output_files import table as text_table
 from lockstep.world.world import World, init
@@ -229,31 +226,3 @@ def _cells(each: CollectiveTime, native: float | None) -> list[object]:
         each.wrong,
         native and f"{native / each.p50:.2f}x",
     ]
-
-
-def drawing(measured: Sequence[CollectiveTime]) -> Drawing:
-    """Draw time over size on logarithmic axes: a panel for each collective, a curve for each
-    algorithm.
-    """
-    colours = dict(zip(dict.fromkeys(each.algorithm for each in measured), cycle(SERIES)))
-    plots = []
-    for kind in dict.fromkeys(each.collective for each in measured):
-        rows = [each for each in measured if each.collective == kind]
-        times = [1e6 * each.p50 for each in rows]
-        sizes = [float(each.size) for each in rows]
-        names = {each.algorithm: colours[each.algorithm] for each in rows}
-        plot = Plot(
-            (min(sizes), max(sizes)),
-            "bytes",
-            up=(min(times), max(times)),
-            up_label="us, median of the slowest rank",
-            legend=names,
-            log="across up",
-            title=kind,
-        )
-        for algorithm, colour in names.items():
-            points = [(each.size, 1e6 * each.p50) for each in rows if each.algorithm == algorithm]
-            width = 2.5 if algorithm == "native" else 1.5
-            plot.curve(points, colour, dots=True, width=width)
-        plots.append(plot)
-    return figure(f"Collectives, {measured[0].workers} ranks on one host", plots, table(measured))

@@ -30,7 +30,7 @@ from lockstep.runtime.cores import busy, cores, processor
 from lockstep.step.forward import matmul_precision
 from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
 from lockstep.tools.bench.task_source import Source, made, source_of
-from lockstep.tools.timing.in_turns import Trial, largest, settle
+from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
 from lockstep.training.opening import backend_of, computing
 from lockstep.world.world import init
@@ -141,7 +141,7 @@ class _TimedSteps:
         backend = backend_of(self.settings.device)
         with init(backend=backend) as world, computing(self.settings, world):
             settings = replace(self.settings, workers=world.size)
-            training = Trial(task, settings, world).training
+            training = trial(task, settings, world)
             loader = loader_of(task, world, settings.loader_workers, drop_last=True)
             windows = _windows(loader, self.loading)
             with matmul_precision(training.precision):

@@ -1,5 +1,5 @@
 """Times one training step of a task in several variants, on the same ranks in turns, and checks
-that all variants make the same update. Makes a table and a picture.
+that all variants make the same update. Makes a table.
 
 All variants get the same micro-batches and are timed step by step, so that noise of a shared
 machine affects all alike. Loading is not timed. Peak memory is measured in ranks that hold one
@@ -29,8 +29,6 @@ from lockstep.launcher.launch import launch
 from lockstep.step.forward import matmul_precision
 from lockstep.tools.bench import baselines
 from lockstep.tools.bench.baselines import Feed, feed, too_few
-from lockstep.tools.drawing import INK, Drawing
-from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.in_turns import largest, take_turns
 from lockstep.tools.timing.machine import Peak, kind_of_device
 from lockstep.tools.timing.output_files import milliseconds, table
@@ -352,15 +350,6 @@ def _peak_on_rank(
         return largest(peak.mib(), world)
 
 
-_COLOURS = {
-    "local": "var(--grey)",
-    "ddp": "var(--orange)",
-    "accelerate": "var(--red)",
-    "fabric": "var(--purple)",
-}
-_OURS = "var(--blue)"
-
-
 def text(found: StepComparison) -> str:
     """Return a text with a line for each variant. "DDP / it" is the median of the best DDP variant
     divided by the line's: above 1 is faster than DDP.
@@ -400,30 +389,3 @@ def _row(found: StepComparison, row: StepRow) -> list[str]:
     figures = [(found.ratio(row), ".2f"), (row.apart, ".0e"), (row.peak_mib, ".1f")]
     told = ["" if each is None else f"{each:{how}}" for each, how in figures]
     return [row.variant, milliseconds(row.median), milliseconds(row.p25), *told]
-
-
-def drawing(every: Sequence[StepComparison]) -> Drawing:
-    """Draw a panel for each task, with a bar for each variant: its median, and a mark at the 25th
-    percentile.
-    """
-    described = "\n\n".join(map(text, every))
-    return figure("One training step beside DDP", [_panel(each) for each in every], described)
-
-
-def _panel(found: StepComparison) -> Plot:
-    names = [row.variant for row in found.rows]
-    most = max(1e3 * row.median for row in found.rows)
-    title = f"{found.task}, {counted(found.workers, 'rank')} on {found.device}"
-    legend = {"Lockstep": _OURS, "DDP": _COLOURS["ddp"], "25th percentile": INK}
-    label = "ms a step, median of the slowest rank"
-    plot = Plot((0, 1.2 * most), label, rows=names, legend=legend, title=title)
-    if found.best is not None:
-        at = plot.x(1e3 * found.best.median)
-        plot.line([(at, plot.y(0)), (at, plot.y(len(names)))], _COLOURS["ddp"], 1, "4 3")
-    for place, row in enumerate(found.rows):
-        median, low = 1e3 * row.median, 1e3 * row.p25
-        colour = _COLOURS.get(row.variant.partition(":")[0], _OURS)
-        plot.bar(0, median, place + 0.15, 0.7, colour)
-        plot.bar(low - 0.004 * most, low + 0.004 * most, place + 0.05, 0.9, INK)
-        plot.said(median + 0.1 * most, place + 0.5, f"{median:.1f}")
-    return plot

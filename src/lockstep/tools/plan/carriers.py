@@ -8,7 +8,6 @@ schedules that `collectives` runs contain every transfer: 65,536 squared for an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,18 +35,6 @@ class Cost:
 
 
 NOTHING = Cost(0.0, 0.0, 0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class OneHost:
-    """Measured communication of ranks on one host, by the number of ranks. It does not overlap with
-    computation, because it uses the cores that compute.
-    """
-
-    sums: Mapping[int, Cost]
-    """Cost to sum one bucket of gradients with the measured reduction."""
-    small: Mapping[int, float]
-    """Seconds of a message of a few numbers."""
 
 
 @lru_cache(maxsize=4096)

@@ -26,7 +26,7 @@ from lockstep.collectives.schedule import Kind
 from lockstep.config.parallelism import Compression, Parallelism
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import ALIGNMENT
-from lockstep.tools.plan.carriers import Cost, OneHost, cost
+from lockstep.tools.plan.carriers import Cost, cost
 from lockstep.tools.plan.work import WIDTH, RankWork
 from lockstep.tools.timing.profile import Leaves
 
@@ -170,20 +170,16 @@ class TalkingRanks:
     """Ranks that communicate, and the network between them."""
 
     workers: int
-    network: Network | OneHost
+    network: Network
     software: float = 0.0
     """Minimum seconds of a collective, on any network."""
 
     def cost(self, message: Message) -> Cost:
-        if isinstance(self.network, OneHost):
-            return self.network.sums[self.workers]
         name = "ring" if message.algorithm == "native" else message.algorithm
         return cost(self.network, message.kind, name, self.workers)
 
     def small(self, bytes: float) -> float:
         """Return the seconds of an all-reduce of the library's own numbers, `bytes` in size."""
-        if isinstance(self.network, OneHost):
-            return self.network.small[self.workers]
         ring = cost(self.network, "all_reduce", "ring", self.workers)
         doubling = cost(self.network, "all_reduce", "recursive_doubling", self.workers)
         return self._seconds(min(ring, doubling, key=lambda one: one.seconds(bytes)), bytes)
@@ -192,13 +188,9 @@ class TalkingRanks:
         return self._seconds(self.cost(message), message.bytes)
 
     def _seconds(self, of: Cost, bytes: float) -> float:
-        """Return the seconds of a collective. Times measured on one host already include the time
-        of the software.
-        """
         if not bytes or not of.rounds:
             return 0.0
-        least = 0.0 if isinstance(self.network, OneHost) else self.software
-        return max(least, of.latency) + bytes * of.per_byte
+        return max(self.software, of.latency) + bytes * of.per_byte
 
     def sent(self, message: Message) -> float:
         return self.cost(message).sends * message.bytes
@@ -219,13 +211,12 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
     """Return the communication if ranks synchronize in every step: the facts of a step, all
     gradients, BatchNorm's buffers, and for a sharded update an all-gather of the parameters.
     """
-    at_the_end = isinstance(ranks.network, OneHost)
     facts = ranks.small(rank.facts) if rank.facts else 0.0
-    buckets = [QueuedBucket(0.0, *((0.0, facts) if at_the_end else (facts, 0.0)))]
+    buckets = [QueuedBucket(0.0, facts, 0.0)]
     sent = 0.0
     for bucket in rank.buckets:
         sends = messages(method, bucket, rank.width, ranks.workers)
-        late = sum(ranks.seconds(each) for each in sends if each.late or at_the_end)
+        late = sum(ranks.seconds(each) for each in sends if each.late)
         buckets.append(
             QueuedBucket(bucket.ready, sum(ranks.seconds(each) for each in sends) - late, late)
         )

@@ -29,7 +29,6 @@ from lockstep.collectives.network import Network
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
-from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.communication import TalkingRanks, talk
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.output_files import milliseconds
@@ -94,7 +93,7 @@ def spent(seconds: float) -> str:
 def simulate(
     work: RankWork,
     workers: int,
-    network: Network | OneHost,
+    network: Network,
     method: Parallelism | None = None,
     software: float = 0.0,
 ) -> Predicted:

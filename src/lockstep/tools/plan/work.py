@@ -62,15 +62,6 @@ class RankWork:
             knob.number("ready", bucket.ready, least=0, most=1)
 
     @property
-    def elements(self) -> int:
-        return sum(bucket.elements for bucket in self.buckets)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of all gradients."""
-        return self.width * self.elements
-
-    @property
     def computation(self) -> float:
         """Seconds of forwards and backwards in a step."""
         return self.micro_batches * (self.forward + self.backward)

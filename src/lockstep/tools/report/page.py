@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import fields
 from math import isnan
 from typing import Any
 
@@ -12,14 +10,16 @@ from lockstep.config.knob import knobs
 from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
 from lockstep.tools.recorded import Recorded, number
-from lockstep.tools.report import history, inside_step
+from lockstep.tools.report import by_rank, history
 from lockstep.tools.report.html import Numbers, Section, render
 from lockstep.tools.report.judged import Judged, RankTimes, judged
 from lockstep.tools.report.verdict import Verdict
 from lockstep.training.resolve import BUNDLED, short_name
-from lockstep.training.timeline import PHASES, Begin
+from lockstep.training.timeline import PHASES
 
 FILE = "report.html"
+_INSIDE = ("grow", "grow_if_wanted")
+"""Settings that the launcher passes to the ranks; no option sets them."""
 
 
 NO_ANATOMY = "This run has no record of its steps' times (RUN/anatomy/)."
@@ -37,13 +37,11 @@ def page(recorded: Recorded, found: Verdict | None) -> str:
     """Return the report as HTML, with the verdict `found` at the top."""
     places = _judged(recorded)
     sections = [
-        inside_step.times(places),
+        by_rank.times(places),
         history.curves(recorded),
-        inside_step.section(recorded.anatomy),
-        inside_step.memory(recorded.anatomy),
+        by_rank.memory(recorded.anatomy),
         history.history(recorded),
         history.checks(recorded, places),
-        settings_table(recorded),
         Section(
             "run",
             "The run",
@@ -186,74 +184,3 @@ def _row(place: RankTimes) -> dict[str, Any]:
         "micro_batches": place.each("micro_batches"),
     }
     return {"ranks": list(place.ranks), "steps": place.steps, **times, **whole}
-
-
-_BY_TASK = ("epochs", "precision", "compile")
-"""Settings that the task decides if the user does not."""
-_INSIDE = ("grow", "grow_if_wanted")
-"""Settings that the launcher passes to the ranks; they are not shown."""
-
-
-def settings_table(recorded: Recorded) -> Section:
-    """Return a table of the settings that differ from the defaults; a sentence lists the others."""
-    begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
-    used = _used(recorded, begin)
-    rows: list[list[str]] = []
-    defaults: list[str] = []
-    unset: list[str] = []
-    for each in fields(Settings):
-        if each.name not in _INSIDE:
-            value = _shown(used.get(each.name, getattr(recorded.settings, each.name)))
-            origin = _origin(each.name, recorded.settings, used)
-            if value == "-":
-                unset.append(each.name)
-            elif origin == "default":
-                defaults.append(f"{each.name}={value}")
-            else:
-                rows.append([each.name, value, origin])
-    line = recorded.start.get("line")
-    text = [str(line)] if line else []
-    text.append(f"Defaults: {', '.join(defaults)}. Not set: {', '.join(unset)}.")
-    table = Numbers("Settings that differ from the defaults", ["setting", "value", "from"], rows)
-    return Section("settings", "Settings", text, tables=[table])
-
-
-def _used(recorded: Recorded, begin: Begin | None) -> dict[str, Any]:
-    """Return the values that were used for settings that are "auto" or not set."""
-    found: dict[str, Any] = {}
-    if recorded.settings.epochs is None and recorded.start.get("epochs") is not None:
-        found["epochs"] = recorded.start["epochs"]
-    if begin is not None:
-        found |= {"device": begin.device, "reduce": begin.reduction, "threads": begin.threads}
-    elif recorded.result is not None and "reduce" in recorded.result:
-        found["reduce"] = recorded.result["reduce"]
-    return found
-
-
-def _origin(name: str, settings: Settings, used: Mapping[str, Any]) -> str:
-    asked, default = getattr(settings, name), _default(name)
-    if asked != default or name == "task":
-        return "given"
-    if name in _BY_TASK:
-        return (
-            "the task"
-            if name != "epochs" or settings.steps is None
-            else "not used: steps were given"
-        )
-    if name in used and used[name] != asked:
-        return "chosen here" if asked is None else f"chosen here ({asked})"
-    return "default"
-
-
-def _default(name: str) -> Any:
-    return getattr(Settings(task=""), name)
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == ():
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={each}" for key, each in value.items()) or "-"
-    return str(value)

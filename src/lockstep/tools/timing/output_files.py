@@ -39,13 +39,13 @@ def check_picture(file: Path | None) -> None:
     check_writable(file, "--out")
 
 
-def write_json(file: Path | None, what: object, option: str = "--json") -> None:
+def write_json(file: Path | None, what: object) -> None:
     """Write `what` as JSON, with nan and infinities as strings. Raises UsageError if the file
     cannot be written.
     """
     if file is None:
         return
-    with writing(file, option):
+    with writing(file, "--json"):
         file.write_text(json.dumps(finite(what), indent=2) + "\n", encoding="utf-8")
 
 

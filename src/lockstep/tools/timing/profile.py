@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import Tensor
 
@@ -24,41 +23,23 @@ class Leaves:
     """Shapes of the gradients in it; empty if unknown: the bucket then counts as one vector."""
 
 
-def leaves(buckets: Sequence[Sequence[Tensor]], ready: Sequence[float] = ()) -> list[Leaves]:
-    """Return the `Leaves` of buckets of parameters, which are in the order in which they leave.
-
-    `ready`: the share of the backward after which each bucket is complete. Without it, this share
-    is assumed to be that of this and all earlier buckets in the number of elements.
-    """
-    sizes = [sum(each.numel() for each in bucket) for bucket in buckets]
-    shares = ready or [so_far / sum(sizes) for so_far in accumulate(sizes)]
-    return [
-        Leaves(ready=share, elements=size, tensors=tuple(tuple(each.shape) for each in bucket))
-        for bucket, size, share in zip(buckets, sizes, shares, strict=True)
-    ]
-
-
-def laid_out(parameters: Sequence[Tensor], landed: Sequence[float] = ()) -> list[Leaves]:
+def laid_out(parameters: Sequence[Tensor], landed: Sequence[float]) -> list[Leaves]:
     """Return the parameters in buckets, as the Reducer makes them. `landed`: for each parameter,
     the share of the backward after which its gradient was complete; buckets follow this order.
-
-    Without it, gradients are assumed to become complete from the last parameter to the first.
     """
     entries = [
-        Entry(str(number), each.numel(), each.dtype, each.device)
-        for number, each in enumerate(parameters)
+        Entry(str(number), parameter.numel(), parameter.dtype, parameter.device)
+        for number, parameter in enumerate(parameters)
     ]
-    backwards = range(len(entries))[::-1]
-    order = sorted(backwards, key=landed.__getitem__) if landed else backwards
-    members = [[span.parameter for span in bucket.spans] for bucket in plan(entries, order).buckets]
-    ready = (
-        list(
-            accumulate((min(1.0, max(landed[number] for number in each)) for each in members), max)
-        )
-        if landed
-        else []
-    )
-    return leaves([[parameters[number] for number in each] for each in members], ready)
+    order = sorted(range(len(entries))[::-1], key=landed.__getitem__)
+    leaves, ready = [], 0.0
+    for bucket in plan(entries, order).buckets:
+        members = [span.parameter for span in bucket.spans]
+        ready = max(ready, min(1.0, max(landed[number] for number in members)))
+        shapes = tuple(tuple(parameters[number].shape) for number in members)
+        elements = sum(parameters[number].numel() for number in members)
+        leaves.append(Leaves(ready=ready, elements=elements, tensors=shapes))
+    return leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

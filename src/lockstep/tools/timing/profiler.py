@@ -31,7 +31,7 @@ from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import cores
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
-from lockstep.tools.timing.in_turns import Trial, take_turns
+from lockstep.tools.timing.in_turns import take_turns, trial
 from lockstep.tools.timing.profile import PhaseTimes, Profile, laid_out
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.journal import Journal
@@ -135,9 +135,9 @@ def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> Prof
     task = source()
     with init(backend=backend_of(device)) as world:
         alone: dict[str, Any] = {"sync_every": _NEVER} if world.size > 1 else {}
-        training = Trial(
+        training = trial(
             task, Settings(task=task.name or "task", workers=world.size, **alone), world
-        ).training
+        )
         with matmul_precision(training.precision), _records(training) as record:
             timed = _Timed(training, world, record)
             timed.take(seconds)
@@ -182,7 +182,7 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
         ):
 
             def record(window: Window, result: StepResult) -> None:
-                anatomy.step(result, window, None)
+                anatomy.step(result, window)
                 journal.step(window, float(training.optimizer.param_groups[0]["lr"]), result)
 
             yield record

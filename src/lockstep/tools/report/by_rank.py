@@ -1,140 +1,13 @@
-"""Figures of time and memory by rank, and of who waits for whom. For a few steps, also when each
-bucket of gradients was sent and summed, beside forward and backward.
-"""
+"""Figures of time and memory by rank, and of who waits for whom."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from lockstep.tools.report.html import Illustration, Numbers, Section
-from lockstep.tools.report.judged import WARM_UP, Judged, milliseconds
+from lockstep.tools.report.judged import Judged, milliseconds
 from lockstep.tools.svg import Plot
-from lockstep.training.perfetto import offsets
-from lockstep.training.timeline import Anatomy, Generation, MemoryLine, StepsLine
-
-_RANKS = 8
-Step = Mapping[int, StepsLine]
-"""One step, by rank."""
-
-
-def section(anatomy: Anatomy | None) -> Section:
-    """Draw steps of the latest start that recorded steps with their times. The section is empty if
-    none did.
-    """
-    generations = () if anatomy is None else anatomy.generations
-    found = next((each for each in reversed(generations) if _recorded(each)), None)
-    if anatomy is None or found is None:
-        return Section("buckets", "Inside a step")
-    steps, behind = _recorded(found), offsets(anatomy)
-    shown = _chosen(
-        {number: max(line.seconds for line in step.values()) for number, step in steps.items()}
-    )
-    figures = [
-        _figure(each, _aligned(found, steps[each], behind), what) for each, what in shown.items()
-    ]
-    text = (
-        "timeline.json holds every recorded step. Open it in ui.perfetto.dev or chrome://tracing."
-    )
-    return Section("buckets", "Inside a step", [text], figures)
-
-
-def _recorded(generation: Generation) -> dict[int, Step]:
-    """Return the steps whose times every rank has recorded, by number."""
-    spanned = {
-        rank: {line.first: line for line in lane.steps if line.spans}
-        for rank, lane in generation.lanes.items()
-    }
-    numbers = set.intersection(*(set(lines) for lines in spanned.values()))
-    return {
-        number: {rank: lines[number] for rank, lines in spanned.items()}
-        for number in sorted(numbers)
-    }
-
-
-def _chosen(seconds: Mapping[int, float]) -> dict[int, str]:
-    """Choose a typical step and the slowest one, not from the warm-up; they may be the same."""
-    numbers = sorted(seconds)
-    numbers = numbers[min(WARM_UP, len(numbers) // 2) :]
-    middle = statistics.median_low([seconds[number] for number in numbers])
-    usual = next(number for number in numbers if seconds[number] == middle)
-    slowest = max(numbers, key=lambda number: seconds[number])
-    return {usual: "a typical one", **({slowest: "the slowest"} if slowest != usual else {})}
-
-
-def _aligned(
-    generation: Generation, step: Step, behind: Mapping[str, float]
-) -> dict[int, StepsLine]:
-    """Return a step in milliseconds since it began, on the clock of the first host."""
-    by = {rank: behind[generation.lanes[rank].begin.host] for rank in step}
-    origin = min(began + by[rank] for rank, line in step.items() for _, began, _ in line.spans)
-    found = {}
-    for rank, line in step.items():
-        at = by[rank] - origin
-        spans = tuple(
-            (phase, 1e3 * (began + at), 1e3 * (ended + at)) for phase, began, ended in line.spans
-        )
-        buckets = tuple(
-            (index, 1e3 * (left + at), None if done is None else 1e3 * (done + at))
-            for index, left, done in line.buckets
-        )
-        found[rank] = replace(line, spans=spans, buckets=buckets)
-    return found
-
-
-def _figure(number: int, step: Step, what: str) -> Illustration:
-    ranks = sorted(step)[:_RANKS]
-    lines = {f"rank {rank}": step[rank] for rank in ranks}
-    seen = {phase for line in lines.values() for phase, _, _ in line.spans}
-    ends = [
-        done
-        for line in lines.values()
-        for _, _, done in (*line.spans, *line.buckets)
-        if done is not None
-    ]
-    legend = {NAMES[phase]: colour(phase) for phase in SHOWN if phase in seen}
-    legend["bucket"] = colour("bucket")
-    plot = Plot((0, max(ends)), "ms", rows=[*lines], row_height=40, legend=legend)
-    for row, line in enumerate(lines.values()):
-        for phase, began, ended in line.spans:
-            if phase in SHOWN:
-                plot.bar(began, ended, row + 0.08, 0.4, colour(phase))
-        _buckets(plot, row, line)
-    left = (
-        f" Shown are the first {len(ranks)} of {len(step)} ranks." if len(step) > len(ranks) else ""
-    )
-    caption = (
-        f"Step {number} is {what} of those recorded. The upper bar is the rank's phases. The lower"
-        " one is its gradient buckets, each from when the rank sends it until its sum is"
-        f" there.{left}"
-    )
-    return Illustration(f"Step {number}", plot.inside(), caption, _table(lines))
-
-
-def _buckets(plot: Plot, row: int, line: StepsLine) -> None:
-    """Draw thin bars below each other, so that overlapping buckets can be told apart."""
-    height = 0.4 / max(1, len(line.buckets))
-    for place, (index, left, done) in enumerate(line.buckets):
-        if done is None:
-            continue
-        top = row + 0.52 + place * height
-        plot.bar(left, done, top, height, colour("bucket"), stroke="var(--paper)")
-        if len(line.buckets) <= 3:
-            plot.inscribed(left, top + height / 2, str(index))
-
-
-def _table(lines: Mapping[str, StepsLine]) -> Numbers:
-    rows = []
-    for name, line in lines.items():
-        backward = [ended for phase, _, ended in line.spans if phase == "backward"]
-        over = f"{max(backward):.2f}" if backward else "-"
-        for index, left, done in line.buckets:
-            there = "unknown" if done is None else f"{done:.2f}"
-            rows.append([f"{name}, bucket {index}", f"{left:.2f}", there, over])
-    head = ["bucket", "sent", "sum there", "backward ended"]
-    return Numbers("Milliseconds after the step began", head, rows)
-
+from lockstep.training.timeline import Anatomy, MemoryLine
 
 SHOWN = ("data", "forward", "backward", "moving", "waits", "optimizer", "checks", "other")
 """The phases in the page's order; style.css has a colour for each."""
@@ -143,7 +16,7 @@ _MOST = 32
 """The largest number of ranks in one figure."""
 _NUMBERED = 8
 """The largest number of ranks for which the cells of the matrix show numbers."""
-_PARTS = dict(parameters="forward", gradients="backward", optimizer="optimizer", activations="data")
+_PARTS = dict(parameters="forward", gradients="backward", optimizer="optimizer")
 """The parts of memory, each with the phase whose colour it gets."""
 _MIB = 2**20
 
