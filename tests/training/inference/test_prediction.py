@@ -301,7 +301,7 @@ def test_mistakes_are_sentences(
         ({"x": torch.tensor(1.0)}, r"part 'x' is a 0-d tensor.* \[not-a-batch-of-tensors\]"),
         (("x",), r"part 0 is a str.* \[not-a-batch-of-tensors\]"),
         (torch.zeros(0, 3), r"the batch is empty.* \[empty-dataset\]"),
-        ((), "it holds no tensor"),
+        ((), r"\[batch-without-tensors\]"),
         (TensorDataset(torch.zeros(0)), r"the data set \(a TensorDataset\) is empty"),
         (
             3,

@@ -32,8 +32,7 @@ from lockstep.collectives.broadcast_json import bytes_of, everybodys
 from lockstep.config.task import Task
 from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
-from lockstep.step.forward import Call, Forward, bare, device_of, evaluating, outputs
-from lockstep.training.resolve import wrong_type
+from lockstep.step.forward import Call, Forward, bare, checked_sums, device_of, evaluating, outputs
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -312,7 +311,7 @@ def evaluate(
     try:
         with evaluating(module):
             for piece, output in outputs(Call(module, inputs), rows, seed):
-                values = {} if fn is None else checked(fn(output, piece.batch), "fn", objects)
+                values = {} if fn is None else checked_sums(fn(output, piece.batch), "fn", objects)
                 measured.add(piece, output, values)
     finally:
         rows.close()
@@ -380,22 +379,3 @@ class Evaluation:
         if self._world.agree(self._world.asked_to_stop):
             return None
         return measured.totals()
-
-
-def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `found`, which the user's function has returned. Raises TaskError if it is not a dict
-    of pairs; names in `free` may have other values.
-    """
-    if not isinstance(found, Mapping):
-        raise wrong_type(what, found, "a dict of name -> (sum, weight)")
-    for name, pair in found.items():
-        if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            expected = "(sum, weight), such as (correct.sum(), len(y))"
-            raise wrong_type(f"{what}, for {name!r},", pair, expected)
-    return found
-
-
-def _default_arguments(name: str, output: Any, batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return output, batch[1]
-    raise UsageError("metric-target-missing", name=name, type=type(batch).__name__)
