@@ -9,10 +9,10 @@ name. All ranks must see it.
 from __future__ import annotations
 
 import io
-import os
+import math
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.runtime.disk import force
+from lockstep.runtime.disk import force, write_all
 from lockstep.training.metrics import typed
 from lockstep.world.world import World
 
@@ -40,14 +40,12 @@ class Column:
     """Shape of one row."""
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+    def torch_dtype(self) -> Any:
+        return getattr(torch, self.dtype)
 
     @property
     def row_bytes(self) -> int:
-        return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
+        return math.prod(self.shape, start=self.torch_dtype.itemsize)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -159,9 +157,8 @@ class NpyFile:
         self._final, self._part = path, path.with_name(path.name + ".part")
         self._rows, self._world = rows, world
         self._header = b""
-        token, failure = said_by(0, self._created(), world.control, _PLACE)
-        if failure:
-            raise self._not_written(failure)
+        token = said_by(0, secrets.token_hex(16), world.control, _PLACE)
+        self._on_rank_0(lambda: self._create(token))
         shared = False
         with suppress(OSError), self._part.open("r+") as file:
             shared = file.read(len(token)) == token
@@ -177,11 +174,9 @@ class NpyFile:
         rows = as_numpy(layout, tensors[0])
         self._header = header(rows, self._rows.total)
         start = len(self._header) + piece.rows.start * rows[0].nbytes
-        data = rows.reshape(-1).view(np.uint8).data
-        written = 0
         try:
-            while written < len(data):
-                written += os.pwrite(self._file.fileno(), data[written:], start + written)
+            self._file.seek(start)
+            write_all(self._file.fileno(), rows.tobytes())
         except OSError as error:
             raise self._not_written(str(error.strerror)) from None
 
@@ -190,41 +185,41 @@ class NpyFile:
         if self._world.rank > 0:
             self._file.close()  # on a network file system others see what a closed file holds
         everybodys(None, self._world.control, _PLACE)
-        failure = self._complete(layout) if self._world.rank == 0 else ""
-        if failure := said_by(0, failure, self._world.control, _PLACE):
-            raise self._not_written(failure)
+        self._on_rank_0(self._complete)
+        if self._world.rank == 0 and layout.columns[0].dtype == "bfloat16":
+            message = (
+                "the predictions are bfloat16, which .npy does not support: written as float32"
+            )
+            warnings.warn(message, LockstepWarning, stacklevel=2)
         return self._final
 
     def discard(self) -> None:
         self._file.close()
         self._remove()
 
-    def _created(self) -> tuple[str, str]:
-        """On rank 0, create the file. Return its token, and the reason if that fails."""
-        token = secrets.token_hex(16)
+    def _on_rank_0(self, action: Callable[[], object]) -> None:
+        """Let rank 0 do it. A collective; raises UsageError on all ranks if that fails."""
+        failure = ""
         if self._world.rank == 0:
             try:
-                self._part.parent.mkdir(parents=True, exist_ok=True)
-                self._part.write_text(token)
+                action()
             except OSError as error:
-                return token, str(error.strerror)
-        return token, ""
+                failure = str(error.strerror)
+        failure = said_by(0, failure, self._world.control, _PLACE)
+        if failure:
+            raise self._not_written(failure)
 
-    def _complete(self, layout: RowLayout) -> str:
-        """Return the reason if that fails. Rank 0 has the first batch, and so the header."""
-        try:
-            os.pwrite(self._file.fileno(), self._header, 0)
-            self._file.close()
-            force(self._part)
-            self._part.replace(self._final)
-        except OSError as error:
-            return str(error.strerror)
-        if layout.columns[0].dtype == "bfloat16":
-            message = (
-                "the predictions are bfloat16, which .npy does not support: written as float32"
-            )
-            warnings.warn(message, LockstepWarning, stacklevel=2)
-        return ""
+    def _create(self, token: str) -> None:
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        self._part.write_text(token)
+
+    def _complete(self) -> None:
+        """Write the header, which rank 0 has, as it has the first batch."""
+        self._file.seek(0)
+        write_all(self._file.fileno(), self._header)
+        self._file.close()
+        force(self._part)
+        self._part.replace(self._final)
 
     def _remove(self) -> None:
         if self._world.rank == 0:
