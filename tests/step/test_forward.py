@@ -43,8 +43,8 @@ def test_metrics_that_are_no_sums() -> None:
     with refused(
         "wrong-return-type",
         TaskError,
-        function="Task: metrics",
-        type="dict of 'accuracy': float",
+        function="Task: metrics, for 'accuracy',",
+        type="float",
     ):
         forward(metrics=lambda output, batch: {"accuracy": 0.5}).metrics(None, BATCH)
     both = forward(metrics=lambda output, batch: {"loss": (1.0, 2)})

@@ -217,7 +217,7 @@ def halved(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     ("changes", "named"),
     [
         ({"loss": halved}, "halved"),
-        ({"train_data": toy.data(toy.SAMPLES, 7)}, "samples of train_data that were compared"),
+        ({"train_data": toy.data(toy.SAMPLES, 7)}, "sample "),
     ],
     ids=["loss", "data"],
 )

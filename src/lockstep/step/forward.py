@@ -7,7 +7,7 @@ over a batch need more than the 8 or 11 bits of half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -105,20 +105,33 @@ class Forward:
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """Return the task's metrics and "loss", each as (sum, weight)."""
-        found: Any = self._metrics(output, batch) if self._metrics else {}
-        good = isinstance(found, Mapping) and all(
-            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
-        )
-        if not good:
-            raise TaskError(
-                "wrong-return-type",
-                function="Task: metrics",
-                type=_shape(found),
-                expected="a dict of name -> (sum, weight)",
-            )
+        found = self._metrics(output, batch) if self._metrics else {}
+        found = checked_sums(found, "Task: metrics")
         if "loss" in found:
             raise TaskError("metric-named-loss")
         return {**found, "loss": self.loss(output, batch)}
+
+
+def checked_sums(
+    found: Any, function: str, free: Container[str] = ()
+) -> Mapping[str, tuple[Any, Any]]:
+    """Return `found`, which a user's function has returned. Raises TaskError if it is not a dict of
+    pairs; names in `free` may have other values.
+    """
+    if not isinstance(found, Mapping):
+        expected = "a dict of name -> (sum, weight)"
+        raise TaskError(
+            "wrong-return-type", function=function, type=type(found).__name__, expected=expected
+        )
+    for name, pair in found.items():
+        if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TaskError(
+                "wrong-return-type",
+                function=f"{function}, for {name!r},",
+                type=type(pair).__name__,
+                expected="(sum, weight), such as (correct.sum(), len(y))",
+            )
+    return found
 
 
 def as_float32(output: Any) -> Any:

@@ -18,10 +18,11 @@ import copy
 import functools
 import hashlib
 import inspect
+import io
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -42,18 +43,16 @@ from lockstep.data.loader import is_iterable
 from lockstep.errors import ReplicaDivergence
 from lockstep.runtime import randomness
 
-DATA = "train_data"
 SAMPLES = 8
 SECONDS = 0.05  # of reading, after which no further sample is read
-SAMPLE = "sample "  # prefix of the names of samples' digests
 _SHA = "sha256:"
 _FIELDS = (
     *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler"),
-    *("average", "metrics", DATA, "eval_data"),
+    *("average", "metrics", "train_data", "eval_data"),
 )
-_MOST_FILES = 1000
 _LOCKSTEP, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 _INSTALLED = {"site-packages", "dist-packages"}
+_GENERATORS = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
 
 def task_digests(task: Task) -> dict[str, str]:
@@ -63,36 +62,37 @@ def task_digests(task: Task) -> dict[str, str]:
 
 def source_digests(task: Task) -> dict[str, str]:
     """Return the names of the task's functions and classes, and the digests of the files that
-    define them and of the loaded modules in the folder or package of such a file: at most 1,000 of
-    a folder. Python and installed packages are left out, and what has no file, as in a notebook.
+    define them and of the loaded modules in the folder or package of such a file. Python and
+    installed packages are left out, and what has no file, as in a notebook.
     """
     digests: dict[str, str] = {}
-    files = set()
+    # through __dict__: a lazy module may import others when an attribute is read
+    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    names = {str(module.get("__file__")) for module in modules}
+    folders = set()
     for field in _FIELDS:
         value = getattr(task, field)
         while isinstance(value, functools.partial):
             value = value.func
         with suppress(Exception):  # it is built in, or has no file
-            named = value if hasattr(value, "__qualname__") else type(value)
+            named = inspect.unwrap(value if hasattr(value, "__qualname__") else type(value))
             digests[field] = str(named.__qualname__)
-            files.add(Path(inspect.getfile(inspect.unwrap(named))))
-    # through __dict__: a lazy module may import others when an attribute is read
-    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    names = {str(module.get("__file__")) for module in modules} | {str(file) for file in files}
-    nearest = sorted(names, key=lambda name: (name.count(os.sep), name))
-    for folder in sorted({_folder_of(file) for file in files if _is_users(file)}):
-        inside = [Path(name) for name in nearest if name.startswith(os.path.join(folder, ""))]
-        for file in [file for file in inside if _is_users(file)][:_MOST_FILES]:
+            file = Path(inspect.getfile(named))
+            if _is_users(file):
+                names.add(str(file))
+                folders.add(_folder_of(file))
+    for folder in sorted(folders):
+        inside = [Path(name) for name in names if name.startswith(os.path.join(folder, ""))]
+        for file in filter(_is_users, inside):
             with suppress(OSError):
-                digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                digests[file.relative_to(folder).as_posix()] = f"{_SHA}{digest[:32]}"
+                digests[file.relative_to(folder).as_posix()] = _digest([file.read_bytes()])
     return digests
 
 
 def _folder_of(file: Path) -> Path:
     """Return the folder of a file; for a package's file, that of the outermost package."""
     packages = takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents)
-    return [file.parent, *(folder for folder in packages if folder != _LOCKSTEP)][-1]
+    return [file.parent, *packages][-1]
 
 
 def _is_users(file: Path) -> bool:
@@ -102,10 +102,15 @@ def _is_users(file: Path) -> bool:
     return file.suffix == ".py" and not installed
 
 
-def sample_digests(
-    dataset: Any, seed: int, *, count: int = SAMPLES, seconds: float | None = SECONDS
-) -> dict[str, str]:
-    """Return digests of `count` samples of a map-style data set, or of as many as are read within
+def _digest(parts: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return f"{_SHA}{digest.hexdigest()[:32]}"
+
+
+def sample_digests(dataset: Any, seed: int, *, seconds: float = SECONDS) -> dict[str, str]:
+    """Return digests of eight samples of a map-style data set, or of as many as are read within
     `seconds`; of no sample if two readings differ.
 
     The samples are read from a shallow copy. So loader workers do not inherit a file that the data
@@ -115,24 +120,20 @@ def sample_digests(
     if is_iterable(dataset):
         return {}
     size = len(dataset)
-    digests = {DATA: f"{size} samples"}
-    if size == 0:
-        return digests
-    until = None if seconds is None else perf_counter() + seconds
-    with randomness.preserved():
-        try:
-            readers = _copied(dataset), _copied(dataset)
-        except Exception:  # what cannot be copied is not read beforehand
-            return digests
-        for number in range(count):
-            if until is not None and number and perf_counter() > until:
+    whole = {"train_data": f"{size} samples"}
+    digests = dict(whole)
+    until = perf_counter() + seconds
+    with randomness.preserved(), suppress(Exception):  # what cannot be copied is not read
+        readers = _copied(dataset), _copied(dataset)
+        for number in range(min(SAMPLES, size)):
+            if number and perf_counter() > until:
                 break
             index = randomness.derive(seed, number) % size
             first, second = (_sample(reader, seed, index) for reader in readers)
             if first != second:  # it draws from its own generator: nothing can be compared
-                return {DATA: digests[DATA]}
+                return whole
             if first is not None:
-                digests[f"{SAMPLE}{index}"] = first
+                digests[f"sample {index}"] = first
     return digests
 
 
@@ -144,72 +145,50 @@ def _copied(data: Any) -> Any:
     for name, value in list(getattr(copied, "__dict__", {}).items()):
         if isinstance(value, Dataset):
             copied.__dict__[name] = _copied(value)
-        elif isinstance(value, list) and all(isinstance(part, Dataset) for part in value[:SAMPLES]):
-            copied.__dict__[name] = [
-                _copied(part) if isinstance(part, Dataset) else part for part in value
-            ]
-        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        elif isinstance(value, list) and isinstance(next(iter(value), None), Dataset):
+            copied.__dict__[name] = list(map(_copied, value))
+        elif isinstance(value, _GENERATORS):
             copied.__dict__[name] = copy.deepcopy(value)
-        elif isinstance(value, torch.Generator):
-            copied.__dict__[name] = value.clone_state()
     return copied
 
 
 def _sample(dataset: Any, seed: int, index: int) -> str | None:
-    digest = hashlib.sha256()
+    randomness.sample(seed, 0, index)
     try:
-        randomness.sample(seed, 0, index)
-        for part in _bytes_of(dataset[index]):
-            digest.update(part)
-    except Exception:  # the user's own error: training raises it if it reads the sample
+        return _digest(_bytes_of(dataset[index]))
+    except Exception:  # the user's own error, which training raises too; or no bytes
         return None
-    return f"{_SHA}{digest.hexdigest()[:32]}"
 
 
 def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a sample and of its parts."""
-    if isinstance(value, Tensor):
-        yield f"{list(value.shape)} {value.dtype}".encode()
-        yield octets_of(value).cpu().numpy().data
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield f"{list(value.shape)} {value.dtype}".encode()
-        yield value.tobytes()
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield repr(key).encode()
-            yield from _bytes_of(part)
-    elif isinstance(value, list | tuple):
+    """Yield the bytes of a sample and of its parts. Raises for a part that has none: an object that
+    is neither a collection, a number, text, a tensor nor, to numpy, an array.
+    """
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
         yield f"{len(value)}".encode()
         for part in value:
             yield from _bytes_of(part)
-    elif callable(getattr(value, "tobytes", None)):  # an image of PIL, a numpy scalar
-        yield f"{getattr(value, 'size', '')}".encode()
-        yield value.tobytes()
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    elif isinstance(value, Tensor):
+        yield f"{list(value.shape)} {value.dtype}".encode()
+        yield octets_of(value).cpu().numpy().data
+    elif value is None or isinstance(value, int | str | bytes):
         yield repr(value).encode()
     else:
-        yield type(value).__qualname__.encode()
-        yield from _bytes_of(getattr(value, "__dict__", None))
+        np.save(array := io.BytesIO(), value, allow_pickle=False)
+        yield array.getvalue()
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return in words how a task differs from before. Only names that both have are compared."""
-    differing = [name for name in now if name in before and before[name] != now[name]]
-    samples = [name.removeprefix(SAMPLE) for name in differing if name.startswith(SAMPLE)]
-    words = [
+    differing = [name for name in now if before.get(name, now[name]) != now[name]]
+    return [
         f"{name} has changed"
         if now[name].startswith(_SHA)
         else f"{name} was {before[name]} and is {now[name]}"
         for name in differing
-        if not name.startswith(SAMPLE)
     ]
-    if samples:
-        compared = sum(name.startswith(SAMPLE) and name in before for name in now)
-        words.append(
-            f"{len(samples)} of {compared} samples of train_data that were compared have changed"
-            f" (number {', '.join(samples)})"
-        )
-    return words
 
 
 def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:

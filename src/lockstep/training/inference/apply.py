@@ -5,7 +5,7 @@ predict` do on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -109,22 +109,24 @@ def fill(model: Any, theirs: Mapping[str, Any], of: str, into: str) -> None:
     from lockstep.checkpoints.identity import weights
 
     ours = weights(model)
+    both = ours.keys() & theirs.keys()
     wrong = {
-        "missing": sorted(ours.keys() - theirs.keys()),
-        "unexpected": sorted(theirs.keys() - ours.keys()),
-        "of another shape": sorted(
-            name for name in ours.keys() & theirs.keys() if ours[name].shape != theirs[name].shape
-        ),
+        "missing": ours.keys() - both,
+        "unexpected": theirs.keys() - both,
+        "of another shape": {name for name in both if ours[name].shape != theirs[name].shape},
     }
-    if any(wrong.values()):
-        said = "; ".join(f"{kind}: {_listed(names)}" for kind, names in wrong.items() if names)
-        raise TaskError("checkpoint-of-another-model", checkpoint=of, task=into, differences=said)
+    differences = "; ".join(f"{kind}: {_listed(names)}" for kind, names in wrong.items() if names)
+    if differences:
+        raise TaskError(
+            "checkpoint-of-another-model", checkpoint=of, task=into, differences=differences
+        )
     for name, tensor in ours.items():
         tensor.copy_(theirs[name])
 
 
-def _listed(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: Set[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more
 
 
 if __name__ == "__main__":

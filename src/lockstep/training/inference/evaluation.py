@@ -1,9 +1,9 @@
 """Evaluation counts every sample once, and gives the same bits for every number of ranks.
 
 Batches are cut at fixed positions of the data set, whichever rank runs them (rows.py). A batch's
-sums travel with its number. Every rank then adds them up in the order of the data set, in float64
-(Tally). An average of the ranks' averages would be wrong for every ragged split. There is no
-collective inside the loop: the ranks synchronize once, at the end.
+sums travel with its number. Every rank then adds them up in the order of the data set, in float64.
+An average of the ranks' averages would be wrong for every ragged split. There is no collective
+inside the loop: the ranks synchronize once, at the end.
 
 For torchmetrics objects, each batch takes the part of a rank of torchmetrics, so the real number of
 ranks has no effect.
@@ -20,9 +20,7 @@ users who bring such a metric need it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +32,7 @@ from lockstep.collectives.broadcast_json import bytes_of, everybodys
 from lockstep.config.task import Task
 from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
-from lockstep.step.forward import Call, Forward, bare, device_of, evaluating, outputs
-from lockstep.training.resolve import wrong_type
+from lockstep.step.forward import Call, Forward, bare, checked_sums, device_of, evaluating, outputs
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 
 _NEEDED = ("update", "compute", "reset", "clone", "metric_state", "_reductions")
-State = Tensor | list[Tensor]
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
@@ -56,22 +52,22 @@ class States:
     `compute` once, on all ranks.
     """
 
-    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
+    def __init__(self, name: str, metric: Any, device: torch.device, world: World) -> None:
+        problem = None
         if any(not hasattr(metric, part) for part in _NEEDED):
-            raise UsageError("not-a-metric", name=name, type=type(metric).__name__, problem="")
-        if not metric._reductions:
-            raise UsageError(
-                "not-a-metric",
-                name=name,
-                type=type(metric).__name__,
-                problem=", which keeps its state in other metrics",
-            )
-        self._name = name
+            problem = ""
+        elif not metric._reductions:
+            problem = ", which keeps its state in other metrics"
+        if problem is not None:
+            raise UsageError("not-a-metric", name=name, type=type(metric).__name__, problem=problem)
+        self._name, self._world = name, world
         self._metric = metric.clone().to(device)
         # as `sync_on_compute=False` does: the states are reduced here
         self._metric._to_sync = False
-        self._batches: dict[tuple[str, int], State] = {}  # (state, batch)
-        self._folded: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
+        """On the CPU, by "state batch position-in-a-list". Of a folded state there is one, which
+        has the rank in the place of the batch. Leading zeros let the keys sort.
+        """
 
     def update(self, number: int, arguments: Any) -> None:
         """Add a batch. `arguments` are those of the metric's own `update`."""
@@ -83,39 +79,36 @@ class States:
         self._metric.update(*arguments)
         for name, state in self._metric.metric_state.items():
             fold = _fold(self._metric._reductions[name], state)
-            kept = _on(state, torch.device("cpu"))
-            if fold is None:
-                self._batches[name, number] = kept
-            elif name in self._folded:
-                self._folded[name] = fold(self._folded[name], kept)
-            else:
-                self._folded[name] = kept.clone()
+            owner = number if fold is None else self._world.rank
+            for position, part in enumerate(state if isinstance(state, list) else [state]):
+                key = f"{name} {owner:012} {position:012}"
+                kept = part.detach().cpu().clone(memory_format=torch.contiguous_format)
+                if fold is not None and key in self._kept:
+                    kept = fold(self._kept[key], kept)
+                self._kept[key] = kept
 
-    def compute(self, world: World) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return the metric over all batches as {name: value}; a metric of several values gives
         "name_key" for each. A collective.
         """
+        packed = save(self._kept)
+        gathered: dict[str, Tensor] = {}
+        for rank in range(self._world.size):
+            gathered |= load(bytes_of(rank, packed, self._world.control))
         self._metric.reset()
-        device = self._metric.device
-        for name, parts in self._gathered(world).items():
-            reduced = _reduced(parts, self._metric._reductions[name])
-            setattr(self._metric, name, _on(reduced, device))
+        for name, state in self._metric.metric_state.items():
+            parts = [gathered[key] for key in sorted(gathered) if key.startswith(f"{name} ")]
+            reduction = self._metric._reductions[name]
+            reduced = _reduced(parts, reduction, isinstance(state, list))
+            setattr(self._metric, name, _on(reduced, self._metric.device))
         self._metric._update_count = 1  # it was updated, batch by batch
         self._metric._computed = None
         return _numbers(self._name, self._metric.compute())
 
-    def _gathered(self, world: World) -> dict[str, list[State]]:
-        """Return each state's parts in batch order; a folded state has one part per rank."""
-        found: dict[str, dict[int, State]] = {name: {} for name in self._metric._reductions}
-        mine = self._batches | {(name, world.rank): state for name, state in self._folded.items()}
-        packed = _pack(mine)
-        for rank in range(world.size):
-            for (name, number), state in _unpack(bytes_of(rank, packed, world.control)).items():
-                found[name][number] = state
-        return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
-
-def _fold(reduction: Any, state: State) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _fold(
+    reduction: Any, state: Tensor | list[Tensor]
+) -> Callable[[Tensor, Tensor], Tensor] | None:
     name = getattr(reduction, "__name__", "")
     if not isinstance(state, Tensor) or (
         name == "dim_zero_sum" and (state.is_floating_point() or state.is_complex())
@@ -124,14 +117,13 @@ def _fold(reduction: Any, state: State) -> Callable[[Tensor, Tensor], Tensor] | 
     return _FOLDS.get(name)
 
 
-def _reduced(parts: list[State], reduction: Any) -> Any:
+def _reduced(parts: list[Tensor], reduction: Any, of_lists: bool) -> Any:
     """Reduce the parts as torchmetrics does with the states of its ranks: tensors are stacked,
     lists are concatenated.
     """
-    if any(isinstance(part, list) for part in parts):
-        flat = [each for part in parts for each in part]
-        return flat if reduction is None or not flat else reduction(flat)
-    stacked = torch.stack([part for part in parts if isinstance(part, Tensor)])
+    if of_lists:
+        return parts if reduction is None or not parts else reduction(parts)
+    stacked = torch.stack(parts)
     if reduction is None:
         return stacked
     if not stacked.is_floating_point():
@@ -140,9 +132,7 @@ def _reduced(parts: list[State], reduction: Any) -> Any:
 
 
 def _on(state: Any, device: torch.device) -> Any:
-    if isinstance(state, list):
-        return [_on(part, device) for part in state]
-    return state.detach().to(device)
+    return [part.to(device) for part in state] if isinstance(state, list) else state.to(device)
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
@@ -157,30 +147,70 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     return {name: float(value)}
 
 
-def _pack(states: Mapping[tuple[str, int], State]) -> bytes:
-    """Return a line of JSON with (state, batch, length of a list or null for a tensor) for each
-    state, and behind it all tensors in that order, as safetensors.
+class Measured:
+    """What is measured of this rank's batches: (sum, weight) by name, and the states of metric
+    objects.
     """
-    index = [
-        (*key, None if isinstance(state, Tensor) else len(state)) for key, state in states.items()
-    ]
-    parts = [
-        part
-        for state in states.values()
-        for part in ([state] if isinstance(state, Tensor) else state)
-    ]
-    tensors = {str(place): part.contiguous().clone() for place, part in enumerate(parts)}
-    return json.dumps(index).encode() + b"\n" + save(tensors)
+
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
+        self._device, self._world = device, world
+        self._states = {
+            name: States(name, metric, device, world) for name, metric in metrics.items()
+        }
+        self._pairs: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, piece: Piece, output: Any, values: Mapping[str, Any]) -> None:
+        """Add a batch. `values`: (sum, weight) by name, and the arguments for metric objects; the
+        others get the output and the batch's second part. Raises TaskError if a sum or a weight is
+        more than one number.
+        """
+        for name, state in self._states.items():
+            state.update(
+                piece.number,
+                values[name] if name in values else _default_arguments(name, output, piece.batch),
+            )
+        self._pairs[piece.number] = {
+            name: self._pair(name, *pair)
+            for name, pair in values.items()
+            if name not in self._states
+        }
+
+    def totals(self) -> dict[str, float]:
+        """Return the weighted means over all ranks' batches, equal on all ranks (0/0 is nan), and
+        the values of the metric objects. A collective.
+        """
+        own = [
+            (number, {name: pair.tolist() for name, pair in pairs.items()})
+            for number, pairs in self._pairs.items()
+        ]
+        by_rank = everybodys(own, self._world.control, "for the sums of metrics")
+        batches = dict(pairs for rank in by_rank for pairs in rank)
+        names = sorted(batches[0])
+        for pairs in batches.values():
+            if sorted(pairs) != names:
+                raise TaskError("metric-names-changed", names=sorted(pairs), first=names)
+        totals = {}
+        for name in names:
+            in_order = [batches[number][name] for number in sorted(batches)]
+            value, weight = map(sum, zip(*in_order, strict=True))
+            totals[name] = value / weight if weight else float("nan")
+        for state in self._states.values():
+            totals |= state.compute()
+        return totals
+
+    def _pair(self, name: str, *pair: Tensor | float) -> Tensor:
+        parts = [torch.as_tensor(part, dtype=torch.float64, device=self._device) for part in pair]
+        if any(part.numel() != 1 for part in parts):
+            raise TaskError(
+                "metric-not-a-number", name=name, shapes=[list(part.shape) for part in parts]
+            )
+        return torch.stack([part.reshape(()) for part in parts])
 
 
-def _unpack(packed: bytes) -> dict[tuple[str, int], State]:
-    index, _, rest = packed.partition(b"\n")
-    tensors = load(rest)
-    parts = (tensors[str(place)] for place in range(len(tensors)))
-    return {
-        (name, number): next(parts) if length is None else [next(parts) for _ in range(length)]
-        for name, number, length in json.loads(index)
-    }
+def _default_arguments(name: str, output: Any, batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return output, batch[1]
+    raise UsageError("metric-target-missing", name=name, type=type(batch).__name__)
 
 
 class OwnRows:
@@ -267,7 +297,8 @@ def evaluate(
     found = World.current() if world is None else world
     module = bare(model)
     device = device_of(module, found)
-    states = {name: States(name, metric, device) for name, metric in (metrics or {}).items()}
+    objects = metrics or {}
+    measured = Measured(objects, device, found)
     rows = DatasetRows(
         dataset,
         found,
@@ -277,30 +308,14 @@ def evaluate(
         loader_workers=loader_workers,
         device=device,
     )
-    tally = Tally(found, rows.count)
-    mine = {}
     try:
         with evaluating(module):
             for piece, output in outputs(Call(module, inputs), rows, seed):
-                measured = checked(fn(output, piece.batch), "fn", states) if fn is not None else {}
-                for name, state in states.items():
-                    state.update(
-                        piece.number,
-                        (
-                            measured[name]
-                            if name in measured
-                            else _default_arguments(name, output, piece.batch)
-                        ),
-                    )
-                mine[piece.number] = tally.pairs(
-                    {name: pair for name, pair in measured.items() if name not in states}
-                )
+                values = {} if fn is None else checked_sums(fn(output, piece.batch), "fn", objects)
+                measured.add(piece, output, values)
     finally:
         rows.close()
-    totals = tally.totals(mine)
-    for state in states.values():
-        totals |= state.compute(found)
-    return totals
+    return measured.totals()
 
 
 class Evaluation:
@@ -335,112 +350,32 @@ class Evaluation:
             loader_workers=loader_workers,
             share=self._placed.share,
         )
-        self._tally = Tally(world, self.rows.count)
-        self._objects = {
-            name: given
-            if isinstance(given, tuple) and len(given) == 2
-            else (given, partial(_default_arguments, name))
-            for name, given in (task.metric_objects or {}).items()
-        }
-        if "loss" in self._objects:
+        self._metrics, self._arguments = {}, {}
+        for name, given in (task.metric_objects or {}).items():
+            if isinstance(given, tuple) and len(given) == 2:
+                self._metrics[name], self._arguments[name] = given
+            else:
+                self._metrics[name] = given
+        if "loss" in self._metrics:
             raise TaskError("metric-named-loss")
-        self._states()  # fails now, and not after an epoch, if an object is no metric
+        self._measured()  # fails now, and not after an epoch, if an object is no metric
 
-    def _states(self) -> dict[str, States]:
-        device = self._world.device
-        return {name: States(name, metric, device) for name, (metric, _) in self._objects.items()}
+    def _measured(self) -> Measured:
+        return Measured(self._metrics, self._world.device, self._world)
 
     def __call__(self) -> dict[str, float] | None:
         """Return the values, or None if a rank was asked to stop meanwhile (World.heed_signals):
         then no rank waits for the rest.
         """
-        mine, states = {}, self._states()
+        measured = self._measured()
         with evaluating(self._forward.model):
             for piece, output in self._placed.outputs(self._forward, self.rows, self._seed):
                 if self._world.asked_to_stop and self._placed.walks_alone:
                     break
-                mine[piece.number] = self._tally.pairs(self._forward.metrics(output, piece.batch))
-                for name, state in states.items():
-                    _, arguments = self._objects[name]
-                    state.update(piece.number, arguments(output, piece.batch))
+                values = dict(self._forward.metrics(output, piece.batch))
+                for name, arguments in self._arguments.items():
+                    values[name] = arguments(output, piece.batch)
+                measured.add(piece, output, values)
         if self._world.agree(self._world.asked_to_stop):
             return None
-        totals = self._tally.totals(mine)
-        for state in states.values():
-            totals |= state.compute(self._world)
-        return totals
-
-
-def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `found`, which the user's function has returned. Raises TaskError if it is not a dict
-    of pairs; names in `free` may have other values.
-    """
-    if not isinstance(found, Mapping):
-        raise wrong_type(what, found, "a dict of name -> (sum, weight)")
-    for name, pair in found.items():
-        if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            expected = "(sum, weight), such as (correct.sum(), len(y))"
-            raise wrong_type(f"{what}, for {name!r},", pair, expected)
-    return found
-
-
-def _default_arguments(name: str, output: Any, batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return output, batch[1]
-    raise UsageError("metric-target-missing", name=name, type=type(batch).__name__)
-
-
-class Tally:
-    """`tally.totals(mine)` returns the weighted means over all `count` batches, equal on all ranks;
-    0/0 is nan.
-    """
-
-    def __init__(self, world: World, count: int) -> None:
-        self._world, self._count = world, count
-        self._names: list[str] | None = None
-
-    def pairs(self, found: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
-        """Return one batch's (sum, weight) by name, each as a tensor of two float64 numbers. Raises
-        TaskError if a sum or a weight is more than one number.
-        """
-        return {name: self._pair(name, *pair) for name, pair in found.items()}
-
-    def totals(self, mine: Mapping[int, dict[str, Tensor]]) -> dict[str, float]:
-        """Return the means over all batches. `mine`: this rank's, by number. A collective."""
-        if self._names is None:
-            said = everybodys(
-                sorted(mine[0]) if 0 in mine else None,
-                self._world.control,
-                "for the names of metrics",
-            )
-            self._names = next((names for names in said if names is not None), [])
-        names = self._names
-        table = torch.zeros(self._count, 2 * len(names), dtype=torch.float64)
-        for number, sums in mine.items():
-            table[number] = _row(sums, names)
-        # the others' rows are zeros, so nothing is rounded here
-        self._world.control.all_reduce(table).wait()
-        totals = [sum(column) for column in table.T.tolist()]
-        pairs = zip(totals[::2], totals[1::2], strict=True)
-        return {
-            name: value / weight if weight else float("nan")
-            for name, (value, weight) in zip(names, pairs, strict=True)
-        }
-
-    def _pair(self, name: str, value: Tensor | float, weight: Tensor | float) -> Tensor:
-        parts = [
-            torch.as_tensor(part, dtype=torch.float64, device=self._world.device)
-            for part in (value, weight)
-        ]
-        if any(part.numel() != 1 for part in parts):
-            raise TaskError(
-                "metric-not-a-number", name=name, shapes=[list(part.shape) for part in parts]
-            )
-        return torch.stack([part.reshape(()) for part in parts])
-
-
-def _row(sums: dict[str, Tensor], names: list[str]) -> Tensor:
-    if sorted(sums) != names:
-        raise TaskError("metric-names-changed", names=sorted(sums), first=names)
-    # no -0: a sum with zeros would lose the sign
-    return torch.cat([sums[name] for name in names]).cpu() + 0.0 if names else torch.empty(0)
+        return measured.totals()

@@ -19,7 +19,13 @@ from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
 from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
 from lockstep.training.inference.apply import check_out
-from lockstep.training.inference.prediction_files import NpyFile, RowLayout, agreed, same, split
+from lockstep.training.inference.prediction_files import (
+    NpyFile,
+    RowLayout,
+    agreed,
+    same,
+    split,
+)
 from lockstep.world.world import World
 
 _AT_ONCE = 2**21  # numbers of 8 bytes per all-reduce
@@ -76,41 +82,46 @@ def predict(
     file = None if out is None else check_out(Path(out))
     module = bare(model)
     device = device_of(module, found)
-    if not is_batch(data):
-        rows: DatasetRows | BatchRows = DatasetRows(
-            data,  # type: ignore[arg-type]  # what is no batch is a data set, or refused as one
-            found,
-            batch=batch,
-            seed=seed,
-            collate=collate,
-            loader_workers=loader_workers,
-            device=device,
-        )
-        return run(Call(module, inputs), rows, found, seed=seed, out=file)
-    if collate is not None or loader_workers:
-        raise UsageError("loading-options-for-a-batch", type=type(data).__name__)
-    rows = BatchRows(data, found, batch=batch, device=device)
-    joined = run(Call(module, inputs or as_arguments), rows, found, seed=seed, out=file)
-    return joined if file is not None else _moved(joined, device)
+    if is_batch(data):
+        if collate is not None or loader_workers:
+            raise UsageError("loading-options-for-a-batch", type=type(data).__name__)
+        call = Call(module, inputs or as_arguments)
+        batches = BatchRows(data, found, batch=batch, device=device)
+        return run(call, batches, found, seed=seed, out=file, device=device)
+    rows = DatasetRows(
+        data,  # type: ignore[arg-type]  # what is no batch is a data set, or refused as one
+        found,
+        batch=batch,
+        seed=seed,
+        collate=collate,
+        loader_workers=loader_workers,
+        device=device,
+    )
+    return run(Call(module, inputs), rows, found, seed=seed, out=file)
 
 
-def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> Any:
-    """Run `call` (which has a `.model`) on all rows, as `predict` does. A collective."""
-    sink = RowsInMemory(rows.total, world) if out is None else NpyFile(out, rows, world)
+def run(
+    call: Any,
+    rows: Rows,
+    world: World,
+    *,
+    seed: int,
+    out: Path | None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Run `call` (which has a `.model`) on all rows, as `predict` does. A collective. `device`: of
+    the result without `out`.
+    """
+    sink = RowsInMemory(rows.total, world, device) if out is None else NpyFile(out, rows, world)
     layout: RowLayout | None = None
     try:
         with evaluating(call.model):
             for piece, output in outputs(call, rows, seed):
                 this, tensors = split(output, piece)
                 del output
-                if layout is None:
-                    layout = this
-                same(
-                    layout,
-                    this,
-                    f"samples {piece.rows.start} to {piece.rows.stop - 1}",
-                    "those before",
-                )
+                layout = layout or this
+                samples = f"samples {piece.rows.start} to {piece.rows.stop - 1}"
+                same(layout, this, samples, "those before")
                 sink.put(piece, layout, tensors)
                 del tensors
         return sink.finish(agreed(layout, rows.total, world))
@@ -122,47 +133,35 @@ def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> 
 
 
 class RowsInMemory:
-    """All rows on every rank, on the CPU. A rank writes its own rows, and an all-reduce adds the
-    others': bytes plus zeros, so the result is exact.
+    """All rows on every rank. A rank writes its own rows, and an all-reduce adds the others': bytes
+    plus zeros, so the result is exact.
     """
 
-    def __init__(self, total: int, world: World) -> None:
-        self._total, self._world = total, world
-        self._numbers: list[Tensor] = []
+    def __init__(self, total: int, world: World, device: torch.device | str) -> None:
+        self._total, self._world, self._device = total, world, device
         self._columns: list[Tensor] = []
 
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
-        self._make(layout)
+        self._columns = self._columns or self._zeros(layout)
         for column, tensor in zip(self._columns, tensors, strict=True):
             column[piece.rows.start : piece.rows.stop] = tensor
 
     def finish(self, layout: RowLayout) -> Any:
-        self._make(layout)
-        for numbers in self._numbers:
+        columns = self._columns or self._zeros(layout)
+        for column in columns:
+            numbers = torch.empty(0, dtype=torch.int64).set_(column.untyped_storage())
             for part in numbers.split(_AT_ONCE):
                 self._world.control.all_reduce(part).wait()
-        return layout.joined(self._columns)
+        return layout.joined([column.to(self._device) for column in columns])
 
     def discard(self) -> None:
-        self._numbers, self._columns = [], []
+        self._columns = []
 
-    def _make(self, layout: RowLayout) -> None:
-        if self._columns:
-            return
+    def _zeros(self, layout: RowLayout) -> list[Tensor]:
+        """Return the columns, with room for whole numbers of 8 bytes."""
+        columns = []
         for column in layout.columns:
             size = self._total * column.row_bytes
-            numbers = torch.zeros(-(-size // 8), dtype=torch.int64)
-            self._numbers.append(numbers)
-            self._columns.append(
-                numbers.view(torch.uint8)[:size]
-                .view(column.torch_dtype)
-                .reshape(self._total, *column.shape)
-            )
-
-
-def _moved(joined: Any, device: Any) -> Any:
-    if isinstance(joined, Tensor):
-        return joined.to(device)
-    if isinstance(joined, dict):
-        return {name: part.to(device) for name, part in joined.items()}
-    return type(joined)(part.to(device) for part in joined)
+            octets = torch.zeros(-(-size // 8), dtype=torch.int64).view(torch.uint8)[:size]
+            columns.append(octets.view(column.torch_dtype).reshape(self._total, *column.shape))
+        return columns

@@ -9,10 +9,11 @@ name. All ranks must see it.
 from __future__ import annotations
 
 import io
-import os
+import math
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.runtime.disk import force
+from lockstep.runtime.disk import force, write_all
 from lockstep.training.metrics import typed
 from lockstep.world.world import World
 
@@ -39,14 +40,12 @@ class Column:
     """Shape of one row."""
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+    def torch_dtype(self) -> Any:
+        return getattr(torch, self.dtype)
 
     @property
     def row_bytes(self) -> int:
-        return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
+        return math.prod(self.shape, start=self.torch_dtype.itemsize)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -61,15 +60,13 @@ class RowLayout:
     container: str
     columns: tuple[Column, ...]
 
-    def joined(self, tensors: Sequence[Tensor]) -> Any:
+    def joined(self, tensors: list[Tensor]) -> Any:
         """Return the columns in the model's container."""
         if self.container == "tensor":
             return tensors[0]
         if self.container == "dict":
-            return {
-                column.name: tensor for column, tensor in zip(self.columns, tensors, strict=True)
-            }
-        return list(tensors) if self.container == "list" else tuple(tensors)
+            return dict(zip((column.name for column in self.columns), tensors, strict=True))
+        return tensors if self.container == "list" else tuple(tensors)
 
     def __str__(self) -> str:
         return f"a {self.container} ({', '.join(map(str, self.columns))})"
@@ -128,22 +125,20 @@ def same(first: RowLayout, other: RowLayout, where: str, of_first: str) -> None:
         )
 
 
-def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
+def agreed(layout: RowLayout | None, total: int, world: World) -> RowLayout:
     """Return the layout of all ranks' batches, also on a rank that had none. A collective; raises
     UsageError on all ranks if layouts differ.
     """
-    found = everybodys(
-        [total, None if mine is None else asdict(mine)],
-        world.control,
-        "for the columns of predictions",
-    )
-    for rank, (rows, _) in enumerate(found):
-        if rows != found[0][0]:
-            raise UsageError("ranks-given-other-data", rank=rank, rows=rows, first=found[0][0])
-    first: RowLayout = typed(RowLayout, found[0][1])  # rank 0 has the first batch
-    for rank, (_, layout) in enumerate(found):
-        other = first if layout is None else typed(RowLayout, layout)
-        same(first, other, f"the batches of rank {rank}", "those of rank 0")
+    own = [total, None if layout is None else asdict(layout)]
+    by_rank = everybodys(own, world.control, "for the columns of predictions")
+    first_total = by_rank[0][0]
+    first: RowLayout = typed(RowLayout, by_rank[0][1])  # rank 0 has the first batch
+    for rank, (rows, fields) in enumerate(by_rank):
+        if rows != first_total:
+            raise UsageError("ranks-given-other-data", rank=rank, rows=rows, first=first_total)
+        if fields is not None:
+            other = typed(RowLayout, fields)
+            same(first, other, f"the batches of rank {rank}", "those of rank 0")
     return first
 
 
@@ -161,114 +156,96 @@ class NpyFile:
         """
         self._final, self._part = path, path.with_name(path.name + ".part")
         self._rows, self._world = rows, world
-        self._file: int | None = None
-        token = secrets.token_hex(16)
-        failure = self._create(token) if world.rank == 0 else ""
-        token, failure = said_by(0, [token, failure], world.control, _PLACE)
-        if failure:
-            raise self._not_written(failure)
-        self._file = self._open(token)
-        opened = everybodys(self._file is not None, world.control, _PLACE)
-        if not all(opened):
-            self.discard()
-            blind = [rank for rank, sees_it in enumerate(opened) if not sees_it]
+        self._header = b""
+        token = said_by(0, secrets.token_hex(16), world.control, _PLACE)
+        self._on_rank_0(lambda: self._create(token))
+        shared = False
+        with suppress(OSError), self._part.open("r+") as file:
+            shared = file.read(len(token)) == token
+        by_rank = everybodys(shared, world.control, _PLACE)
+        blind = [rank for rank, sees_it in enumerate(by_rank) if not sees_it]
+        if blind:
+            self._remove()
             raise UsageError("predictions-file-not-shared", file=str(path), ranks=blind)
+        self._file = self._part.open("r+b", buffering=0)
 
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
         """Write a batch of this rank."""
-        assert self._file is not None
-        rows = as_numpy(_only(layout), tensors[0])
-        start = len(header(layout, self._rows.total)) + piece.rows.start * rows[0].nbytes
-        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-        written = 0
+        rows = as_numpy(layout, tensors[0])
+        self._header = header(rows, self._rows.total)
+        start = len(self._header) + piece.rows.start * rows[0].nbytes
         try:
-            while written < len(data):
-                written += os.pwrite(self._file, data[written:], start + written)
+            self._file.seek(start)
+            write_all(self._file.fileno(), rows.tobytes())
         except OSError as error:
             raise self._not_written(str(error.strerror)) from None
 
     def finish(self, layout: RowLayout) -> Path:
         """Complete the file after all rows, force it to disk, and rename it. A collective."""
         if self._world.rank > 0:
-            self._close()  # on a network file system others see what a closed file holds
+            self._file.close()  # on a network file system others see what a closed file holds
         everybodys(None, self._world.control, _PLACE)
-        failure = self._complete(layout) if self._world.rank == 0 else ""
-        if failure := said_by(0, failure, self._world.control, _PLACE):
-            raise self._not_written(failure)
-        return self._final
-
-    def discard(self) -> None:
-        self._close()
-        if self._world.rank == 0:
-            self._part.unlink(missing_ok=True)
-
-    def _create(self, token: str) -> str:
-        """Create the file. Return the reason if that fails."""
-        try:
-            self._part.parent.mkdir(parents=True, exist_ok=True)
-            self._part.write_text(token)
-        except OSError as error:
-            return str(error.strerror)
-        return ""
-
-    def _open(self, token: str) -> int | None:
-        try:
-            handle = os.open(self._part, os.O_RDWR)
-        except OSError:
-            return None
-        if os.pread(handle, len(token), 0) == token.encode():
-            return handle
-        os.close(handle)
-        return None
-
-    def _complete(self, layout: RowLayout) -> str:
-        assert self._file is not None
-        try:
-            os.pwrite(self._file, header(layout, self._rows.total), 0)
-            self._close()
-            force(self._part)
-            self._part.replace(self._final)
-        except OSError as error:
-            return str(error.strerror)
-        if _only(layout).dtype == "bfloat16":
+        self._on_rank_0(self._complete)
+        if self._world.rank == 0 and layout.columns[0].dtype == "bfloat16":
             message = (
                 "the predictions are bfloat16, which .npy does not support: written as float32"
             )
             warnings.warn(message, LockstepWarning, stacklevel=2)
-        return ""
+        return self._final
 
-    def _close(self) -> None:
-        if self._file is not None:
-            handle, self._file = self._file, None
-            os.close(handle)
+    def discard(self) -> None:
+        self._file.close()
+        self._remove()
+
+    def _on_rank_0(self, action: Callable[[], object]) -> None:
+        """Let rank 0 do it. A collective; raises UsageError on all ranks if that fails."""
+        failure = ""
+        if self._world.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                failure = str(error.strerror)
+        failure = said_by(0, failure, self._world.control, _PLACE)
+        if failure:
+            raise self._not_written(failure)
+
+    def _create(self, token: str) -> None:
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        self._part.write_text(token)
+
+    def _complete(self) -> None:
+        """Write the header, which rank 0 has, as it has the first batch."""
+        self._file.seek(0)
+        write_all(self._file.fileno(), self._header)
+        self._file.close()
+        force(self._part)
+        self._part.replace(self._final)
+
+    def _remove(self) -> None:
+        if self._world.rank == 0:
+            self._part.unlink(missing_ok=True)
 
     def _not_written(self, reason: str) -> UsageError:
         return UsageError("cannot-write", name="predictions", file=str(self._final), reason=reason)
 
 
-def header(layout: RowLayout, total: int) -> bytes:
-    """Return the beginning of a .npy file, which every rank can compute alone."""
-    column = _only(layout)
-    empty = as_numpy(column, torch.empty(0, *column.shape, dtype=column.torch_dtype))
-    fields = {
-        "descr": np.lib.format.dtype_to_descr(empty.dtype),
-        "fortran_order": False,
-        "shape": (total, *column.shape),
-    }
+def header(rows: NDArray[Any], total: int) -> bytes:
+    """Return the beginning of a .npy file of `total` rows like these."""
+    fields = np.lib.format.header_data_from_array_1_0(rows)
     text = io.BytesIO()
-    np.lib.format.write_array_header_1_0(text, fields)
+    np.lib.format.write_array_header_1_0(text, {**fields, "shape": (total, *rows.shape[1:])})
     return text.getvalue()
 
 
-def as_numpy(column: Column, tensor: Tensor) -> NDArray[Any]:
-    """Return a column's rows as an array. Raises UsageError for a dtype that numpy lacks."""
-    try:
-        return (tensor.float() if column.dtype == "bfloat16" else tensor).numpy()
-    except TypeError:
-        raise UsageError("column-not-writable", column=column.name, kind=str(column)) from None
-
-
-def _only(layout: RowLayout) -> Column:
+def as_numpy(layout: RowLayout, tensor: Tensor) -> NDArray[Any]:
+    """Return the rows of the only column as an array, contiguous. Raises UsageError if there are
+    more, or for a dtype that numpy lacks.
+    """
     if layout.container != "tensor":
         raise UsageError("npy-holds-one-tensor", layout=str(layout))
-    return layout.columns[0]
+    try:
+        plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        return np.ascontiguousarray(plain.numpy())
+    except TypeError:
+        (column,) = layout.columns
+        raise UsageError("column-not-writable", column=column.name, kind=str(column)) from None
