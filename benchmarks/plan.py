@@ -78,8 +78,6 @@ class Row:
     workers: int
     network: str
     predicted: float
-    low: float
-    high: float
     measured: float
     """The median over the rounds."""
     rounds: Sequence[float]
@@ -224,8 +222,6 @@ def compare(
         workers=count,
         network=rate,
         predicted=1e3 * step.step,
-        low=1e3 * step.low,
-        high=1e3 * step.high,
         measured=statistics.median(measured),
         rounds=measured,
         limiting=step.limiting,
@@ -235,15 +231,14 @@ def compare(
 def table(rows: Sequence[Row]) -> str:
     lines = [
         f"{'model':<8}{'workers':>8} "
-        f" {'network':<10}{'predicted':>12}{'8 of 10 lie in':>22}{'measured':>12}{'error':>8} "
+        f" {'network':<10}{'predicted':>12}{'measured':>12}{'error':>8} "
         " rounds"
     ]
     for row in rows:
-        between = f"{row.low:.1f} .. {row.high:.1f} ms"
         rounds = ", ".join(f"{each:.1f}" for each in row.rounds)
         lines.append(
             f"{row.model:<8}{row.workers:>8}  {row.network:<10}{row.predicted:>9.1f}"
-            f" ms{between:>22}{row.measured:>9.1f} ms{100 * row.error:>+7.0f} %  {rounds}"
+            f" ms{row.measured:>9.1f} ms{100 * row.error:>+7.0f} %  {rounds}"
         )
     return "\n".join(lines)
 

@@ -279,22 +279,6 @@ def test_a_step_and_exact_mode() -> None:
     assert shown("exact", "-m", "6", "-n", "2") == exact_picture.text(exact) + "\n"
 
 
-@pytest.mark.parametrize("name", ["buckets", "loss"])
-def test_a_picture_that_cannot_be_written_is_refused_before_ranks_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.launcher.launch.start_ranks", None)
-    with refused("wrong-ending", option="--out", file="picture.png", endings=[".svg"]):
-        command("show", name, "--out", "picture.png")
-    with refused("cannot-write", name="--out"):
-        command("show", name, "--out", str(tmp_path / "missing" / "picture.svg"))
-
-
-def test_a_reduction_that_there_is_not() -> None:
-    with refused("unknown-choice", name="reduce", value="rings"):
-        command("show", "buckets", "--reduce", "rings")
-
-
 # -- meshes --------------------------------------------------------------------------------------
 
 

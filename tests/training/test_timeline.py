@@ -57,10 +57,10 @@ def test_a_killed_rank_leaves_half_a_line_and_no_end(tmp_path: Path) -> None:
     assert not found.unread
 
 
-def test_who_starts_again_behind_half_a_line_is_seen(tmp_path: Path) -> None:
+def test_who_starts_again_below_half_a_line_is_seen(tmp_path: Path) -> None:
     write(tmp_path, lines(2, 3))
     with file(tmp_path, 1).open("a") as stream:
-        stream.write('{"kind":"steps","first":4,"la')
+        stream.write('{"kind":"steps","first":4,"la\n')
     write(tmp_path, lines(2, 3, first=3))
     found = read(tmp_path)
     assert found is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.arguments import at_least_one, counts_of, task_of
+from lockstep.cli.arguments import at_least_one, task_of
 from lockstep.cli.options import GroupedCommand
 from lockstep.errors import UsageError
 
@@ -35,13 +35,6 @@ def _show(
         print(f"{out}: {title()}")
 
 
-def _writable(out: Path | None) -> None:
-    """Raise a UsageError if the picture cannot be written, before anything runs."""
-    from lockstep.tools.timing.output_files import check_picture
-
-    check_picture(out)
-
-
 @app.command("step", cls=GroupedCommand)
 def step(
     workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 2,
@@ -59,32 +52,6 @@ def step(
     _show(picture, [found], lambda: picture.title(found), out)
 
 
-@app.command("buckets", cls=GroupedCommand)
-def buckets(
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of ranks on this host.")
-    ] = 2,
-    layers: Annotated[int, typer.Option(help="Layers of the small model, 1 MB each.")] = 6,
-    reduce: Annotated[
-        str, typer.Option(help="How to sum gradients: native, ring, tree, shared_memory, ...")
-    ] = "native",
-    out: DrawnFile = None,
-) -> None:
-    """Run a step of a small model, and show when each bucket was complete, sent and summed.
-
-    A bucket is a group of gradients that are sent together.
-    """
-    at_least_one(workers=workers, layers=layers)
-    _writable(out)
-    from lockstep.config.parallelism import Parallelism
-
-    Parallelism(reduce=reduce)  # type: ignore[arg-type]  # refused before ranks start
-    from lockstep.tools.show import bucket_picture as picture  # imports torch
-
-    found = picture.recorded(workers, layers, reduce)
-    _show(picture, [found], lambda: picture.title(found), out)
-
-
 @app.command("exact", cls=GroupedCommand)
 def exact(
     micro_batches: Annotated[
@@ -99,34 +66,6 @@ def exact(
 
     found = picture.ExactStep.of(micro_batches, workers)
     _show(picture, [found], lambda: picture.title(found)[0], out)
-
-
-@app.command("loss", cls=GroupedCommand)
-def loss(
-    task: Annotated[
-        str, typer.Option(metavar="TASK", help="digits, text, or a Python file with task().")
-    ] = "digits",
-    workers: Annotated[
-        str, typer.Option("--workers", "-n", metavar="N,N", help="Numbers of ranks.")
-    ] = "1,2,4",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
-    exact: Annotated[
-        bool, typer.Option("--exact/--no-exact", help="Add gradients in one fixed order.")
-    ] = True,
-    out: DrawnFile = None,
-) -> None:
-    """Train TASK on several numbers of workers, and compare the loss of each step.
-
-    The ranks use CPUs.
-    """
-    at_least_one(steps=steps)
-    counts = counts_of(workers, "numbers of ranks such as 1,2,4")
-    _writable(out)
-    place, overrides = task_of(task, {})
-    from lockstep.tools.show import loss_picture as picture  # imports torch
-
-    found = picture.trained(place, counts, steps, overrides, exact=exact)
-    _show(picture, [found], lambda: picture.title(found), out)
 
 
 class Split(StrEnum):

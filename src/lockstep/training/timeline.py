@@ -142,7 +142,6 @@ def parse(text: str) -> Line | None:
 
 
 FOLDER = "anatomy"
-_OPENING = '{"kind":'
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
@@ -316,10 +315,10 @@ def read(run: Path) -> Anatomy | None:
 
 def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
     """Return a file's lanes, and how many of its lines could not be read. An incomplete line at the
-    very end is not counted: a killed process leaves one.
+    very end is not counted: a killed process leaves one, which the next start ends (anatomy.py).
     """
     whole, _, _ = text.rpartition("\n")
-    lines = [line for each in whole.splitlines() if each.strip() for line in _parsed(each)]
+    lines = [parse(each) for each in whole.splitlines() if each.strip()]
     starts = [
         place for place, line in enumerate(lines) if isinstance(line, Begin) and line.rank == rank
     ]
@@ -330,12 +329,3 @@ def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
         assert isinstance(begin, Begin)
         lanes.append(Lane.of(begin, [line for line in lines[start + 1 : end] if line is not None]))
     return lanes, lines.count(None)
-
-
-def _parsed(text: str) -> list[Line | None]:
-    """Parse a line. A restarted rank may have written behind an incomplete line of the killed one:
-    then return None for the damaged part, and the rest.
-    """
-    line = parse(text)
-    again = text.rfind(_OPENING)
-    return [line] if line is not None or again <= 0 else [None, parse(text[again:])]

@@ -20,7 +20,6 @@ WRITTEN: list[tuple[Kind, str]] = [
     ("all_reduce", "tree"),
     ("all_reduce", "halving_doubling"),
     ("all_reduce", "recursive_doubling"),
-    ("all_gather", "direct"),
     ("all_gather", "ring"),
     ("reduce_scatter", "ring"),
     ("all_to_all", "direct"),

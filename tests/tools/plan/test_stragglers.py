@@ -1,14 +1,13 @@
-"""The largest of W draws: known values, a draw of many, and where its distribution is cut."""
+"""The largest of W draws: known values, and a draw of many."""
 
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from lockstep.tools.plan.simulate import expected_maximum, quantile_of_maximum
+from lockstep.tools.plan.simulate import expected_maximum
 
 
 @pytest.mark.parametrize(
@@ -28,17 +27,9 @@ def test_known_values(draws: int, expected: float) -> None:
 def test_what_is_drawn() -> None:
     drawn = np.random.default_rng(0).standard_normal((20_000, 64)).max(1)
     assert expected_maximum(64) == pytest.approx(drawn.mean(), abs=0.02)
-    assert quantile_of_maximum(0.9, 64) == pytest.approx(np.quantile(drawn, 0.9), abs=0.02)
 
 
 def test_it_grows_as_the_root_of_the_logarithm() -> None:
     values = [expected_maximum(2**power) for power in range(17)]
     assert values == sorted(values)
     assert 0.9 < values[16] / math.sqrt(2 * math.log(65_536)) < 1
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("draws", [1, 2, 7, 65_536])
-def test_a_quantile_is_where_the_distribution_is_cut(share: float, draws: int) -> None:
-    below = NormalDist().cdf(quantile_of_maximum(share, draws))
-    assert below**draws == pytest.approx(share, rel=1e-6)

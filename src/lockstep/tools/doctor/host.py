@@ -1,6 +1,5 @@
 """Examine what this host gives to its ranks: Python and torch; cores, memory, shared memory,
-limits, clock; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass
-files.
+limits; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass files.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import platform
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -31,14 +29,12 @@ def findings(workers: int) -> list[Finding]:
     group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     shm = psutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     system = psutil.virtual_memory()
-    info = time.get_clock_info("monotonic")
     available = cores_of_this_process()
     return [
         cores(available, quota(group / "cpu.max"), workers, os.environ.get("OMP_NUM_THREADS")),
         memory(system.available, system.total, group, workers),
         *([shared_memory(shm.total, shm.free)] if shm is not None else []),
         limits(current_limits(), infiniband=Path("/dev/infiniband").exists()),
-        clock(info.resolution, info.monotonic),
     ]
 
 
@@ -191,16 +187,6 @@ def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
             " 65536`"
         )
     return judged("limits", value, warn="; ".join(tight))
-
-
-def clock(resolution: float, monotonic: bool) -> Finding:
-    """Judge the clock that measures waits."""
-    coarse = resolution > 1e-3 or not monotonic
-    why = (
-        "timeouts and measurements need a monotonic clock with a resolution of 1 ms: this one is"
-        " coarser"
-    )
-    return judged("clock", f"monotonic, {1e9 * resolution:g} ns", warn=why if coarse else "")
 
 
 def _read(file: Path) -> str:

@@ -61,13 +61,11 @@ def _per_byte(network: Network, found: Schedule) -> float:
 
 
 def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule:
-    if algorithm == "direct" and kind in ("all_gather", "all_to_all"):
+    if algorithm == "direct" and kind == "all_to_all":
         rounds = tuple(
             _distance(world, distance, repeat) for distance, repeat in _distances(world, per_node)
         )
-        return Schedule(
-            "direct", kind, world, world * world if kind == "all_to_all" else world, rounds
-        )
+        return Schedule("direct", kind, world, world * world, rounds)
     if algorithm == "central" and kind == "all_reduce":
         spread = tuple(
             together(0, rank, reduce=False, repeat=repeat)

@@ -112,42 +112,33 @@ class QueuedBucket:
     """Seconds of the messages that wait for the end of the backward."""
 
 
-class LinkQueue:
-    """A rank and its link, each of which does one thing at a time. Times are seconds after the
-    start of the step.
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Computation and link of a step, each of which does one thing at a time. Times are seconds
+    after the start of the step.
     """
 
-    def __init__(self) -> None:
-        self.computed = 0.0
-        """Time at which the last computation ends."""
-        self.link = 0.0
-        """Time at which the last message arrives."""
-        self.busy = 0.0
-        """Seconds in which the link is in use."""
-
-    @property
-    def arrived(self) -> float:
-        """The time at which all computation and communication has ended."""
-        return max(self.computed, self.link)
-
-    def carry(self, seconds: float, asked: float) -> None:
-        """Send a message that takes `seconds` and can leave at time `asked`."""
-        if seconds:
-            self.link = max(self.link, asked) + seconds
-            self.busy += seconds
+    computed: float
+    """Time at which the computation ends."""
+    arrived: float
+    """Time at which the computation and all communication have ended."""
+    busy: float
+    """Seconds in which the link is in use."""
 
 
-def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> LinkQueue:
+def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> Overlap:
     """Simulate a step in which every rank holds the model. `before`: seconds until the last
     backward starts, the only one in which gradients are sent.
     """
-    queue = LinkQueue()
-    queue.computed = before + backward
-    for bucket in buckets:
-        queue.carry(bucket.early, before + bucket.ready * backward)
-    for bucket in buckets:
-        queue.carry(bucket.late, queue.computed)
-    return queue
+    computed = before + backward
+    early = [(bucket.early, before + bucket.ready * backward) for bucket in buckets]
+    late = [(bucket.late, computed) for bucket in buckets]
+    link = busy = 0.0
+    for seconds, ready in early + late:
+        if seconds:
+            link = max(link, ready) + seconds
+            busy += seconds
+    return Overlap(computed, max(computed, link), busy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from lockstep.tools.plan.work import PlanScaling, heard, samples_of, slots_of, w
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Profile
 
-_HEAD = ("workers", "step", "8 of 10 lie in", "efficiency", "samples/s", "sent a step", "limiting")
+_HEAD = ("workers", "step", "efficiency", "samples/s", "sent a step", "limiting")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +46,17 @@ class PlanRow:
             "efficiency": self.efficiency,
             "limiting": step.limiting,
             "samples_per_s": self.samples_per_s,
-            "low_ms": 1e3 * step.low,
-            "high_ms": 1e3 * step.high,
             "bytes_sent": step.sent,
             "communication_ms": 1e3 * step.communication,
             "parts_ms": {name: 1e3 * seconds for name, seconds in step.parts.items()},
         }
 
     def cells(self) -> list[object]:
-        """Return the cells of the table. Eight of ten steps are predicted to lie in the interval."""
+        """Return the cells of the table."""
         step = self.predicted
         return [
             self.workers,
             spent(step.step),
-            f"{spent(step.low)} .. {spent(step.high)}",
             percent(self.efficiency),
             f"{self.samples_per_s:.4g}",
             megabytes(step.sent),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -34,8 +33,7 @@ from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.output_files import milliseconds
 
 Limit = Literal["computation", "optimizer", "network", "stragglers", "loader", "other"]
-_LOW, _HIGH = 0.1, 0.9  # quantiles of the interval: eight steps of ten lie in it
-# width of a trapezoid in standard deviations: the integrands are smooth, and the error below 1e-6
+# width of a trapezoid in standard deviations: the integrand is smooth, and the error below 1e-6
 _STEP = 0.005
 _FAR = 8.0  # standard deviations; the probability beyond is less than 1e-15
 
@@ -60,10 +58,6 @@ class Predicted:
     """Seconds in which the link is in use, overlapped or not. Not part of the sum."""
     sent: float
     """Bytes sent by the rank that sends most."""
-    low: float
-    """One step of ten is faster, given the spread of the computation."""
-    high: float
-    """One step of ten is slower."""
 
     @property
     def parts(self) -> dict[Limit, float]:
@@ -110,13 +104,7 @@ def simulate(
     late = max(1, round(workers / work.in_turns))  # number of independent delays
     mean = _step(work, method, ranks, 0.0)
     expected = _step(work, method, ranks, expected_maximum(late))
-    return replace(
-        mean,
-        step=expected.step,
-        straggling=expected.step - mean.step,
-        low=_step(work, method, ranks, quantile_of_maximum(_LOW, late)).step,
-        high=_step(work, method, ranks, quantile_of_maximum(_HIGH, late)).step,
-    )
+    return replace(mean, step=expected.step, straggling=expected.step - mean.step)
 
 
 def check_method(method: Parallelism) -> None:
@@ -146,8 +134,6 @@ def _step(work: RankWork, method: Parallelism, ranks: TalkingRanks, deviations: 
         other=rank.other,
         communication=communication.busy,
         sent=communication.sent,
-        low=step,
-        high=step,
     )
 
 
@@ -177,12 +163,3 @@ def expected_maximum(draws: int) -> float:
     early = tail**draws
     values = late - early
     return float(_STEP * (values.sum() - (values[0] + values[-1]) / 2))
-
-
-def quantile_of_maximum(share: float, draws: int) -> float:
-    """Return the quantile `share` of the largest of `draws` draws, in standard deviations above the
-    mean.
-    """
-    assert 0 < share < 1
-    # The tail is small: 1 minus the tail would lose digits.
-    return -NormalDist().inv_cdf(-math.expm1(math.log(share) / draws))

@@ -1,6 +1,4 @@
-"""The course of a run: loss, metrics and throughput; starts, restarts, events and checkpoints; and
-the cost of Lockstep's own checks.
-"""
+"""The course of a run: loss, metrics and throughput; starts, restarts, events and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from lockstep.checkpoints.folders import best_name, step_of, written
 from lockstep.tools.recorded import Recorded, number
 from lockstep.tools.report.html import Illustration, Numbers, Section
-from lockstep.tools.report.judged import Judged, milliseconds, ranks
+from lockstep.tools.report.judged import ranks
 from lockstep.tools.svg import Plot
 from lockstep.training.timeline import Anatomy, Generation
 
@@ -138,26 +136,6 @@ def history(recorded: Recorded) -> Section:
         if table.rows
     ]
     return Section("history", "Starts, restarts, checkpoints", tables=tables)
-
-
-def checks(recorded: Recorded, judged: Judged | None) -> Section:
-    """Say how long Lockstep's own checks took, and how many steps were skipped."""
-    text = []
-    if judged is not None:
-        times = [place.each("checks") for place in judged.places.values()]
-        share = judged.total("checks") / judged.seconds
-        least, most = milliseconds(min(times)), milliseconds(max(times))
-        each = least if least == most else f"{least} to {most}"
-        text.append(
-            f"Lockstep's own checks took {each} ms a step: {100 * share:.1f} % of the ranks' time."
-        )
-    skipped = sum(event["event"] == "step skipped" for event in recorded.events)
-    if skipped:
-        text.append(
-            f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped. The table of events says"
-            " why."
-        )
-    return Section("checks", "Cost of checks", text)
 
 
 def _generations(recorded: Recorded) -> Numbers:

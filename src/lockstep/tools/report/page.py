@@ -41,7 +41,6 @@ def page(recorded: Recorded, found: Verdict | None) -> str:
         history.curves(recorded),
         by_rank.memory(recorded.anatomy),
         history.history(recorded),
-        history.checks(recorded, places),
         Section(
             "run",
             "The run",

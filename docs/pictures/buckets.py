@@ -1,9 +1,12 @@
-"""Draw a recorded training step: when each bucket of gradients was ready, sent and summed on every
-rank, beside the backward.
+"""Draws buckets.svg, a recorded training step of a small model: when each bucket of gradients was
+ready, sent and summed on every rank, beside the backward.
+
+    python docs/pictures/buckets.py --out buckets.svg
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +25,7 @@ from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.output_files import table
 from lockstep.world.world import init
 
+WORKERS, LAYERS = 2, 6
 _WARM, _STEPS = 5, 25
 _WIDTH, _SAMPLES = 512, 64  # features of a layer, samples of a rank's step
 _COLOURS = {
@@ -65,8 +69,6 @@ class RecordedStep:
     """The step that is drawn, as all ranks recorded it."""
 
     ranks: Sequence[RankMoments]
-    layers: int
-    reduce: str
 
     @property
     def begin(self) -> float:
@@ -84,17 +86,15 @@ class RecordedStep:
         return beside / on_way if on_way else 0.0
 
 
-def recorded(workers: int, layers: int, reduce: str) -> RecordedStep:
-    """Train a small model for some steps on this host, and return the step of median length.
-    Raises UsageError for an unknown reduction.
-    """
-    found = launch(_on_rank, workers, (layers, reduce))
+def recorded(workers: int, layers: int) -> RecordedStep:
+    """Train a small model for some steps on this host, and return the step of median length."""
+    found = launch(_on_rank, workers, (layers,))
     lengths = [step.spans["update"][1] - step.spans["forward"][0] for step in found[0]]
     middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-    return RecordedStep([steps[middle] for steps in found], layers, reduce)
+    return RecordedStep([steps[middle] for steps in found])
 
 
-def _on_rank(layers: int, reduce: str) -> list[RankMoments]:
+def _on_rank(layers: int) -> list[RankMoments]:
     """Record every step after the warm-up."""
     with init() as world:
         torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def _on_rank(layers: int, reduce: str) -> list[RankMoments]:
                 lambda _, name=name: landed.__setitem__(name, time.monotonic())
             )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        stepper = Stepper(model, optimizer, reduce=reduce, bucket_mb=1.0)
+        stepper = Stepper(model, optimizer, bucket_mb=1.0)
         data = TensorDataset(torch.randn(world.size * _SAMPLES * _STEPS, _WIDTH))
         loader = Loader(data, global_batch=world.size * _SAMPLES, micro_batch=_SAMPLES)
         found = []
@@ -146,7 +146,7 @@ def title(found: RecordedStep) -> str:
     """Describe the step in one line."""
     shares = " and ".join(f"{found.hidden(rank):.0%}" for rank in range(len(found.ranks)))
     return (
-        f"one step of {counted(len(found.ranks), 'rank')}, {found.reduce}:"
+        f"one step of {counted(len(found.ranks), 'rank')}:"
         f" {counted(len(found.ranks[0].buckets), 'bucket')}, {shares} of the communication"
         " hidden behind the backward"
     )
@@ -193,3 +193,14 @@ def drawing(found: RecordedStep) -> Drawing:
 
 def _both(found: RecordedStep, begin: float, end: float) -> tuple[float, float]:
     return 1e3 * (begin - found.begin), 1e3 * (end - found.begin)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", required=True)
+    file = options.parse_args().out
+    drawing(recorded(WORKERS, LAYERS)).save(file)
+
+
+if __name__ == "__main__":
+    main()
