@@ -210,7 +210,7 @@ def compare(
     train: Train,
 ) -> Row:
     """Profiles and trainings in turns."""
-    scaling = PlanScaling(base=count, per_host=None)
+    scaling = PlanScaling(base=count, per_host=count)
     profiles: list[Profile] = []
     measured: list[float] = []
     for _ in range(rounds):

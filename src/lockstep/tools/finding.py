@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "note", "warn", "fix"]
+Level = Literal["ok", "warn", "fix"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,13 +16,9 @@ class Finding:
     value: str
     """What the check found, with figures."""
     level: Level = "ok"
-    """note: worth knowing; warn: training works, but slower or with a risk; fix: training will
-    not work.
-    """
+    """warn: training works, but slower or with a risk; fix: training will not work."""
     fix: str = ""
-    """A sentence that says what is wrong and what to do; "" if nothing is, or if `value` says
-    it.
-    """
+    """A sentence that says what is wrong and what to do; "" if nothing is."""
 
 
 def judged(name: str, value: str, *, fix: str = "", warn: str = "") -> Finding:

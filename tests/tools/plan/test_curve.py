@@ -101,7 +101,7 @@ def test_messages_take_the_time_of_the_software_however_quick_the_network_is() -
     quick = Network.flat(1e-9, 1e15)
     sides = (STEADY.sides[0], replace(STEADY.sides[0], ranks=2))
     slow = replace(STEADY, messages={2: 0.5, 4: 4.0}, sides=sides)
-    one_host = PlanScaling(base=2, per_host=None)
+    one_host = PlanScaling(base=2, per_host=4)
     rows = plan_rows(slow, (2, 4), one_host, quick, Parallelism())
     # behind a backward of 2 s, and of 4, in which the facts are under way
     assert [row.predicted.exposed for row in rows] == pytest.approx([0.5, 8.0])

@@ -10,7 +10,7 @@ from tests.tools.timing.profiles import profile
 
 STRONG = PlanScaling(base=1)
 WEAK = PlanScaling(base=2, weak=True)
-HERE = PlanScaling(base=1, per_host=None)
+HERE = PlanScaling(base=1, per_host=64)
 
 
 def test_strong_scaling_deals_out_the_micro_batches() -> None:
@@ -64,7 +64,7 @@ def test_gpus_are_not_shared() -> None:
     [
         (STRONG, [1, 2, 512], [1]),
         (HERE, [1, 2, 4], [1, 2]),
-        (PlanScaling(base=4, per_host=None), [4, 8], [2]),
+        (PlanScaling(base=4, per_host=64), [4, 8], [2]),
         (PlanScaling(base=1, per_host=8), [1, 64], [1, 2]),
     ],
 )

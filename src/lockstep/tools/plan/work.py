@@ -77,12 +77,12 @@ class PlanScaling:
     """Whether the global batch grows with the number of ranks: each rank then has as many
     micro-batches as with `base` ranks.
     """
-    per_host: int | None = 1
-    """Number of ranks that share the cores of one host; None: all ranks."""
+    per_host: int = 1
+    """Number of ranks that share the cores of one host."""
 
     def on_host(self, workers: int) -> int:
         """Return the number of ranks on one host."""
-        return workers if self.per_host is None else min(workers, self.per_host)
+        return min(workers, self.per_host)
 
 
 def slots_of(sizes: Profile | Task) -> int:

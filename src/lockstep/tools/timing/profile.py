@@ -114,9 +114,9 @@ class Profile:
         """Return the measurement with `ranks` ranks side by side."""
         return next(side for side in self.sides if side.ranks == ranks)
 
-    def describe(self, per_host: int | None) -> str:
+    def describe(self, per_host: int) -> str:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
-        `per_host`: the number of ranks that share a host; None: all ranks share one host.
+        `per_host`: the number of ranks that share a host.
         """
         kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
@@ -140,12 +140,7 @@ class Profile:
             lines.append(f"  {self._shared(per_host)}")
         return "\n".join(lines)
 
-    def _shared(self, per_host: int | None) -> str:
-        if per_host is None:
-            return (
-                f"all ranks share these {self.cores} cores; more ranks than cores slow each other"
-                " down in proportion"
-            )
+    def _shared(self, per_host: int) -> str:
         if per_host == 1:
             return "every rank has its own host like this one"
         return f"{per_host} ranks share one host of {self.cores} cores"
