@@ -176,7 +176,8 @@ def _bytes_of(value: Any) -> Iterator[Any]:
     elif value is None or isinstance(value, int | str | bytes):
         yield repr(value).encode()
     else:
-        np.save(array := io.BytesIO(), value, allow_pickle=False)
+        array = io.BytesIO()
+        np.save(array, value, allow_pickle=False)
         yield array.getvalue()
 
 
