@@ -161,8 +161,8 @@ def _sample(dataset: Any, seed: int, index: int) -> str | None:
 
 
 def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a sample and of its parts. Raises for a part that has none: an object that
-    is neither a collection, a number, text, a tensor nor, to numpy, an array.
+    """Yield the bytes of a sample and of its parts: collections, tensors, numbers, text, and what is
+    an array to numpy, such as an image. Raises for another object.
     """
     if isinstance(value, Mapping):
         value = list(value.items())
@@ -176,7 +176,8 @@ def _bytes_of(value: Any) -> Iterator[Any]:
     elif value is None or isinstance(value, int | str | bytes):
         yield repr(value).encode()
     else:
-        np.save(array := io.BytesIO(), value, allow_pickle=False)
+        array = io.BytesIO()
+        np.save(array, value, allow_pickle=False)
         yield array.getvalue()
 
 

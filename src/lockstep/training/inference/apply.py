@@ -45,50 +45,47 @@ def apply(job: InferenceJob) -> None:
     """Do the job on this rank, in a world that is opened for it, with the averaged weights if the
     checkpoint has them. Rank 0 writes {"samples", "workers", "metrics" or "out"} as the answer.
     """
-    from lockstep.training.opening import world_for
-    from lockstep.training.resolve import resolve
-
-    task = resolve(job.task, job.overrides)
-    if task.eval_data is None:
-        raise TaskError("no-eval-data", task=task.name, what=job.what)
-    with world_for(None, job.device) as world:
-        answer = _on(job, task, world)
-        if world.rank == 0:
-            Path(job.answer).write_text(json.dumps(answer), encoding="utf-8")
-
-
-def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
     from lockstep.checkpoints import files
     from lockstep.checkpoints.pieces import read_all
     from lockstep.runtime import randomness
     from lockstep.step.forward import Forward, matmul_precision
     from lockstep.training.inference.evaluation import Evaluation
     from lockstep.training.inference.prediction import run
+    from lockstep.training.opening import world_for
+    from lockstep.training.resolve import resolve
 
+    task = resolve(job.task, job.overrides)
+    if task.eval_data is None:
+        raise TaskError("no-eval-data", task=task.name, what=job.what)
     precision: Any = job.precision or task.precision
-    randomness.shared(task.seed)
-    model = task.model()
-    checkpoint = files.read(Path(job.checkpoint))
-    fill(
-        model,
-        read_all(checkpoint.average() if checkpoint.averaged else checkpoint.model()),
-        f"checkpoint {job.checkpoint} (of task {checkpoint.state.get('task')!r})",
-        f"task {task.name!r}",
-    )
-    forward = Forward(model.to(world.device), task, precision, world.device)
-    evaluation = Evaluation(task, forward, world, loader_workers=job.loader_workers)
-    found: dict[str, Any] = {
-        "task": task.name,
-        "samples": evaluation.rows.total,
-        "workers": world.size,
-        "step": checkpoint.state.get("step"),
-        "averaged": checkpoint.averaged,
-    }
-    with matmul_precision(precision):
-        if job.out is None:
-            return {**found, "metrics": evaluation()}
-        written = run(forward, evaluation.rows, world, seed=task.seed, out=Path(job.out))
-    return {**found, "out": str(written)}
+    with world_for(None, job.device) as world:
+        randomness.shared(task.seed)
+        model = task.model()
+        checkpoint = files.read(Path(job.checkpoint))
+        state = checkpoint.state
+        fill(
+            model,
+            read_all(checkpoint.average() if checkpoint.averaged else checkpoint.model()),
+            f"checkpoint {job.checkpoint} (of task {state.get('task')!r})",
+            f"task {task.name!r}",
+        )
+        forward = Forward(model.to(world.device), task, precision, world.device)
+        evaluation = Evaluation(task, forward, world, loader_workers=job.loader_workers)
+        answer = {
+            "task": task.name,
+            "samples": evaluation.rows.total,
+            "workers": world.size,
+            "step": state.get("step"),
+            "averaged": checkpoint.averaged,
+        }
+        with matmul_precision(precision):
+            if job.out is None:
+                answer["metrics"] = evaluation()
+            else:
+                file = run(forward, evaluation.rows, world, seed=task.seed, out=Path(job.out))
+                answer["out"] = str(file)
+        if world.rank == 0:
+            Path(job.answer).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def check_out(path: Path) -> Path:

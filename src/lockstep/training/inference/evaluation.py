@@ -53,13 +53,9 @@ class States:
     """
 
     def __init__(self, name: str, metric: Any, device: torch.device, world: World) -> None:
-        problem = None
-        if any(not hasattr(metric, part) for part in _NEEDED):
-            problem = ""
-        elif not metric._reductions:
-            problem = ", which keeps its state in other metrics"
-        if problem is not None:
-            raise UsageError("not-a-metric", name=name, type=type(metric).__name__, problem=problem)
+        whole = all(hasattr(metric, part) for part in _NEEDED)
+        if not whole or not metric._reductions:
+            raise UsageError("not-a-metric", name=name, type=type(metric).__name__)
         self._name, self._world = name, world
         self._metric = metric.clone().to(device)
         # as `sync_on_compute=False` does: the states are reduced here

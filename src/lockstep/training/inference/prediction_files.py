@@ -238,14 +238,13 @@ def header(rows: NDArray[Any], total: int) -> bytes:
 
 
 def as_numpy(layout: RowLayout, tensor: Tensor) -> NDArray[Any]:
-    """Return the rows of the only column as an array, contiguous. Raises UsageError if there are
+    """Return the rows of the only column as an array. Raises UsageError if there are
     more, or for a dtype that numpy lacks.
     """
     if layout.container != "tensor":
         raise UsageError("npy-holds-one-tensor", layout=str(layout))
     try:
-        plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        return np.ascontiguousarray(plain.numpy())
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     except TypeError:
         (column,) = layout.columns
         raise UsageError("column-not-writable", column=column.name, kind=str(column)) from None
