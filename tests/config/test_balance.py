@@ -51,7 +51,7 @@ def test_a_share_that_is_no_number_is_refused_with_all_shares() -> None:
     with refused("wrong-value") as caught:
         Balance.of("nan,1")
     assert str(caught.value) == (
-        "balance='nan,1': share=nan: give a number of at least 0. [wrong-value]"
+        "balance=(nan, 1.0): share=nan: give a number of at least 0. [wrong-value]"
     )
 
 

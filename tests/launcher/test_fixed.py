@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.fixed import Nodes, host_and_port
 from lockstep.runtime.cores import cores
 from lockstep.runtime.interfaces import towards
@@ -29,9 +28,6 @@ def test_options_and_variables_say_the_same() -> None:
         == Nodes.read(None, None, None, 6, PET)
     )
     assert by_options == Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
-    assert by_options.ranks(3) == LocalRanks(
-        count=3, first_rank=3, size=6, node=1, nodes=2, address="job-node-0-0.job", port=29400
-    )
 
 
 @pytest.mark.parametrize(

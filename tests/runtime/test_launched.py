@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,13 @@ def test_a_process_that_the_rank_forks_is_no_rank() -> None:
 
 
 def test_the_environment_may_name_another_store() -> None:
-    launcher = Launcher("127.0.0.1", "29400", Path("/run"), os.getpid())
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    assert launcher.is_named_in(variables)
-    assert not launcher.is_named_in({**variables, "MASTER_PORT": "12355"})
-    assert not launcher.is_named_in({"MASTER_ADDR": "127.0.0.1"})
-    assert not launcher.is_named_in({})
+    code = (
+        "from pathlib import Path; from lockstep.runtime.launched import *\n"
+        "remember_launcher(Path('/run'))\n"
+        "env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29400'}\n"
+        "print([launcher(variables) is not None for variables in"
+        " (env, {**env, 'MASTER_PORT': '12355'}, {'MASTER_ADDR': '127.0.0.1'}, {})])"
+    )
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert found.stdout == "[True, False, False, False]\n", found.stderr

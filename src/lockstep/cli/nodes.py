@@ -198,12 +198,21 @@ def placed(
     if nodes is None:
         yield None, {}
         return
-    from lockstep.launcher.engine import store
+    from lockstep.launcher.engine import LocalRanks, store
     from lockstep.launcher.start import fork_server
     from lockstep.launcher.supervise import Share
     from lockstep.runtime.interfaces import gloo_and_nccl
 
-    ranks = nodes.ranks(ranks_here(nodes))
+    here = ranks_here(nodes)
+    ranks = LocalRanks(
+        count=here,
+        first_rank=nodes.rank * here,
+        size=nodes.count * here,
+        node=nodes.rank,
+        nodes=nodes.count,
+        address=nodes.host,
+        port=nodes.port,
+    )
     address = nodes.address_here(timeout)
     variables = gloo_and_nccl(address, os.environ)
     if nodes.rank > 0:

@@ -25,7 +25,7 @@ class Balance:
     """One number for each rank, in the order of ranks."""
 
     def __post_init__(self) -> None:
-        with knob.within(f"balance={str(self)!r}"):
+        with knob.within(f"balance={self.weights}"):
             for weight in self.weights:
                 knob.number("share", weight, least=0)
         if not any(self.weights):
@@ -76,7 +76,4 @@ class Balance:
 
     def __str__(self) -> str:
         """Return the text that `of` reads."""
-        return ",".join(
-            f"{weight:g}" if isinstance(weight, int | float) else str(weight)
-            for weight in self.weights
-        )
+        return ",".join(f"{weight:g}" for weight in self.weights)

@@ -53,6 +53,11 @@ class Compression:
             knob.chosen("compress", text, COMPRESSIONS)
         return cls(text)
 
+    @property
+    def owes(self) -> bool:
+        """Whether what a step leaves out is added to later steps (error feedback)."""
+        return self.kind not in CAST
+
     def __str__(self) -> str:
         return self.kind if self.rank is None else f"{self.kind}:{self.rank}"
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
 from lockstep.data.batch_plan import BatchPlan, ByBatch, ByPosition
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
@@ -100,19 +99,3 @@ def sizes_of(
             other="global_batch",
         )
     return each * size, micro_batch or each, True
-
-
-def choose_shares(
-    balance: Balance | None, slots: int, size: int, *, depends: bool
-) -> tuple[int, ...]:
-    """Return the shares of a full step by rank; empty: equal shares.
-
-    `depends`: whether the cut of the data depends on the world size. Raises UsageError for a
-    `balance` with such a cut, or with a wrong number of weights.
-    """
-    if balance is None:
-        return ()
-    if depends:
-        raise UsageError("balance-by-rank", balance=str(balance))
-    balance.check_count(size)
-    return balance.shares(slots)

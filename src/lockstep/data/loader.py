@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
-from lockstep.data.choice import choose_batch_plan, choose_shares
+from lockstep.data.choice import choose_batch_plan
 from lockstep.data.epoch import DynamicSlots, Epoch, EpochCourse
 from lockstep.data.iterable.sharding import Sharding
 from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
@@ -128,13 +128,13 @@ class Loader(WindowLoader[Epoch]):
             size=self.size,
         )
         self.balance = None if balance is None else Balance.of(balance)
-        self.by_rank = choose_shares(
-            self.balance,
-            self.batch_plan.plan(0).slots,
-            self.size,
-            depends=self.depends_on_world_size,
-        )
+        self.by_rank: tuple[int, ...] = ()
         """Micro-batches of a full step that each rank has; empty: equal shares."""
+        if self.balance is not None:
+            if self.depends_on_world_size:
+                raise UsageError("balance-by-rank", balance=str(self.balance))
+            self.balance.check_count(self.size)
+            self.by_rank = self.balance.shares(self.batch_plan.plan(0).slots)
         self._fingerprint = self._identity(samples, micro_batch)
         self._position = Position(0, 0)  # the position of the next window
         self._recipe: dict[str, Any] | None = None

@@ -17,7 +17,6 @@ from typing import Any
 
 from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
-from lockstep.launcher.engine import LocalRanks
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import check_rank
 from lockstep.runtime.interfaces import towards
@@ -72,26 +71,23 @@ class Nodes:
             raise UsageError(
                 "incomplete-settings", given=_first(values), lacking=" and ".join(lacking)
             )
-        (nodes_name, nodes), (rank_name, node_rank), (endpoint_name, endpoint) = values.items()
-        assert nodes is not None
-        assert node_rank is not None
-        assert endpoint is not None
-        check_rank(rank_name, node_rank, nodes_name, nodes)
-        share = _share(workers, nodes, nodes_name)
+        (nodes_name, count), (rank_name, rank), (endpoint_name, address) = values.items()
+        check_rank(rank_name, rank, nodes_name, count)
+        share = _share(workers, count, nodes_name)
         if share is not None and per_node is not None and share != per_node:
             raise UsageError(
                 "workers-differ-from-variables",
                 workers=workers,
                 nodes_name=nodes_name,
-                nodes=nodes,
+                nodes=count,
                 share=share,
                 each_name=_PER_NODE,
                 each=per_node,
             )
         if endpoint_name == _HOST:
-            endpoint = f"{endpoint}:{env.get(_PORT, '').strip() or 29400}"
-        host, port = host_and_port(endpoint, endpoint_name)
-        return cls(count=nodes, rank=node_rank, host=host, port=port, workers=per_node or share)
+            address = f"{address}:{env.get(_PORT, '').strip() or 29400}"
+        host, port = host_and_port(address, endpoint_name)
+        return cls(count=count, rank=rank, host=host, port=port, workers=per_node or share)
 
     def address_here(self, seconds: float | None = None) -> str:
         """Return this node's address on the way to node 0; on node 0, its own. Node 0's name may be
@@ -107,27 +103,14 @@ class Nodes:
                 return str(node_0) if self.rank == 0 else towards(str(node_0))
             except OSError as error:
                 if self.rank == 0 or time.monotonic() > until:
-                    address, why = f"{self.host}:{self.port}", error.strerror
                     raise UsageError(
                         "node-0-unreachable",
                         node=self.rank,
-                        address=address,
+                        address=f"{self.host}:{self.port}",
                         seconds=within,
-                        why=why,
+                        why=error.strerror,
                     ) from None
             time.sleep(1.0)
-
-    def ranks(self, here: int) -> LocalRanks:
-        """Return this node's ranks. `here` is the number of ranks on each node."""
-        return LocalRanks(
-            count=here,
-            first_rank=self.rank * here,
-            size=self.count * here,
-            node=self.rank,
-            nodes=self.count,
-            address=self.host,
-            port=self.port,
-        )
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, Any]:

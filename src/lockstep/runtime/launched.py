@@ -23,13 +23,10 @@ class Launcher:
     port: str
     """MASTER_PORT as the launcher set it."""
     directory: Path
-    """A directory that only this user can open. The ranks of this host share it."""
+    """A directory that only this user can open. The ranks of this host share it, and
+    `lockstep.init()` joins them through a FileStore in it.
+    """
     rank_pid: int
-
-    @property
-    def store_file(self) -> Path:
-        """The FileStore through which `lockstep.init()` joins the ranks of this host."""
-        return self.directory / "store"
 
     def holds(self, address: str | None, port: object) -> bool:
         """Whether the launcher's TCPStore is at this address. False in a process that the rank has
@@ -37,10 +34,6 @@ class Launcher:
         """
         names = (LOOPBACK, "localhost") if self.address == LOOPBACK else (self.address,)
         return os.getpid() == self.rank_pid and address in names and str(port) == self.port
-
-    def is_named_in(self, env: Mapping[str, str]) -> bool:
-        """Whether MASTER_ADDR and MASTER_PORT are still the launcher's."""
-        return self.holds(env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
 
 
 _launcher: Launcher | None = None
@@ -55,6 +48,9 @@ def remember_launcher(directory: Path) -> Launcher:
     return _launcher
 
 
-def launcher() -> Launcher | None:
-    """Return the launcher of this rank. None if this process was not started as a rank."""
-    return _launcher
+def launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher of this rank. None if this process was not started as a rank, or if
+    MASTER_ADDR and MASTER_PORT are no longer the launcher's.
+    """
+    named = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    return _launcher if _launcher is not None and _launcher.holds(*named) else None

@@ -93,7 +93,7 @@ def step(env: Mapping[str, str]) -> Step | None:
         local_rank=local_rank,
         local_size=spread[node] if spread and node < len(spread) else size,
         node=node,
-        job=env.get("SLURM_JOB_ID") or "0",
+        job=env.get("SLURM_JOB_ID", "0"),
         number=number or 0,
         nodelist=env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "",
     )

@@ -23,7 +23,7 @@ from lockstep.config.task import UNUSED, Unused
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers, replicate
-from lockstep.gradients.compression import compressed, owes
+from lockstep.gradients.compression import compressed
 from lockstep.gradients.compression.power_sgd import check_matrices
 from lockstep.gradients.exact import exact_reducer
 from lockstep.gradients.layout import BUCKET
@@ -74,7 +74,7 @@ class StepperOptions:
             raise UsageError("skip-at-a-server")
         if method.alone and self.scales:
             raise UsageError("loss-scaler-does-not-fit", option=_said_alone(method))
-        if method.compression is not None and owes(method.compression) and self.scales:
+        if method.compression is not None and method.compression.owes and self.scales:
             raise UsageError("loss-scaler-does-not-fit", option=f"compress={method.compress!r}")
 
     def check_models(self, model: nn.Module, world: World) -> None:

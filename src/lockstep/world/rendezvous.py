@@ -66,11 +66,10 @@ def find_store(
         return dist.HashStore()
     step, on_one_host = step_of(place, os.environ), place.local_size == place.size
     if step is None and "MASTER_ADDR" in os.environ:
-        own = launcher()
-        launched = own is not None and own.is_named_in(os.environ)
-        if own is not None and launched and on_one_host:
-            return _file_store(own.store_file, timeout or dist.default_pg_timeout)
-        if not on_one_host and (place.rank > 0 or launched):
+        own = launcher(os.environ)
+        if own is not None and on_one_host:
+            return _file_store(own.directory / "store", timeout or dist.default_pg_timeout)
+        if not on_one_host and (place.rank > 0 or own is not None):
             _wait_for_node_0(place, timeout or dist.default_pg_timeout)
         return _store_of_torch(place, "env://", timeout)
     if step is not None and not on_one_host:

@@ -17,21 +17,11 @@ def compressed(compression: Compression, group: Group) -> Compressed:
     """Return the reduction that `compression` names. It also compresses on one rank, where nothing
     travels: what is lost and owed is the same.
     """
-    return Compressed(compression, _compressor(compression, group), group)
-
-
-def _compressor(compression: Compression, group: Group) -> Compressor:
-    match compression.kind:
-        case "bf16":
-            return Cast(group, torch.bfloat16)
-        case "fp16":
-            return Cast(group, torch.float16)
-        case "int8":
-            return Int8(group)
-    assert compression.rank is not None, compression
-    return PowerSGD(group, compression.rank)
-
-
-def owes(compression: Compression) -> bool:
-    """Whether it remembers what it has left out, in the unit of the gradients."""
-    return compression.kind in ("int8", "powersgd")
+    compressor: Compressor
+    if compression.rank is not None:
+        compressor = PowerSGD(group, compression.rank)
+    elif compression.kind == "int8":
+        compressor = Int8(group)
+    else:
+        compressor = Cast(group, torch.bfloat16 if compression.kind == "bf16" else torch.float16)
+    return Compressed(compression, compressor, group)

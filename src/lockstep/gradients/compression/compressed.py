@@ -54,9 +54,6 @@ over all ranks, equal on all of them, and what this rank could not send of its o
 class Compressor(ABC):
     """A way to compress."""
 
-    owes = True
-    """Whether it leaves out something that error feedback has to add later."""
-
     @abstractmethod
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
         """Sum `flat` over all ranks. It holds the gradients of `bucket` plus what was owed of them,
@@ -84,7 +81,7 @@ class Compressed(Reduction):
     def __init__(self, compression: Compression, compressor: Compressor, group: Group) -> None:
         self.name = str(compression)
         self._compressor = compressor
-        self._owed = Owed(group) if compressor.owes else None
+        self._owed = Owed(group) if compression.owes else None
 
     def memory(self, layout: Layout) -> list[Tensor]:
         for plan in layout.buckets:

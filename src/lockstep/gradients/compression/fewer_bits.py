@@ -36,8 +36,6 @@ class Cast(Compressor):
     times smaller than the largest are lost.
     """
 
-    owes = False
-
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self._group = group
         self._pack, self._unpack = (
