@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.errors import ReplicaDivergence
 from lockstep.testing import run_ranks
 from lockstep.training.resolve import resolve
 from lockstep.training.task_digest import (
+    MODULES,
     changes,
     compare_tasks,
     sample_digests,
@@ -153,6 +155,19 @@ def test_a_package_is_digested_as_a_whole_and_installed_packages_are_not(tmp_pat
         task = importlib.import_module("ours.tasks.mine").task()
         sources = {name for name in source_digests(task) if name.endswith(".py")}
     assert sources == {"__init__.py", "nets.py", "tasks/__init__.py", "tasks/mine.py"}
+
+
+def test_at_most_a_thousand_modules_of_a_folder_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "parts.py").write_text(PARTS)
+    with importing():
+        for number in range(MODULES + 1):
+            (tmp_path / f"a{number:04}.py").touch()
+            module = ModuleType(f"a{number:04}")
+            module.__file__ = str(tmp_path / f"a{number:04}.py")
+            sys.modules[module.__name__] = module
+        sources = source_digests(resolve(str(tmp_path / "mine.py")))
+    assert len([name for name in sources if name.endswith(".py")]) == MODULES
 
 
 def test_a_bundled_task_is_digested_without_the_rest_of_lockstep() -> None:
