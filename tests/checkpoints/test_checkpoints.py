@@ -505,8 +505,7 @@ def _with(run: Run, **changed: Any) -> Run:
 def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
     for found in run_ranks(other, 2, args=(str(two),)):
         assert (
-            "made with torch.optim.adamw.AdamW, but this training has torch.optim.sgd.SGD"
-            in found[0]
+            "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd.SGD" in found[0]
         )
         assert "micro_batch was 2 and is 4" in found[1]
         assert "[checkpoint-of-another-model]" in found[2]

@@ -19,6 +19,7 @@ NOT_RUN = {
         "it needs two machines; tests/launcher/ray",
     ],
     "ray-train": ["it needs a Ray cluster; tests/integrations/test_ray_train.py"],
+    "slurm": ["it needs a SLURM cluster; tests/launcher/slurm submits such a job to a real one"],
     "two-machines": ["it needs two machines; tests/cli/test_nodes.py has two network namespaces"],
     "verify-in-ci": ["GitHub runs it; same-bits.md and check-a-script.md run its commands"],
 }

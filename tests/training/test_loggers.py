@@ -55,7 +55,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of two ranks that were killed after step 6 and resumed from step 3."""
     folder = tmp_path_factory.mktemp("loggers")
     (folder / "mine.py").write_text(KILLED)
+    # one reduction: both starts must have the same bits, and "auto" may choose another one
     options = "--workers 2 --run run --checkpoint-every 3 --max-restarts 1 --set width=7"
+    options += " --reduce native"
     command = f"-m lockstep train mine.py {options} --log wandb,mlflow --log tensorboard --log csv"
     done = subprocess.run(
         [sys.executable, *command.split()],
