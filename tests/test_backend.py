@@ -267,7 +267,7 @@ def hooked_without_memory(world: lockstep.World) -> None:
         wrapped.register_comm_hook(None, lockstep.shared_memory_hook)
         with pytest.raises(
             (UsageError, RuntimeError),
-            match="shared_memory_hook needs all ranks on the CPU of one x86 Linux host",
+            match="shared_memory_hook needs several ranks, all of them on the CPU of one x86 Linux host",
         ):
             wrapped(torch.randn(4, 20)).sum().backward()
 
