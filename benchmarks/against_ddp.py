@@ -2,8 +2,7 @@
 in one run, on the same ranks.
 
     python benchmarks/against_ddp.py --workers 2 --models small-mlp,small-mlp128,cnn4,transformer
-    python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json \\
-        --out four.svg
+    python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json
     python benchmarks/against_ddp.py --device cuda --workers 1
 
 What is measured, and how, is `lockstep bench train`'s (src/lockstep/tools/bench/training_step.py);
