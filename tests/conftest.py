@@ -29,6 +29,7 @@ import pytest
 
 from lockstep.launcher import start
 from lockstep.testing.ranks import run_ranks, warm_commands
+from tests import teams
 from tests.launcher.telling import of_itself
 
 if getattr(main := sys.modules["__main__"], "__spec__", None) is None and not hasattr(
@@ -97,6 +98,23 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests that are marked `rest` too")
+
+
+def _fast_tier(config: pytest.Config) -> bool:
+    """Whether tests that are marked `rest` are left out. A file that is named runs whole."""
+    files = [argument.partition("::")[0] for argument in config.args]
+    return not (config.option.all or all(file.endswith(".py") for file in files))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file that the fast tier leaves out as a whole."""
+    if _fast_tier(config) and collection_path.name.startswith("test_"):
+        return "\npytestmark = pytest.mark.rest\n" in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Tests mostly wait: a run of more than one file has three workers, and each file is in one
@@ -116,10 +134,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files are first, all others as pytest-randomly has them. Workers of pytest-xdist take
     files in this order.
     """
+    if _fast_tier(config):
+        rest = [item for item in items if item.get_closest_marker("rest")]
+        items[:] = [item for item in items if not item.get_closest_marker("rest")]
+        config.hook.pytest_deselected(items=rest)
     first = {Path(__file__).parent / name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
 
@@ -207,6 +229,12 @@ def unknown_names() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def teams_of_the_module() -> Iterator[None]:
+    yield
+    teams.close_teams()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Fail the test that leaves something behind, naming it."""
@@ -281,6 +309,7 @@ def _children() -> list[psutil.Process]:
     """
     servers = {
         *start.pids(),
+        *teams.pids(),
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
     }
