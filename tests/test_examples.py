@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+pytestmark = pytest.mark.rest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECIPES = {
     "gan.py",

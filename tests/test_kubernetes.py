@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parents[1]
 
 

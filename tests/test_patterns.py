@@ -20,6 +20,8 @@ import lockstep
 from lockstep.testing import run_ranks
 from tests import zoo
 
+pytestmark = pytest.mark.rest
+
 Weights = list[Tensor]
 
 

@@ -18,6 +18,8 @@ from lockstep import World
 from lockstep.testing import run_ranks, warm_commands
 from lockstep.training.resolve import resolve
 
+pytestmark = pytest.mark.rest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GIVEN: dict[str, tuple[str, dict[str, str], int]] = {
     "ema": ("weight_average", {}, 20),

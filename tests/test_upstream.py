@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rest
+
 FOLDER = Path(__file__).parents[1] / "examples" / "upstream"
 ON_RANKS = Path(__file__).with_name("upstream_ranks.py")
 # what the lines hold of numbers and truth values: without Lockstep, and with it

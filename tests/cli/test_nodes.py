@@ -18,6 +18,8 @@ from tests.ending import end, kill
 from tests.networks import Host, Started, hosts
 from tests.training import toy
 
+pytestmark = pytest.mark.rest
+
 TASK = """
 import os, time
 from pathlib import Path

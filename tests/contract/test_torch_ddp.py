@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "torch-ddp.md"
 

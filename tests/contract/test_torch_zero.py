@@ -22,6 +22,8 @@ import lockstep
 from lockstep.testing import run_ranks
 from tests.refused import refused
 
+pytestmark = pytest.mark.rest
+
 Make = Callable[..., Any]
 
 

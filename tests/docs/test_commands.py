@@ -15,6 +15,8 @@ import pytest
 from lockstep import launch
 from tests.docs.pages import ROOT, said_by
 
+pytestmark = pytest.mark.rest
+
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _EVERYWHERE = re.compile(r"lockstep (show |plan .*--step-ms )")
 

@@ -17,6 +17,8 @@ import jupytext
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.rest
+
 
 def number(page: Path) -> int:
     return int(page.stem.removeprefix("lesson").partition("-")[0])

@@ -23,6 +23,8 @@ from lockstep.tools.show.schedule_picture import rounds
 from tests.browser import Page, browser, require
 from tests.cli.command import command
 
+pytestmark = pytest.mark.rest
+
 FOLDER = Path(__file__).parents[2] / "docs" / "explore"
 FILE = FOLDER / "index.html"
 ALGORITHMS = ("ring", "tree", "halving_doubling", "central")

@@ -8,6 +8,8 @@ import pytest
 
 from tests.docs.pages import ROOT, not_run, run_page
 
+pytestmark = pytest.mark.rest
+
 HOW_TO = ROOT / "docs" / "how-to"
 PAGES = sorted(HOW_TO.glob("[!R]*.md"))
 NOT_RUN = {

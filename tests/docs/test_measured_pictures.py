@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.rest
+
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
 

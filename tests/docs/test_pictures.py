@@ -17,6 +17,8 @@ from lockstep.tools.drawing import PALETTE, width_of
 from tests.browser import browser, require
 from tests.cli.command import command
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 LISTED = dict(

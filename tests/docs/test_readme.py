@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from lockstep.launcher.start import WARM
 from tests.docs.pages import ROOT, blocks, run_page
 
+pytestmark = pytest.mark.rest
+
 _OF_THE_MACHINE = r"""(?x)
     (?<=sha256[ ])\w+(\.\.\.)? | (?<=accuracy[ ])[\d.]+            # processors round differently
     | (?<=pid[ ])\d+ | (?<=at[ ]step[ ])\d+,                       # a kill comes at any step

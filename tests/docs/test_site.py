@@ -30,6 +30,8 @@ from lockstep.errors import catalog
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _TARGET = re.compile(r'<(a|img|link|script)\b[^>]*?\b(?:href|src)="([^"]*)"')

@@ -19,6 +19,8 @@ import lockstep
 from tests.integrations.scripts import joined, run
 from tests.refused import refused
 
+pytestmark = pytest.mark.rest
+
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SAVED = 83, 12, 3, 2, 9
 

@@ -22,6 +22,8 @@ from lockstep.errors import LockstepWarning
 from lockstep.runtime import extras
 from tests.refused import refused
 
+pytestmark = pytest.mark.rest
+
 SCRIPT = Path(__file__).with_name("lightning_script.py")
 SAMPLES, GLOBAL_BATCH, SAVED, RATE = 83, 8, 7, 0.05
 

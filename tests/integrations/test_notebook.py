@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
 from tests.ending import alive
+
+pytestmark = pytest.mark.rest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 CELLS = {

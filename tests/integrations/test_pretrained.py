@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,6 +16,8 @@ import lockstep
 from lockstep.cli.checkpoints import app
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
+
+pytestmark = pytest.mark.rest
 
 
 def trains_and_exports(_: World, folder: Path) -> list[list[str]]:

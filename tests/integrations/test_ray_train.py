@@ -15,6 +15,8 @@ import lockstep
 from tests.clusters import ON_LOOPBACK, Cluster, cluster
 from tests.integrations import ray_script
 
+pytestmark = pytest.mark.rest
+
 # Ray Train looks every 2 s whether its workers live; what else it starts beside them costs this
 # test time.
 QUICK = {

@@ -15,6 +15,8 @@ from lockstep.testing.ranks import warm_commands
 from tests.integrations.scripts import joined, run
 from tests.refused import refused
 
+pytestmark = pytest.mark.rest
+
 SCRIPT = Path(__file__).with_name("transformers_script.py")
 SAVED = 6
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rest
+
 USER, OTHER = 65533, 65534
 # The session's interpreter may lie in a folder that only root can enter; the system's does not.
 PYTHONS = [sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"]

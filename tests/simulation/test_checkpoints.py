@@ -19,6 +19,8 @@ from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
 from tests.simulation.seeds import Scenario, first_failure
 
+pytestmark = pytest.mark.rest
+
 SEEDS = 20_000
 WITHIN = 2000  # seeds a planted bug is found
 RUN = SimulatedPath("/run")

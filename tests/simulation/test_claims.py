@@ -13,6 +13,8 @@ from tests.simulation.disk import SimulatedPath, Stream
 from tests.simulation.machine import Machine, Process
 from tests.simulation.seeds import first_failure
 
+pytestmark = pytest.mark.rest
+
 SEEDS = 40_000
 WITHIN = 2000  # seeds a planted bug is found
 RUN = SimulatedPath("/runs/x")

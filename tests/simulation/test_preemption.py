@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
@@ -17,6 +18,8 @@ from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
 from tests.simulation.seeds import first_failure
+
+pytestmark = pytest.mark.rest
 
 SEEDS = 4_000
 DIRECTORY = SimulatedPath("/run/checkpoints")

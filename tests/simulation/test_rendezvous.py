@@ -16,6 +16,8 @@ from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation, Store
 from tests.simulation.seeds import first_failure
 
+pytestmark = pytest.mark.rest
+
 SEEDS = 4_000
 WITHIN = 1000  # seeds a planted bug is found
 TIMEOUT = timedelta(seconds=1)

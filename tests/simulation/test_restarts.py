@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lockstep.errors import ExitCode
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
 from tests.simulation.seeds import first_failure
+
+pytestmark = pytest.mark.rest
 
 SEEDS = 32_000
 

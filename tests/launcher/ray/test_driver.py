@@ -24,6 +24,8 @@ from lockstep.training.train import train
 from tests.clusters import Cluster, cluster, wait_until_none_is_left
 from tests.training import toy
 
+pytestmark = pytest.mark.rest
+
 # Generation N, which counts the files that rank 0 has left, waits for go-N in its sixth step.
 TASK = """
 import os, time

@@ -16,6 +16,8 @@ import pytest
 from lockstep.cli.slurm import batch_script
 from tests.launcher.slurm.cluster import Cluster, until
 
+pytestmark = pytest.mark.rest
+
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 OPTIONS = ["--exact", "--steps", "60", "--checkpoint-every", "1000"]
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")

@@ -15,6 +15,8 @@ from lockstep.runtime.slurm_step import first_host
 from tests.launcher.slurm.cluster import Cluster
 from tests.test_launchers import SCRIPT
 
+pytestmark = pytest.mark.rest
+
 PLACE = """
 import os, sys
 from lockstep.errors import UsageError

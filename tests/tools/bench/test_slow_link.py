@@ -17,6 +17,8 @@ import pytest
 
 from lockstep.config.parallelism import Parallelism
 
+pytestmark = pytest.mark.rest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 

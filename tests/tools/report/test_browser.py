@@ -13,6 +13,8 @@ from lockstep.tools.report.verdict import verdict
 from tests.browser import Page, browser, require
 from tests.tools.report.runs import anatomy, make
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
