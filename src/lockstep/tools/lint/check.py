@@ -107,7 +107,9 @@ def _parsed(source: bytes, file: str) -> cst.Module:
         raise UsageError(
             "not-python", file=file, place=f":{error.lineno or 1}", reason=error.msg
         ) from error
-    except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
+    except ValueError as error:  # null bytes, in a Python before 3.11.4
+        raise UsageError("not-python", file=file, place="", reason=str(error)) from error
+    except (cst.ParserSyntaxError, MemoryError) as error:
         raise UsageError("cannot-read", name="file", file=file, reason=str(error)) from error
 
 
