@@ -124,9 +124,6 @@ def test_questions_that_cannot_be_answered(
 ) -> None:
     with refused(code, **values):
         lockstep.communication_ratio(nn.Linear(6, 2), batch, **{"world_size": 2, **options})
-
-
-def test_a_model_without_gradients_or_without_numbers() -> None:
     with refused("no-trainable-parameter"):
         lockstep.communication_ratio(nn.ReLU(), torch.ones(3, 6), 2)
     with refused("output-without-tensor", kind="str"):

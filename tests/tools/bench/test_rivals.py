@@ -26,6 +26,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("rivals", None)
 
 
+@pytest.mark.rest
 def test_they_make_the_update_of_ddp(rivals: Any) -> None:
     variants = [
         name
