@@ -31,7 +31,7 @@ def test_the_first_is_the_base_and_efficiency_is_the_share_of_the_ideal() -> Non
         w1=turns(100, 100, threads=8), w2=turns(180, 180), w4=turns(200, 200, threads=2)
     )
     assert (one.speedup, one.efficiency) == (1, 1)
-    assert (two.speedup, two.efficiency) == (pytest.approx(1.8), pytest.approx(0.9))
+    assert (two.speedup, two.efficiency) == pytest.approx((1.8, 0.9))
     assert (four.speedup, four.efficiency) == (2, 0.5)
     assert (one.threads, four.threads) == (8, 2)
 

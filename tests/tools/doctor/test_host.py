@@ -143,8 +143,8 @@ _EVERY = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
 
 
 def test_own_name() -> None:
-    for address in ("10.0.0.5", "127.0.1.1"):
-        assert host.own_name("node7", lambda name, address=address: [address]).level == "ok"
+    assert host.own_name("node7", lambda name: ["10.0.0.5"]).level == "ok"
+    assert host.own_name("node7", lambda name: ["127.0.1.1"]).level == "ok"
     unknown = host.own_name("node7", lambda name: [])
     assert unknown.level == "warn"
     assert "'node7' does not resolve: add it to /etc/hosts" in unknown.fix

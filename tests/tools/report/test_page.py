@@ -181,7 +181,7 @@ def test_the_run_is_described_once(tmp_path: Path) -> None:
     for number, row in enumerate(rows):
         if row["kind"] == "step":
             rows[number] = {**row, "lr": 0.1 / row["step"], "grad_norm": 2.0}
-    asked = {"exact": True, "compile": False, "log": ["csv", "wandb"]}
+    asked: dict[str, Any] = {"exact": True, "compile": False, "log": ["csv", "wandb"]}
     run = make(tmp_path, records=rows, overrides={"width": "8 9"}, **asked)
     text = written(run)
     cells = Reader(text).cells
