@@ -14,6 +14,8 @@ import pytest
 from lockstep.tools.bench.training_step import measure
 from tests.tools.bench.test_training_step import task
 
+pytestmark = pytest.mark.rest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -26,7 +28,6 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("rivals", None)
 
 
-@pytest.mark.rest
 def test_they_make_the_update_of_ddp(rivals: Any) -> None:
     variants = [
         name
