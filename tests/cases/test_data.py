@@ -17,10 +17,10 @@ from lockstep.data.loader import Loader
 from lockstep.data.orders import Weighted
 from lockstep.errors import ReplicaDivergence
 from lockstep.step.stepper import Stepper
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.data.datasets import Augmented, Numbers
 from tests.data.test_loader import as_data
+from tests.teams import on_team
 
 
 def samples(loader: Loader, epochs: int) -> list[list[Any]]:
@@ -63,15 +63,8 @@ def test_m10_a_sampler_that_is_told_is_not_complained_of() -> None:
         warnings.simplefilter("error")
         for number in range(3):
             sampler.set_epoch(number)
-            assert (
-                sum(
-                    len(batch)
-                    for epoch in loader.epochs(number + 1, start=number)
-                    for window in epoch
-                    for batch in window
-                )
-                == 16
-            )
+            (epoch,) = loader.epochs(number + 1, start=number)
+            assert sum(len(batch) for window in epoch for batch in window) == 16
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -91,20 +84,12 @@ def test_m12_no_two_samples_are_augmented_alike_whatever_the_process_was_seeded_
 
 def test_m13_weighted_draws_without_replacement_are_disjoint_over_the_ranks() -> None:
     weights = torch.arange(1, 1001, dtype=torch.float64).tolist()
-    seen = Counter(
-        index
-        for rank in range(2)
-        for batch in samples(
-            on(
-                rank,
-                2,
-                Numbers(1000),
-                order=Weighted(weights, samples=1000, replacement=False, seed=0),
-            ),
-            1,
-        )[0]
-        for index in batch
-    )
+    order = Weighted(weights, samples=1000, replacement=False, seed=0)
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        (batches,) = samples(on(rank, 2, Numbers(1000), order=order), 1)
+        for batch in batches:
+            seen.update(batch)
     assert seen == Counter(range(1000))  # torch's per-rank samplers: 240 on both ranks, 240 never
 
 
@@ -120,35 +105,30 @@ def test_m14_an_epoch_of_a_hundred_million_samples_begins_at_once() -> None:
         tracemalloc.stop()
 
 
-def differing(world: World, what: str) -> str:
+def differing(world: World, what: str) -> str | None:
     model = torch.nn.Linear(1, 1)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    order = (
-        torch.utils.data.SubsetRandomSampler([0, 1, 2, 3] if world.rank == 0 else [4, 5, 6, 7])
-        if what == "order"
-        else None
-    )
-    loader = on(
-        world.rank, world.size, Numbers(9 if world.rank and what == "length" else 8), order=order
-    )
+    indices = [0, 1, 2, 3] if world.rank == 0 else [4, 5, 6, 7]
+    order = torch.utils.data.SubsetRandomSampler(indices) if what == "order" else None
+    length = 9 if world.rank and what == "dataset length" else 8
+    loader = on(world.rank, world.size, Numbers(length), order=order)
     try:
         for window in next(loader.epochs(1)):
             for _ in stepper.micro_batches(window):
                 pass
     except ReplicaDivergence as error:
         return str(error)
-    return "nothing said"
+    return None
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    "message",
     [
-        ("length", "dataset length differs: rank 0 has 8, rank 1 has 9"),
-        ("order", "order differs: rank 0 has sampler SubsetRandomSampler"),
+        "dataset length differs: rank 0 has 8, rank 1 has 9",
+        "order differs: rank 0 has sampler SubsetRandomSampler",
     ],
 )
-def test_ranks_that_walk_other_data_are_told_apart_before_the_first_step(
-    what: str, message: str
-) -> None:
-    for said in run_ranks(differing, 2, args=(what,)):
+def test_ranks_that_walk_other_data_are_told_apart_before_the_first_step(message: str) -> None:
+    for said in on_team(differing, 2, args=(message.partition(" differs")[0],)):
+        assert said is not None
         assert said.startswith(message)

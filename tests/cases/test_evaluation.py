@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.testing import run_ranks
+from tests.teams import on_team
 
 
 class Half(Dataset[tuple[Tensor, int]]):
@@ -39,21 +39,27 @@ def measure(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
     }
 
 
-def evaluated(world: lockstep.World) -> dict[int, tuple[dict[str, str], list[list[float]]]]:
-    found = {}
+Evaluated = dict[int, tuple[dict[str, str], list[list[float]]]]
+
+
+def evaluated(world: lockstep.World) -> Evaluated:
+    results = {}
     for count in (1, 7, 10, 64):
         metrics = lockstep.evaluate(nn.Identity(), Half(count), measure, batch=3)
         rows = lockstep.predict(nn.Identity(), Half(count), batch=3)
-        found[count] = ({name: value.hex() for name, value in metrics.items()}, rows.tolist())
-    return found
+        results[count] = ({name: value.hex() for name, value in metrics.items()}, rows.tolist())
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> Evaluated:
+    return on_team(evaluated, 1)[0]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
-def test_m11_each_sample_once_and_the_same_bits(workers: int) -> None:
-    with lockstep.init(backend="gloo") as world:
-        alone = evaluated(world)
+def test_m11_each_sample_once_and_the_same_bits(workers: int, alone: Evaluated) -> None:
     metrics, rows = alone[10]
     assert float.fromhex(metrics["accuracy"]) == 0.5
     assert metrics["never"] == "nan"
-    assert [int(place) for _, place in rows] == list(range(10))
-    assert run_ranks(evaluated, workers) == [alone] * workers
+    assert [int(index) for _, index in rows] == list(range(10))
+    assert on_team(evaluated, workers) == [alone] * workers

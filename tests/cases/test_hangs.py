@@ -4,14 +4,19 @@ run` says of each: who waits where, who is elsewhere, and at which line of the s
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from lockstep.launcher.stalls import Watcher
+from lockstep.runtime import status
 
 START = """
 import os, signal, sys, time
@@ -207,15 +212,22 @@ def ended(name: str, folder: Path) -> tuple[int, str]:
 
 def sentence(hang: Hang) -> str:
     """As a pattern, with the numbers of the script's lines."""
-    lines = dict(
-        (mark, str(number))
-        for number, line in enumerate((START + hang.script).splitlines(), 1)
-        for mark in re.findall(r"# ([A-Z]+)$", line)
-    )
-    return rf"^STALL \d+ s: {re.sub(r'{([A-Z]+)}', lambda found: lines[found[1]], hang.says)}"
+    says = hang.says
+    for number, line in enumerate((START + hang.script).splitlines(), 1):
+        if mark := re.search(r"# ([A-Z]+)$", line):
+            says = says.replace(f"{{{mark[1]}}}", str(number))
+    return rf"^STALL \d+ s: {says}"
 
 
-@pytest.mark.parametrize("names", [[*HANGS][first::3] for first in range(3)], ids=", ".join)
+FAST = ["a branch around a collective", "parameters that one rank does not use"]
+REST = [name for name in HANGS if name not in FAST]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [FAST, *(pytest.param(REST[first::3], marks=pytest.mark.rest) for first in range(3))],
+    ids=", ".join,
+)
 def test_a_plain_script_that_hangs_is_named_with_rank_and_line(
     names: list[str], tmp_path: Path
 ) -> None:
@@ -227,3 +239,28 @@ def test_a_plain_script_that_hangs_is_named_with_rank_and_line(
     for name, (code, said) in found.items():
         assert re.search(sentence(HANGS[name]), said, re.MULTILINE), (name, said)
         assert code == HANGS[name].code, (name, said)
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_wait_in_native_code_is_said_though_it_is_noted_late(noted: bool, tmp_path: Path) -> None:
+    """A thread of the rank looks for it twice a second, and later on a busy host. A rank whose
+    thread never looks is called absent, after twice the time.
+    """
+    first, second = (status.Page(status.file_of(tmp_path, rank)) for rank in (0, 1))
+    first.call(b"init_process_group at a.py:1", status.EVERYBODY, False)
+    first.called()
+    first.looked()
+    second.call(b"barrier at a.py:9", status.EVERYBODY, True)
+    clock = [time.monotonic()]
+    watcher, pids = Watcher(tmp_path, 10, lambda: clock[-1]), {0: os.getpid(), 1: os.getpid()}
+    assert watcher.look(pids) is None
+    clock.append(clock[0] + 11)
+    assert watcher.look(pids) is None
+    if noted:
+        first.in_native(b"all_reduce f32[8] in a backward at a.py:5")
+    clock.append(clock[0] + (12 if noted else 21))
+    stall = watcher.look(pids)
+    assert stall is not None
+    both = "rank 0 in all_reduce f32[8] in a backward at a.py:5; rank 1 in #1"
+    assert (both in stall.message) == noted
+    assert ("Rank 0 never issued it" in stall.message) == (not noted)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepWarning, ReplicaDivergence, UnusedParameters
-from lockstep.testing import run_ranks
 from tests import zoo
+from tests.teams import on_team
 
 
 def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def modulo(world: lockstep.World) -> tuple[str, int]:
 
 
 def test_m1_no_sync_by_the_wrong_modulo_is_found_by_the_second_check() -> None:
-    for message, step in run_ranks(modulo, 2):
+    for message, step in on_team(modulo, 2):
         assert re.match(
             r"after step 1 '0\.weight' differs between rank 0 and rank 1 \(\d+ of \d+ elements,"
             r" .*\)\. 6 of 6 tensors differ: also '0\.bias'",
@@ -77,40 +77,39 @@ def through_module(world: lockstep.World) -> bool:
 
 
 def test_m3_a_forward_through_module_trains_right() -> None:
-    assert run_ranks(through_module, 2) == [True, True]
+    assert on_team(through_module, 2) == [True, True]
 
 
 class WithHead(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, use: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(2)
         self.body = nn.Linear(6, 3)
         self.aux_head = nn.Linear(6, 3)
-        self.use = False
+        self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) + self.aux_head(x) if self.use else self.body(x)
 
 
-def head() -> WithHead:
-    torch.manual_seed(2)
-    return WithHead()
+def train_step(stepper: lockstep.Stepper, model: nn.Module, rank: int, number: int) -> None:
+    for x, y in stepper.micro_batches([batch(rank, number)]):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    stepper.step()
 
 
 def unused(world: lockstep.World, door: str) -> str:
     """M4: one layer gets no gradient."""
-    model = head()
+    model = WithHead()
     before = model.body.weight.detach().clone()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = batch(world.rank, 0)
     try:
         if door == "wrapper":
+            x, y = batch(world.rank, 0)
             zoo.loss_sum(lockstep.DistributedDataParallel(model)(x), y).backward()
             sgd.step()
         else:
-            stepper = lockstep.Stepper(model, sgd)
-            for u, v in stepper.micro_batches([(x, y)]):
-                stepper.backward(zoo.loss_sum(model(u), v), weight=4)
-            stepper.step()
+            train_step(lockstep.Stepper(model, sgd), model, world.rank, 0)
     except UnusedParameters as error:
         assert torch.equal(model.body.weight, before)  # the error came before the step
         return str(error)
@@ -119,29 +118,26 @@ def unused(world: lockstep.World, door: str) -> str:
 
 @pytest.mark.parametrize("door", ["wrapper", "stepper"])
 def test_m4_unused_parameters_are_named_before_the_step(door: str) -> None:
-    for message in run_ranks(unused, 2, args=(door,)):
+    for message in on_team(unused, 2, args=(door,)):
         assert message.startswith("'aux_head.weight', 'aux_head.bias' got no gradient ")
         assert message.endswith(" [unused-parameters]")
 
 
 def used_by_some(world: lockstep.World) -> tuple[list[str], bool, float]:
-    model = head()
-    model.use = world.rank == 1
+    model = WithHead(use=world.rank == 1)
     stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
     said = []
     for number in range(3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for x, y in stepper.micro_batches([batch(world.rank, number)]):
-                stepper.backward(zoo.loss_sum(model(x), y), weight=4)
-            stepper.step()
+            train_step(stepper, model, world.rank, number)
         said += [str(warning.message) for warning in caught if warning.category is LockstepWarning]
     assert model.aux_head.weight.grad is not None
     return said, same_everywhere(model), model.aux_head.weight.grad.abs().sum().item()
 
 
 def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None:
-    first, second = run_ranks(used_by_some, 2)
+    first, second = on_team(used_by_some, 2)
     assert first[0] == [
         "'aux_head.weight', 'aux_head.bias' got no gradient on rank 0: the mean counts zeros there. This warning appears once."
     ]
@@ -152,20 +148,18 @@ def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None
 
 
 def skipped(world: lockstep.World, policy: str) -> tuple[bool, float]:
-    model = head()
+    model = WithHead()
     stepper = lockstep.Stepper(
         model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), unused=policy
     )  # type: ignore[arg-type]
     before = model.aux_head.weight.detach().clone()
-    for x, y in stepper.micro_batches([batch(world.rank, 0)]):
-        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
-    stepper.step()
+    train_step(stepper, model, world.rank, 0)
     return model.aux_head.weight.grad is None, (model.aux_head.weight - before).abs().sum().item()
 
 
 def test_what_unused_means_is_the_users_word() -> None:
-    assert run_ranks(skipped, 2, args=("skip",)) == [(True, 0.0)] * 2
-    for without, moved in run_ranks(skipped, 2, args=("zeros",)):
+    assert on_team(skipped, 2, args=("skip",)) == [(True, 0.0)] * 2
+    for without, moved in on_team(skipped, 2, args=("zeros",)):
         assert not without
         assert moved > 0  # a zero gradient is a gradient: weight decay applies
 
@@ -189,12 +183,10 @@ def unfrozen(world: lockstep.World, door: str) -> bool:
             torch.manual_seed(world.rank)  # each rank initialises its own
             model.append(nn.Linear(3, 3))
             sgd.add_param_group({"params": list(model[3].parameters())})
-        x, y = batch(world.rank, number)
         if stepper is not None:
-            for u, v in stepper.micro_batches([(x, y)]):
-                stepper.backward(zoo.loss_sum(ddp(u), v), weight=4)
-            stepper.step()
+            train_step(stepper, ddp, world.rank, number)
         else:
+            x, y = batch(world.rank, number)
             sgd.zero_grad()
             zoo.loss_sum(ddp(x), y).backward()
             sgd.step()
@@ -207,7 +199,7 @@ def unfrozen(world: lockstep.World, door: str) -> bool:
 
 @pytest.mark.parametrize("door", ["wrapper", "stepper"])
 def test_m5_m6_unfreezing_and_adding_after_wrapping_train_right(door: str) -> None:
-    assert run_ranks(unfrozen, 2, args=(door,)) == [True, True]
+    assert on_team(unfrozen, 2, args=(door,)) == [True, True]
 
 
 def drifting(world: lockstep.World) -> tuple[str, Sequence[int], int, str]:
@@ -227,7 +219,7 @@ def drifting(world: lockstep.World) -> tuple[str, Sequence[int], int, str]:
 
 
 def test_a_replica_changed_by_hand_is_named() -> None:
-    for parameter, ranks, step, message in run_ranks(drifting, 3):
+    for parameter, ranks, step, message in on_team(drifting, 3):
         assert (parameter, ranks, step) == ("last.bias", (2,), 1)
         assert re.search(
             r"after step 2 .* \(1 of \d+ elements, max \|difference\| 0\.5\)\. 1 of \d+ tensors"
@@ -253,6 +245,6 @@ def test_m25_every_token_counts_the_same() -> None:
     x, y = zoo.samples(64)
     nn.functional.cross_entropy(model(x[:40]), y[:40]).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for found in run_ranks(weighted, 2):
+    for found in on_team(weighted, 2):
         for ours, theirs in zip(found, model.parameters(), strict=True):
             assert zoo.distance(ours, theirs) < 1e-6

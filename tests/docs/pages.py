@@ -331,7 +331,8 @@ def _plain(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _matches(expected: str, printed: str) -> bool:
+def matches(expected: str, printed: str) -> bool:
+    """Whether a page's text fits what was printed: `...` is any part of a line, or any lines."""
     pattern = ""
     for line in _plain(expected):
         if line.strip() == "...":
@@ -342,7 +343,7 @@ def _matches(expected: str, printed: str) -> bool:
 
 
 def _compare(what: str, expected: str, printed: str) -> None:
-    if not _matches(expected, printed):
+    if not matches(expected, printed):
         difference = "\n".join(difflib.ndiff(_plain(expected), _plain(printed)))
         raise PageFailed(
             f"{what}\nexpected:\n{expected}\nprinted:\n{printed}\ndifference:\n{difference}"

@@ -17,6 +17,8 @@ import jupytext
 import pytest
 from nbclient import NotebookClient
 
+from tests.docs.pages import matches
+
 pytestmark = pytest.mark.rest
 
 
@@ -67,12 +69,8 @@ def by_rank(text: str) -> list[str]:
 
 
 def fits(page: str, printed: str) -> bool:
-    """`...` in the page is any part of a line, and as a line of its own any number of lines."""
-    pattern = "".join(
-        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n"
-        for line in by_rank(page)
-    )
-    return bool(re.fullmatch(pattern, "".join(f"{line}\n" for line in by_rank(printed))))
+    """Whether the page's text stands for what was printed, in whatever order the ranks print."""
+    return matches("\n".join(by_rank(page)), "\n".join(by_rank(printed)))
 
 
 def printed_by(cell: Any, stream: str) -> str:
@@ -137,9 +135,8 @@ def test_a_lesson_has_the_agreed_form(page: Path) -> None:
     headings = _HEADING.findall(prose)
     assert headings[: len(FIRST)] == FIRST
     assert headings[-len(LAST) :] == LAST
-    sections = dict(
-        zip(headings, map(str.strip, _HEADING.split(prose)[2::2]), strict=True)
-    )  # without blocks
+    texts = [section.strip() for section in _HEADING.split(prose)[2::2]]  # without blocks
+    sections = dict(zip(headings, texts, strict=True))
     assert 3 <= len(re.findall(r"^- ", sections["You learn"], re.MULTILINE)) <= 5
     assert re.search(r"\d+ minutes", sections["You need"])
     assert "![" in text.partition("```python")[0], "a picture comes before the first cell"
@@ -147,9 +144,8 @@ def test_a_lesson_has_the_agreed_form(page: Path) -> None:
     assert f"pytest docs/course -k {name}`" in sections["Exercise"]
     assert f"solutions/{name}.py" in sections["Solution"]
     assert len(re.findall(r"\]\(https://", sections["Further reading"])) >= 2
-    following = [other for other in LESSONS if number(other) == number(page) + 1]
-    for other in following:
-        assert f"]({other.name})" in sections["Next"]
+    for following in LESSONS[number(page) : number(page) + 1]:
+        assert f"]({following.name})" in sections["Next"]
     assert f"]({page.name})" in (COURSE / "README.md").read_text(encoding="utf-8")
 
 
@@ -175,12 +171,12 @@ def functions(path: Path) -> dict[str, tuple[str, str | None]]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_solution_has_the_functions_of_the_exercise(name: str) -> None:
-    asked = functions(COURSE / "exercises" / f"{name}.py")
-    assert asked
-    assert all(words for _, words in asked.values())
-    assert functions(COURSE / "solutions" / f"{name}.py") == asked
+def test_the_solutions_have_the_functions_of_the_exercises() -> None:
+    for name in NAMES:
+        asked = functions(COURSE / "exercises" / f"{name}.py")
+        assert asked, name
+        assert all(words for _, words in asked.values()), name
+        assert functions(COURSE / "solutions" / f"{name}.py") == asked
 
 
 def test_a_student_grades_one_lesson() -> None:

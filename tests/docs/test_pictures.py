@@ -63,25 +63,21 @@ def scaling() -> Scaling:
     task, where = printed[0].split(" on ", 1)
     rows: list[ScalingRow] = []
     for line in printed:
-        cells = re.findall(r"[\d,.]+", line) if re.fullmatch(r"[\d\s,.%]+", line) else []
-        if len(cells) == 8:
-            workers, threads, ms, rate, low, high, speedup, share = (
-                float(cell.replace(",", "")) for cell in cells
+        if re.fullmatch(r"[\d\s,.%]+", line):
+            cells = [float(cell.replace(",", "")) for cell in re.findall(r"[\d,.]+", line)]
+            workers, threads, ms, rate, low, high, speedup, share = cells
+            row = ScalingRow(
+                workers=int(workers),
+                samples_per_s=rate,
+                low=low,
+                high=high,
+                speedup=speedup,
+                efficiency=share / 100,
+                threads=int(threads),
+                step_ms=ms,
             )
-            rows.append(
-                ScalingRow(
-                    workers=int(workers),
-                    samples_per_s=rate,
-                    low=low,
-                    high=high,
-                    speedup=speedup,
-                    efficiency=share / 100,
-                    threads=int(threads),
-                    step_ms=ms,
-                )
-            )
+            rows.append(row)
     assert len(rows) == 3
-    cores = int(re.findall(r"(\d+) cores", where)[0])
     return Scaling(
         task=task,
         rows=rows,
@@ -90,7 +86,7 @@ def scaling() -> Scaling:
         where=where,
         how="9 turns of 10 steps",
         remarks=[],
-        cores=cores,
+        cores=int(re.findall(r"(\d+) cores", where)[0]),
         device="cpu",
     )
 

@@ -39,26 +39,15 @@ def test_half_lines_and_foreign_records_are_left_out(tmp_path: Path) -> None:
     assert not found.evaluations
 
 
-def test_a_damaged_result_is_none(tmp_path: Path) -> None:
+def test_damage(tmp_path: Path) -> None:
+    with refused("not-a-run-directory", directory=str(tmp_path)):
+        read(tmp_path)
     make(tmp_path)
     (tmp_path / "result.json").write_text("{")
     assert read(tmp_path).state == "interrupted"
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
-    with refused("not-a-run-directory", directory=str(tmp_path)):
-        read(tmp_path)
-
-
-def test_without_metrics_there_is_a_run_all_the_same(tmp_path: Path) -> None:
-    make(tmp_path, finished=False)
     (tmp_path / "metrics.jsonl").unlink()
     assert not read(tmp_path).steps
-
-
-def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
-    make(tmp_path)
-    whole = json.loads((tmp_path / "settings.json").read_text())
-    (tmp_path / "settings.json").write_text(json.dumps({**whole, "warp": 9}))
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, "warp": 9}))
     with refused("foreign-settings", wrong="it has warp"):
         read(tmp_path)

@@ -11,7 +11,9 @@ who            a rank that waits for others is not to blame. The rest are, above
                last
 plain scripts  a script that uses only torch.distributed has no steps: it is enough that one rank
                waits for another. A rank that uses the processor may still come: it is named, and no
-               rank is ended. If all ranks wait, the report names the first collective that differs
+               rank is ended. If all ranks wait, the report names the first collective that differs.
+               Whether a rank waits in native code, a thread of the rank finds out: until it has
+               looked, the report waits, up to twice the allowed time
 several nodes  each node reports what it sees of its own ranks. Once all have reported, the driver
                explains them together, by the same rules. Ranks that progress are slow, and not
                waited for
@@ -153,7 +155,8 @@ class Watcher:
         times = 1 if asked else self._lenience(pids)
         if times == 1:
             self._quiet = quiet
-        if quiet < times * max(self._floor, _LEARNT * self._longest):
+        allowed = times * max(self._floor, _LEARNT * self._longest)
+        if quiet < allowed or (quiet < 2 * allowed and self._unseen(pids)):
             return None
         self._told = True
         sights = self._sights(pids)
@@ -194,6 +197,18 @@ class Watcher:
             starts = any(view.call.startswith("init_process_group") for view in views)
             return _LENIENT if starts and len(pids) == len(self._pids) else 1
         return _LENIENT if min((view.step for view in views), default=0) < 2 else 1
+
+    def _unseen(self, pids: Mapping[int, int]) -> bool:
+        """Return whether a rank may wait in native code and has not noted it yet: the thread that
+        looks for such waits has not run since the last change. The host is busy.
+        """
+        return any(
+            view.plain
+            and 0 < view.looked_ns < 1e9 * self._changed
+            and not view.waits
+            and processes.state(pids[rank]) not in _ABSENT
+            for rank, view in self._views(pids).items()
+        )
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
         found = {

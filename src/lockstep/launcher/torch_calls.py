@@ -228,6 +228,7 @@ def _watch_native(page: Page) -> None:
         over.set()
         thread.join()
 
+    page.looked()
     thread.start()
     atexit.register(end)
 
@@ -248,13 +249,13 @@ def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None
                 continue
             frame = sys._current_frames().get(main.ident or 0)
             late = _late(now or {})
-            if not late or frame is None or page.waiting:
-                continue
-            asleep = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SD"
-            if asleep and frame.f_code.co_filename.startswith(home):
-                page.in_native(_native_words(json.loads(dump(True, False)), late, frame))
-            else:
-                page.in_native(b"")
+            if late and frame is not None and not page.waiting:
+                asleep = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SD"
+                if asleep and frame.f_code.co_filename.startswith(home):
+                    page.in_native(_native_words(json.loads(dump(True, False)), late, frame))
+                else:
+                    page.in_native(b"")
+            page.looked()
 
 
 def _late(groups: Mapping[str, Mapping[str, str]]) -> dict[str, int]:

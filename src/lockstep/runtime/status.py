@@ -64,6 +64,8 @@ class _Fields(ctypes.Structure):
     """The function of torch.distributed in which the main thread waits, or ""."""
     native: bytes
     """The collective for which the main thread waits in native code, or ""."""
+    looked: int
+    """When `native` was last found to be up to date; 0 if nothing looks into native code."""
     ring: ctypes.Array[_Collective]
     """The last collectives."""
     _fields_ = (
@@ -76,6 +78,7 @@ class _Fields(ctypes.Structure):
         ("among", ctypes.c_uint8 * _MEMBERS),
         ("call", ctypes.c_char * _TEXT),
         ("native", ctypes.c_char * _TEXT),
+        ("looked", ctypes.c_uint64),
         ("ring", _Collective * _RING),
     )
 
@@ -157,6 +160,10 @@ class Page:
         if not self._fields.waits:
             self._wait_among(among)
             self._fields.native = text
+
+    def looked(self) -> None:
+        """Record that what is noted of native code is up to date. Another thread calls this."""
+        self._fields.looked = time.monotonic_ns()
 
     def moved(self) -> None:
         """Record that native code has begun or ended a collective. Another thread calls this."""
@@ -333,6 +340,8 @@ class View:
     """
     among: frozenset[int] = frozenset()
     """The ranks that it waits for in `call`. Empty: all ranks."""
+    looked_ns: int = 0
+    """When a wait in native code would last have been noted; 0 if nothing looks for one."""
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -374,6 +383,7 @@ def read(file: Path) -> View | None:
         plain=bool(page.plain),
         call=(page.call if page.waits else page.native).decode(errors="replace"),
         among=frozenset(members(bytes(page.among))),
+        looked_ns=page.looked,
     )
 
 

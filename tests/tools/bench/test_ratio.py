@@ -35,21 +35,17 @@ def test_the_sizes_and_the_ratio() -> None:
     assert (FOUR.ratio, FOUR.significant) == (2.0, True)
     assert FOUR.exposed == 4.0  # the backward hides two seconds
     assert FOUR.device_rate == 1e9
-
-
-def test_latency_counts_for_every_message() -> None:
+    # latency counts for every message
     assert replace(FOUR, link_latency=0.5, link_rate=float("inf")).communication == 2 * 3 * 0.5
+    # the limit is a tenth
+    assert not replace(FOUR, forward=58.0).significant
+    assert replace(FOUR, forward=57.9).significant
 
 
 def test_a_free_network_and_a_rank_alone() -> None:
     free, alone = replace(FOUR, link_rate=float("inf")), replace(FOUR, world_size=1)
     assert (free.communication, free.significant, free.bytes_sent) == (0.0, False, 6_000_000)
     assert (alone.communication, alone.significant, alone.bytes_sent) == (0.0, False, 0.0)
-
-
-def test_the_limit_is_a_tenth() -> None:
-    assert not replace(FOUR, forward=58.0).significant
-    assert replace(FOUR, forward=57.9).significant
 
 
 def test_text_and_json_say_the_same() -> None:
@@ -91,11 +87,8 @@ def test_narrow_parameters_send_less_and_frozen_ones_nothing() -> None:
     model[0].requires_grad_(False)
     ratio = lockstep.communication_ratio(model, torch.ones(3, 6, dtype=torch.bfloat16), 2)
     assert (ratio.parameters, ratio.gradient_bytes) == (14, 28)
-
-
-def test_elementwise_work_has_no_flops() -> None:
-    ratio = lockstep.communication_ratio(nn.BatchNorm1d(4), torch.randn(5, 4), 2)
-    assert (ratio.flops, ratio.device_rate) == (0, None)
+    elementwise = lockstep.communication_ratio(nn.BatchNorm1d(4), torch.randn(5, 4), 2)
+    assert (elementwise.flops, elementwise.device_rate) == (0, None)
 
 
 def test_the_model_and_the_random_stream_are_left_as_they_were() -> None:
@@ -103,7 +96,7 @@ def test_the_model_and_the_random_stream_are_left_as_they_were() -> None:
     kept = torch.ones(4, 4)
     model[0].weight.grad = kept
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch, stream = torch.randn(8, 4), torch.get_rng_state()
+    batch = torch.randn(8, 4)
     stream = torch.get_rng_state()
     lockstep.communication_ratio(model, batch, 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -131,9 +124,6 @@ def test_questions_that_cannot_be_answered(
 ) -> None:
     with refused(code, **values):
         lockstep.communication_ratio(nn.Linear(6, 2), batch, **{"world_size": 2, **options})
-
-
-def test_a_model_without_gradients_or_without_numbers() -> None:
     with refused("no-trainable-parameter"):
         lockstep.communication_ratio(nn.ReLU(), torch.ones(3, 6), 2)
     with refused("output-without-tensor", kind="str"):

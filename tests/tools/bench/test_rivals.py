@@ -14,6 +14,8 @@ import pytest
 from lockstep.tools.bench.training_step import measure
 from tests.tools.bench.test_training_step import task
 
+pytestmark = pytest.mark.rest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 

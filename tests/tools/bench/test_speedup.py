@@ -26,11 +26,12 @@ def found(**taken: list[Turn]) -> list[ScalingRow]:
 
 
 def test_the_first_is_the_base_and_efficiency_is_the_share_of_the_ideal() -> None:
+    assert efficiency(100 / 28, 4, 1) == pytest.approx(0.893, abs=5e-4)
     one, two, four = found(
         w1=turns(100, 100, threads=8), w2=turns(180, 180), w4=turns(200, 200, threads=2)
     )
     assert (one.speedup, one.efficiency) == (1, 1)
-    assert (two.speedup, two.efficiency) == (pytest.approx(1.8), pytest.approx(0.9))
+    assert (two.speedup, two.efficiency) == pytest.approx((1.8, 0.9))
     assert (four.speedup, four.efficiency) == (2, 0.5)
     assert (one.threads, four.threads) == (8, 2)
 
@@ -49,11 +50,6 @@ def test_rates_are_medians_and_quartiles_of_the_turns() -> None:
     assert row.step_ms == 200  # ten steps in two seconds
     (once,) = found(w1=turns(7))
     assert once.low == once.samples_per_s == once.high == 7
-
-
-def test_seeds_example() -> None:
-    """100 seconds with one, 28 with four: 3.57 times as fast, and 89.3 per cent."""
-    assert efficiency(100 / 28, 4, 1) == pytest.approx(0.893, abs=5e-4)
 
 
 SCALING = Scaling(
@@ -101,29 +97,17 @@ def remarked(*given: list[Turn], cores: int | None = 4, busy: str | None = None)
     return remarks(rows(numbered, steps=10), cores=cores, busy=busy)
 
 
-def test_a_fair_comparison_needs_no_remark() -> None:
-    assert remarked(turns(100), turns(190), turns(350)) == []
-
-
-def test_more_threads_than_cores() -> None:
-    (said,) = remarked(turns(100), turns(190), turns(200), cores=2)
-    assert said.startswith("4 workers with 1 thread each on 2 cores")
-    assert remarked(turns(100), turns(190), turns(200), cores=None) == []
-
-
-def test_other_numbers_of_threads() -> None:
-    (said,) = remarked(turns(100, threads=4), turns(120, threads=2), turns(130))
-    assert "--threads 1" in said
-    assert remarked(turns(100, threads=4), turns(150), cores=None) == []
-
-
-def test_above_the_ideal() -> None:
-    (said,) = remarked(turns(100), turns(250))
-    assert "2 workers: efficiency 125 %" in said
+def test_a_remark_is_there_where_it_belongs() -> None:
+    assert remarked(turns(100), turns(190), turns(350)) == []  # a fair comparison
+    (crowded,) = remarked(turns(100), turns(190), turns(200), cores=2)
+    assert crowded.startswith("4 workers with 1 thread each on 2 cores")
+    (uneven,) = remarked(turns(100, threads=4), turns(120, threads=2), turns(130))
+    assert "--threads 1" in uneven
+    for unknown in (turns(190), turns(200, threads=4)):
+        assert remarked(turns(100), unknown, turns(200), cores=None) == []
+    (superlinear,) = remarked(turns(100), turns(250))
+    assert "2 workers: efficiency 125 %" in superlinear
     # fewer workers than the base are above it as a rule
     assert remarks(rows({4: turns(100), 1: turns(40)}, steps=10), cores=4) == []
-
-
-def test_a_busy_host_is_named_first() -> None:
-    said = remarked(turns(100), turns(250), busy="load 6.0 on 2 cores")
-    assert "load 6.0 on 2 cores" in said[0]
+    busy, _ = remarked(turns(100), turns(250), busy="load 6.0 on 2 cores")
+    assert "load 6.0 on 2 cores" in busy

@@ -9,63 +9,49 @@ import pytest
 from tests.tools.lint.snippets import agrees
 
 TORCH = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-WRONG = {
-    "in one function": (
-        """
+SNIPPETS = {
+    "in one function": """
 def main():
     model = DDP(net)
     for x in loader:
         loss = model.module(x).mean()  # <- forward-through-module
         loss.backward()
-"""
-    ),
-    "by its forward, if distributed": (
-        """
+""",
+    "by its forward, if distributed": """
 def main():
     model = net
     if distributed:
         model = DDP(model)
     loss = model.module.forward(x)  # <- forward-through-module
     scaler.scale(loss).backward()
-"""
-    ),
-    "a reduction of the loss is not one of the gradients": (
-        """
+""",
+    "a reduction of the loss is not one of the gradients": """
 def main():
     model = DDP(net)
     loss = model.module(x).mean()  # <- forward-through-module
     loss.backward()
     dist.all_reduce(loss)
     torch.cuda.synchronize()
-"""
-    ),
-    "an attribute": (
-        """
+""",
+    "an attribute": """
 class Trainer:
     def __init__(self):
         self.model = DDP(net)
     def step(self, x):
         self.accelerator.backward(self.model.module(x))  # <- forward-through-module
-"""
-    ),
-    "of the module's scope": (
-        """
+""",
+    "of the module's scope": """
 model = DDP(net)
 def train():
     model.eval()
     model.train()
     model.module(x).backward()  # <- forward-through-module
-"""
-    ),
-    "with gradients, as the call says": (
-        """
+""",
+    "with gradients, as the call says": """
 model = DDP(net)
 with torch.set_grad_enabled(True):
     model.module(x).backward()  # <- forward-through-module
-"""
-    ),
-}
-RIGHT = {
+""",
     "through the wrapper": "model = DDP(net)\nmodel(x).backward()\n",
     "without gradients": (
         "model = DDP(net)\nloss.backward()\nwith torch.no_grad():\n    model.module(x)\n"
@@ -106,58 +92,38 @@ RIGHT = {
         "import lockstep\nmodel = lockstep.DistributedDataParallel(net)\nif other:\n    model ="
         " DDP(net)\nmodel.module(x).backward()\n"
     ),
-    "its own DDP": (
-        "class DDP: ...\ndef f():\n    model = DDP(net)\n    model.module(x).backward()\n"
-    ),
 }
+MISTAKE = "model.module(x).backward()  # <- forward-through-module\n"
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong(name: str) -> None:
-    agrees(TORCH + WRONG[name], mistakes=1)
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_the_marked_lines_are_reported(name: str) -> None:
+    agrees(TORCH + SNIPPETS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in RIGHT if name != "its own DDP"])
-def test_right(name: str) -> None:
-    agrees(TORCH + RIGHT[name], mistakes=0)
+@pytest.mark.parametrize(
+    "made",
+    [
+        "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(net)\n",
+        "from torch import nn\nmodel = nn.parallel.DistributedDataParallel(net, device_ids=[0])\n",
+        "from torch.nn.parallel import *\nmodel = DistributedDataParallel(net)\n",
+    ],
+)
+def test_however_it_is_imported(made: str) -> None:
+    agrees(made + MISTAKE)
 
 
 @pytest.mark.parametrize(
     "imported",
     [
-        "from lockstep import DistributedDataParallel as DDP",
-        "import lockstep\nDDP = lockstep.DistributedDataParallel",
-        "from mine import DDP",
+        "from lockstep import DistributedDataParallel as DDP\n",
+        "import lockstep\nDDP = lockstep.DistributedDataParallel\n",
+        "from mine import DDP\n",
+        "class DDP: ...\n",
         "",
     ],
 )
 def test_hooks_on_the_parameters_see_it_and_of_other_wrappers_nothing_is_known(
     imported: str,
 ) -> None:
-    agrees(
-        imported + WRONG["in one function"].replace("  # <- forward-through-module", ""), mistakes=0
-    )
-    agrees(RIGHT["its own DDP"], mistakes=0)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "torch.nn.parallel.DistributedDataParallel(net)",
-        "nn.parallel.DistributedDataParallel(net, device_ids=[0])",
-    ],
-)
-def test_however_it_is_imported(call: str) -> None:
-    agrees(
-        f"import torch\nfrom torch import nn\nmodel = {call}\nmodel.module(x).backward()  # <-"
-        " forward-through-module\n",
-        mistakes=1,
-    )
-
-
-def test_by_a_star() -> None:
-    text = (
-        "from torch.nn.parallel import *\nmodel ="
-        " DistributedDataParallel(net)\nmodel.module(x).backward()  # <- forward-through-module\n"
-    )
-    agrees(text, mistakes=1)
+    agrees(imported + "model = DDP(net)\nmodel.module(x).backward()\n")

@@ -4,7 +4,7 @@ like it and is right.
 
 from __future__ import annotations
 
-from textwrap import dedent, indent
+from textwrap import indent
 
 import pytest
 
@@ -12,50 +12,37 @@ from lockstep.tools.lint import check_source
 from tests.tools.lint.snippets import agrees, marked
 
 WRONG = {
-    "a gradient that only some ranks have": (
-        """
+    "a gradient that only some ranks have": """
 for p in model.parameters():
     if p.grad is not None:
         dist.all_reduce(p.grad)  # <- gradient-conditional-collective
-"""
-    ),
-    "the same, not imported and with another test": (
-        """
+""",
+    "the same, not imported and with another test": """
 for param in model.parameters():
     if param.requires_grad and param.grad is not None:
         torch.distributed.all_reduce(param.grad.data)  # <- gradient-conditional-collective
-"""
-    ),
-    "the same, by continue": (
-        """
+""",
+    "the same, by continue": """
 for p in model.parameters():
     if p.grad is None:
         continue
     dist.all_reduce(p.grad)  # <- gradient-conditional-collective
-"""
-    ),
-    "seeds of the weights": (
-        """
+""",
+    "seeds of the weights": """
 torch.manual_seed(args.seed + rank)  # <- seed-plus-rank
 torch.cuda.manual_seed_all(dist.get_rank() + seed)  # <- seed-plus-rank
 model = Net()
-"""
-    ),
-    "a port": (
-        """
+""",
+    "a port": """
 os.environ["MASTER_PORT"] = "12355"  # <- fixed-port
 os.environ['MASTER_PORT'] = str(12355)  # <- fixed-port
 dist.init_process_group("gloo", init_method="tcp://localhost:29500")  # <- fixed-port
-"""
-    ),
-    "a variable that nobody reads": (
-        """
+""",
+    "a variable that nobody reads": """
 os.environ["NCCL_TIMEOUT"] = "1800"  # <- nccl-timeout
 os.environ.setdefault("NCCL_TIMEOUT", "1800")  # <- nccl-timeout
-"""
-    ),
-    "devices": (
-        """
+""",
+    "devices": """
 def train(rank, world_size):
     torch.cuda.set_device(rank)  # <- device-from-rank
     model = Net().to(rank)  # <- device-from-rank
@@ -63,67 +50,51 @@ def train(rank, world_size):
     model = DDP(model, device_ids=[rank], output_device=rank)  # <- device-from-rank
     x = x.to(device=f"cuda:{rank}")  # <- device-from-rank
     y = y.to(torch.device("cuda", self.rank))  # <- device-from-rank
-"""
-    ),
-    "data": (
-        """
+""",
+    "data": """
 inputs = torch.randn(1000, 10)  # <- unseeded-data
 dataset = TensorDataset(inputs, torch.randint(0, 2, (1000,)))  # <- unseeded-data
 sampler = DistributedSampler(dataset)
-"""
-    ),
-    "a sum": (
-        """
+""",
+    "a sum": """
 def train(model):
     output = model(batch)
     loss = output.sum()  # <- sum-loss
     loss.backward()
     optimizer.step()
-"""
-    ),
-    "a sum in place": (
-        """
+""",
+    "a sum in place": """
 ddp(batch).sum().backward()  # <- sum-loss
 optimizer.step()
-"""
-    ),
-    "copies": (
-        """
+""",
+    "copies": """
 loader = DataLoader(data, batch_size=8, pin_memory=True)
 for i, (x, y) in enumerate(loader):
     x = x.to(device)  # <- blocking-copy
     y = y.cuda()  # <- blocking-copy
 for batch in tqdm(loader):
     batch = {name: value.to(self.device) for name, value in batch.items()}  # <- blocking-copy
-"""
-    ),
-    "a tail": (
-        """
+""",
+    "a tail": """
 for i, (x, y) in enumerate(loader):
     loss = model(x, y) / n
     loss.backward()
     if (i + 1) % n == 0:
         optimizer.step()  # <- accumulation-tail
         optimizer.zero_grad()
-"""
-    ),
-    "a tail with a scaler, counted from one": (
-        """
+""",
+    "a tail with a scaler, counted from one": """
 for step, batch in enumerate(tqdm(loader), start=1):
     scaler.scale(model(batch)).backward()
     if step % 4 == 0:
         scaler.step(optimizer)  # <- accumulation-tail
-"""
-    ),
-    "padded samples, accelerate": (
-        """
+""",
+    "padded samples, accelerate": """
 with torch.no_grad():
     for batch in loader:
         predictions.append(accelerator.gather(model(batch)))  # <- padded-metric
-"""
-    ),
-    "padded samples": (
-        """
+""",
+    "padded samples": """
 def evaluate():
     test_loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
     with torch.no_grad():
@@ -131,23 +102,18 @@ def evaluate():
             correct += (model(x).argmax(1) == y).sum()
     dist.all_reduce(correct)  # <- padded-metric
     return correct / len(data)
-"""
-    ),
-    "an epoch that is not set": (
-        """
+""",
+    "an epoch that is not set": """
 sampler = DistributedSampler(data)  # <- forgotten-set-epoch
 loader = DataLoader(data, sampler=sampler)
 for epoch in range(3):
     for batch in loader:
         model(batch).backward()
-"""
-    ),
-    "one rank only": (
-        """
+""",
+    "one rank only": """
 if rank == 0:
     dist.all_reduce(loss)  # <- rank-conditional-collective
-"""
-    ),
+""",
 }
 IMPORTS = """
 import os, torch
@@ -155,6 +121,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 """
+PINNED = "loader = DataLoader(data, pin_memory=True)\nfor x in loader:\n"
+EVALUATION = "with torch.no_grad():\n    for x in loader:\n"
+WRAPPED = "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(net)\n"
 TURN = "for i, x in enumerate(loader):\n    model(x).backward()\n"
 RIGHT = {
     "every parameter": (
@@ -254,12 +223,12 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name: str) -> None:
-    agrees(IMPORTS + WRONG[name], mistakes=WRONG[name].count("# <-"))
+    agrees(IMPORTS + WRONG[name])
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name: str) -> None:
-    agrees(IMPORTS + RIGHT[name] + "\n", mistakes=0)
+    agrees(IMPORTS + RIGHT[name])
 
 
 def test_all_of_them_in_one_file() -> None:
@@ -268,7 +237,7 @@ def test_all_of_them_in_one_file() -> None:
     text = "".join(
         f"\ndef f{number}():{indent(snippet, '    ')}" for number, snippet in enumerate(snippets)
     )
-    agrees(IMPORTS + text, mistakes=text.count("# <-"))
+    agrees(IMPORTS + text)
     assert len({rule for _, rule in marked(text)}) == 11
 
 
@@ -279,17 +248,13 @@ FIXES = {
     "local_rank = 0\ndata, target = data.to(rank), target.to(rank)\n": (
         "local_rank = 0\ndata, target = data.to(local_rank), target.to(local_rank)\n"
     ),
-    "loader = DataLoader(d, pin_memory=True)\nfor x in loader:\n    x = x.to(device)\n    x.cuda()\n": (
-        "loader = DataLoader(d, pin_memory=True)\nfor x in loader:\n    x = x.to(device,"
-        " non_blocking=True)\n    x.cuda(non_blocking=True)\n"
+    f"{PINNED}    x = x.to(device)\n    x.cuda()\n": (
+        f"{PINNED}    x = x.to(device, non_blocking=True)\n    x.cuda(non_blocking=True)\n"
     ),
-    "with torch.no_grad():\n    for x in loader:\n        accelerator.gather( x )\n": (
-        "with torch.no_grad():\n    for x in loader:\n        accelerator.gather_for_metrics( x )\n"
+    f"{EVALUATION}        accelerator.gather( x )\n": (
+        f"{EVALUATION}        accelerator.gather_for_metrics( x )\n"
     ),
-    "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(net)\nm.module(x).backward()\n": (
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nm ="
-        " DDP(net)\nm(x).backward()\n"
-    ),
+    f"{WRAPPED}m.module(x).backward()\n": f"{WRAPPED}m(x).backward()\n",
 }
 
 
@@ -301,10 +266,8 @@ def test_safe_fixes(text: str) -> None:
 
 
 def test_what_is_ignored_is_not_fixed_and_what_has_no_safe_fix_is_left() -> None:
-    assert (
-        check_source(b'os.environ["MASTER_PORT"] = "12355"  # lockstep: ignore[fixed-port]\n').fixed
-        is None
-    )
-    checked = check_source(dedent(WRONG["one rank only"]).encode())
+    ignored = b'os.environ["MASTER_PORT"] = "12355"  # lockstep: ignore[fixed-port]\n'
+    assert check_source(ignored).fixed is None
+    checked = check_source(WRONG["one rank only"].encode())
     assert len(checked.findings) == 1
     assert checked.fixed is None

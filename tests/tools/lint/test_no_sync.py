@@ -9,326 +9,206 @@ import pytest
 from lockstep.tools.lint import check_source
 from tests.tools.lint.snippets import agrees
 
-WRONG = {
-    "with under if": (
-        """
-        for i, batch in enumerate(loader):
-            if i % 4 != 0:
-                with model.no_sync():  # <- no-sync-modulo
-                    model(batch).backward()
-            else:
-                model(batch).backward()
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-    """
-    ),
-    "else branch": (
-        """
-        for i, batch in enumerate(loader):
-            if i % accumulate == 0:
-                model(batch).backward()
-                optimizer.step()
-            else:
-                with model.no_sync():  # <- no-sync-modulo
-                    model(batch).backward()
-    """
-    ),
-    "truth of the remainder": (
-        """
-        for i in range(len(batches)):
-            with model.no_sync() if i % 4 else nullcontext():  # <- no-sync-modulo
-                model(batches[i]).backward()
-    """
-    ),
-    "nullcontext first, in a bar": (
-        """
-        for i, batch in tqdm(enumerate(loader), total=10):
-            with nullcontext() if i % 4 == 0 else model.no_sync():  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "a name for the context": (
-        """
-        def train():
-            for i, batch in enumerate(loader):
-                context = self.model.no_sync if 0 != i % self.n else nullcontext  # <- no-sync-modulo
-                with context():
-                    self.model(batch).backward()
-    """
-    ),
-    "ExitStack": (
-        """
-        for i, batch in enumerate(loader):
-            with ExitStack() as stack:
-                if distributed and i % 4 > 0:
-                    stack.enter_context(model.no_sync())  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "fabric, a name for the condition": (
-        """
-        for iteration, batch in enumerate(loader):
-            is_accumulating = iteration % 8 != 0
-            with fabric.no_backward_sync(model, enabled=is_accumulating):  # <- no-sync-modulo
-                fabric.backward(model(batch))
-            if not is_accumulating:
-                optimizer.step()
-    """
-    ),
-    "a last test does not mend it": (
-        """
-        for i, batch in enumerate(loader):
-            last = i == len(loader) - 1
-            with model.no_sync() if i % 4 != 0 and not last else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "nor does the length as a modulo": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if i % 4 != 0 and (i + 1) % len(loader) != 0 else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "from one, one too late": (
-        """
-        for i, batch in enumerate(loader, start=1):
-            with model.no_sync() if (i - 1) % 4 else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "a counter, raised after": (
-        """
-        step = 0
-        for batch in loader:
-            with model.no_sync() if step % 4 != 0 else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-            step += 1
-    """
-    ),
-    "inverted": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if (i + 1) % 4 == 0 else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-    """
-    ),
-    "a parameter, but the step disagrees": (
-        """
-        def training_step(model, batch, i):
-            with model.no_sync() if i % 4 != 0 else nullcontext():  # <- no-sync-modulo
-                model(batch).backward()
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-    """
-    ),
-    "the flag of torch's wrapper": (
-        """
-        for i, batch in enumerate(loader):
-            model.require_backward_grad_sync = i % 4 == 0  # <- no-sync-modulo
+LAST = "i == len(loader) - 1"
+
+
+@pytest.mark.parametrize(
+    ("loop", "without_exchange", "rule"),
+    [
+        ("i in range(len(loader))", "i % 4", "no-sync-modulo"),
+        ("i, batch in enumerate(loader)", "(i + 1) % 4 == 0", "no-sync-modulo"),
+        ("i, batch in enumerate(loader)", f"i % 4 != 0 and not {LAST}", "no-sync-modulo"),
+        (
+            "i, batch in enumerate(loader)",
+            "i % 4 != 0 and (i + 1) % len(loader) != 0",
+            "no-sync-modulo",
+        ),
+        ("i, batch in enumerate(loader, start=1)", "(i - 1) % 4", "no-sync-modulo"),
+        ("i, batch in enumerate(loader)", "(i + 1) % 4 != 0", "no-sync-tail"),
+        ("i, batch in enumerate(loader)", "world_size > 1 and i % n != n - 1", "no-sync-tail"),
+        ("i, batch in enumerate(loader)", "(i + 1) % 4 != 0 and (i + 1) % len(loader) != 0", ""),
+        ("i in range(n)", "i < n - 1", ""),
+        ("i in range(n)", "(i + 1) % n != 0", ""),  # one window
+        ("i in range(steps * n)", "(i + 1) % n != 0", ""),  # whole windows
+        ("i, batch in enumerate(whole.chunk(n))", "(i + 1) % n != 0", ""),
+        ("i, batch in enumerate(loader, start)", "i % 4 != 0", ""),  # it may be a resumed run
+        ("i, batch in enumerate(loader)", "i % 4 != 0 and not window_is_over(i)", ""),
+        ("i, batch in enumerate(loader)", "i % 1 != 0", ""),
+    ],
+)
+def test_which_micro_batch_of_a_window_is_exchanged(
+    loop: str, without_exchange: str, rule: str
+) -> None:
+    mark = f"  # <- {rule}" if rule else ""
+    agrees(
+        f"for {loop}:\n"
+        f"    with model.no_sync() if {without_exchange} else nullcontext():{mark}\n"
+        "        model(batch).backward()\n"
+    )
+
+
+SNIPPETS = {
+    "with under if": """
+for i, batch in enumerate(loader):
+    if i % 4 != 0:
+        with model.no_sync():  # <- no-sync-modulo
             model(batch).backward()
-    """
-    ),
-    "tail": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if (i + 1) % 4 != 0 else nullcontext():  # <- no-sync-tail
-                model(batch).backward()
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-    """
-    ),
-    "tail, by N - 1, where it is distributed": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if world_size > 1 and i % n != n - 1 else nullcontext():  # <- no-sync-tail
-                model(batch).backward()
-    """
-    ),
-    "tail, from one": (
-        """
-        for i, batch in enumerate(loader, 1):
-            if i % n == 0:
-                model(batch).backward()
-            else:
-                with accelerator.no_sync(model):  # <- no-sync-tail
-                    model(batch).backward()
-    """
-    ),
-}
-
-RIGHT = {
-    "the last batch counts": (
-        """
-        for i, batch in enumerate(loader):
-            last = (i + 1) % 4 == 0 or i + 1 == len(loader)
-            with nullcontext() if last else model.no_sync():
-                model(batch).backward()
-    """
-    ),
-    "in place": (
-        """
-        for i, batch in enumerate(loader):
-            if (i + 1) % 4 != 0 and i != len(loader) - 1:
-                with model.no_sync():
-                    model(batch).backward()
-            else:
-                model(batch).backward()
-    """
-    ),
-    "the length as a modulo": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if (i + 1) % 4 != 0 and (i + 1) % len(loader) != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "an elif for the last": (
-        """
-        for i, batch in enumerate(loader):
-            if i == n_batches - 1:
-                model(batch).backward()
-            elif (i + 1) % 4:
-                with model.no_sync():
-                    model(batch).backward()
-            else:
-                model(batch).backward()
-    """
-    ),
-    "no modulo": (
-        """
-        for micro in range(n):
-            with model.no_sync() if micro < n - 1 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "one window by range": (
-        """
-        for micro in range(n):
-            with model.no_sync() if (micro + 1) % n != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "whole windows by range": (
-        """
-        for i in range(steps * n):
-            with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-                model(next(stream)).backward()
-    """
-    ),
-    "whole windows by a chunk": (
-        """
-        for i, micro in enumerate(batch.chunk(n)):
-            with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-                model(micro).backward()
-    """
-    ),
-    "whole windows, asserted": (
-        """
-        assert len(loader) % n == 0
-        for i, batch in enumerate(loader):
-            with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "an endless stream that is left": (
-        """
-        for i, batch in enumerate(stream):
-            if i == steps * n:
-                break
-            with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "an endless stream that is returned from": (
-        """
-        def train(stream):
-            for i, batch in enumerate(stream):
-                if i == steps * n:
-                    return
-                with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-                    model(batch).backward()
-    """
-    ),
-    "a counter that was raised before": (
-        """
-        step = 0
-        for epoch in range(3):
-            for batch in loader:
-                step += 1
-                with model.no_sync() if step % 4 != 0 else nullcontext():
-                    model(batch).backward()
-    """
-    ),
-    "raised between the block and the step": (
-        """
-        def train(step):
-            for batch in loader:
-                with model.no_sync() if (step + 1) % 4 != 0 else nullcontext():
-                    model(batch).backward()
-                step += 1
-                if step % 4 == 0:
-                    optimizer.step()
-    """
-    ),
-    "a counter that is raised sometimes": (
-        """
-        step = 0
-        for batch in loader:
-            with model.no_sync() if step % 4 != 0 else nullcontext():
-                model(batch).backward()
-            if batch:
-                step += 1
-    """
-    ),
-    "a counter of unknown start": (
-        """
-        def step(model, batch, i):
-            with model.no_sync() if i % 4 != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "resumed": (
-        """
-        for i, batch in enumerate(loader, start):
-            with model.no_sync() if i % 4 != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "any other test": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if i % 4 != 0 and not window_is_over(i) else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "windows of one": (
-        """
-        for i, batch in enumerate(loader):
-            with model.no_sync() if i % 1 != 0 else nullcontext():
-                model(batch).backward()
-    """
-    ),
-    "a modulo that has nothing to do with it": (
-        """
-        for i, batch in enumerate(loader):
-            if i % 100 == 0:
-                print(i)
-            with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-                model(batch).backward()
-    """
-    ),
+    else:
+        model(batch).backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+""",
+    "else branch": """
+for i, batch in enumerate(loader):
+    if i % accumulate == 0:
+        model(batch).backward()
+        optimizer.step()
+    else:
+        with model.no_sync():  # <- no-sync-modulo
+            model(batch).backward()
+""",
+    "nullcontext first, in a bar": """
+for i, batch in tqdm(enumerate(loader), total=10):
+    with nullcontext() if i % 4 == 0 else model.no_sync():  # <- no-sync-modulo
+        model(batch).backward()
+""",
+    "a name for the context": """
+def train():
+    for i, batch in enumerate(loader):
+        context = self.model.no_sync if 0 != i % self.n else nullcontext  # <- no-sync-modulo
+        with context():
+            self.model(batch).backward()
+""",
+    "ExitStack": """
+for i, batch in enumerate(loader):
+    with ExitStack() as stack:
+        if distributed and i % 4 > 0:
+            stack.enter_context(model.no_sync())  # <- no-sync-modulo
+        model(batch).backward()
+""",
+    "fabric, a name for the condition": """
+for iteration, batch in enumerate(loader):
+    is_accumulating = iteration % 8 != 0
+    with fabric.no_backward_sync(model, enabled=is_accumulating):  # <- no-sync-modulo
+        fabric.backward(model(batch))
+    if not is_accumulating:
+        optimizer.step()
+""",
+    "a counter, raised after": """
+step = 0
+for batch in loader:
+    with model.no_sync() if step % 4 != 0 else nullcontext():  # <- no-sync-modulo
+        model(batch).backward()
+    step += 1
+""",
+    "a parameter, but the step disagrees": """
+def training_step(model, batch, i):
+    with model.no_sync() if i % 4 != 0 else nullcontext():  # <- no-sync-modulo
+        model(batch).backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+""",
+    "the flag of torch's wrapper": """
+for i, batch in enumerate(loader):
+    model.require_backward_grad_sync = i % 4 == 0  # <- no-sync-modulo
+    model(batch).backward()
+""",
+    "tail, from one": """
+for i, batch in enumerate(loader, 1):
+    if i % n == 0:
+        model(batch).backward()
+    else:
+        with accelerator.no_sync(model):  # <- no-sync-tail
+            model(batch).backward()
+""",
+    "the last batch counts": """
+for i, batch in enumerate(loader):
+    last = (i + 1) % 4 == 0 or i + 1 == len(loader)
+    with nullcontext() if last else model.no_sync():
+        model(batch).backward()
+""",
+    "in place": """
+for i, batch in enumerate(loader):
+    if (i + 1) % 4 != 0 and i != len(loader) - 1:
+        with model.no_sync():
+            model(batch).backward()
+    else:
+        model(batch).backward()
+""",
+    "an elif for the last": """
+for i, batch in enumerate(loader):
+    if i == n_batches - 1:
+        model(batch).backward()
+    elif (i + 1) % 4:
+        with model.no_sync():
+            model(batch).backward()
+    else:
+        model(batch).backward()
+""",
+    "whole windows, asserted": """
+assert len(loader) % n == 0
+for i, batch in enumerate(loader):
+    with model.no_sync() if (i + 1) % n != 0 else nullcontext():
+        model(batch).backward()
+""",
+    "an endless stream that is left": """
+for i, batch in enumerate(stream):
+    if i == steps * n:
+        break
+    with model.no_sync() if (i + 1) % n != 0 else nullcontext():
+        model(batch).backward()
+""",
+    "an endless stream that is returned from": """
+def train(stream):
+    for i, batch in enumerate(stream):
+        if i == steps * n:
+            return
+        with model.no_sync() if (i + 1) % n != 0 else nullcontext():
+            model(batch).backward()
+""",
+    "a counter that was raised before": """
+step = 0
+for epoch in range(3):
+    for batch in loader:
+        step += 1
+        with model.no_sync() if step % 4 != 0 else nullcontext():
+            model(batch).backward()
+""",
+    "raised between the block and the step": """
+def train(step):
+    for batch in loader:
+        with model.no_sync() if (step + 1) % 4 != 0 else nullcontext():
+            model(batch).backward()
+        step += 1
+        if step % 4 == 0:
+            optimizer.step()
+""",
+    "a counter that is raised sometimes": """
+step = 0
+for batch in loader:
+    with model.no_sync() if step % 4 != 0 else nullcontext():
+        model(batch).backward()
+    if batch:
+        step += 1
+""",
+    "a counter of unknown start": """
+def step(model, batch, i):
+    with model.no_sync() if i % 4 != 0 else nullcontext():
+        model(batch).backward()
+""",
+    "a modulo that has nothing to do with it": """
+for i, batch in enumerate(loader):
+    if i % 100 == 0:
+        print(i)
+    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+        model(batch).backward()
+""",
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong(name: str) -> None:
-    agrees(WRONG[name], mistakes=1)
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_right(name: str) -> None:
-    agrees(RIGHT[name], mistakes=0)
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_the_marked_lines_are_reported(name: str) -> None:
+    agrees(SNIPPETS[name])
 
 
 def test_the_message_names_the_right_test() -> None:

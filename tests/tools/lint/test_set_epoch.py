@@ -12,37 +12,30 @@ IMPORTS = (
     "from torch.utils.data import DataLoader, BatchSampler\nfrom torch.utils.data.distributed"
     " import DistributedSampler\nimport lockstep\n"
 )
-WRONG = {
-    "plain": (
-        """
+SNIPPETS = {
+    "plain": """
 def main():
     sampler = DistributedSampler(data)  # <- forgotten-set-epoch
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     for epoch in range(epochs):
         for batch in loader:
             model(batch).backward()
-"""
-    ),
-    "made in the loader, seen through a bar": (
-        """
+""",
+    "made in the loader, seen through a bar": """
 loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=True))  # <- forgotten-set-epoch
 while epoch < 9:
     for i, batch in enumerate(tqdm(loader)):
         model(batch).backward()
     epoch += 1
-"""
-    ),
-    "lockstep's, where it is distributed": (
-        """
+""",
+    "lockstep's, where it is distributed": """
 sampler = lockstep.DistributedSampler(data) if distributed else None  # <- forgotten-set-epoch
 loader = DataLoader(data, sampler=sampler, shuffle=sampler is None)
 for epoch in range(3):
     for batch in loader:
         model(batch).backward()
-"""
-    ),
-    "an epoch is a function": (
-        """
+""",
+    "an epoch is a function": """
 def train(model, batches):
     for batch in batches:
         model(batch).backward()
@@ -52,10 +45,8 @@ def main():
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 8, True))
     for epoch in range(3):
         train(model, batches=loader)
-"""
-    ),
-    "attributes": (
-        """
+""",
+    "attributes": """
 class Trainer:
     def __init__(self):
         self.sampler = DistributedSampler(data)  # <- forgotten-set-epoch
@@ -64,10 +55,8 @@ class Trainer:
         for epoch in range(3):
             for batch in self.loader:
                 self.model(batch).backward()
-"""
-    ),
-    "the other one is told": (
-        """
+""",
+    "the other one is told": """
 train_sampler = DistributedSampler(train)  # <- forgotten-set-epoch
 test_sampler = DistributedSampler(test)
 train_loader = DataLoader(train, sampler=train_sampler)
@@ -76,11 +65,10 @@ for epoch in range(3):
     test_sampler.set_epoch(epoch)
     for batch in train_loader:
         model(batch).backward()
-"""
-    ),
+""",
 }
-PLAIN = WRONG["plain"].replace("  # <- forgotten-set-epoch", "")
-RIGHT = {
+PLAIN = SNIPPETS["plain"].replace("  # <- forgotten-set-epoch", "")
+SNIPPETS |= {
     "told": PLAIN.replace("range(epochs):", "range(epochs):\n        sampler.set_epoch(epoch)"),
     "told by the loader": PLAIN.replace(
         "range(epochs):", "range(epochs):\n        loader.sampler.set_epoch(epoch)"
@@ -102,15 +90,13 @@ RIGHT = {
         "    for epoch in range(epochs):\n        for", "    if True:\n        for"
     ),
     "evaluation": PLAIN.replace("model(batch).backward()", "correct += model(batch)"),
-    "made anew for each": (
-        """
+    "made anew for each": """
 for seed in range(3):
     sampler = DistributedSampler(data, seed=seed)
     loader = DataLoader(data, sampler=sampler)
     for batch in loader:
         model(batch).backward()
-"""
-    ),
+""",
     "a library's loader": PLAIN.replace(
         "    for epoch in", "    loader = accelerator.prepare(loader)\n    for epoch in"
     ),
@@ -118,18 +104,10 @@ for seed in range(3):
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong(name: str) -> None:
-    agrees(IMPORTS + WRONG[name], mistakes=1)
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_right(name: str) -> None:
-    agrees(IMPORTS + RIGHT[name], mistakes=0)
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_the_marked_lines_are_reported(name: str) -> None:
+    agrees(IMPORTS + SNIPPETS[name])
 
 
 def test_a_sampler_of_the_same_name_from_elsewhere_is_not_known() -> None:
-    agrees(
-        "from mine import DistributedSampler\nfrom torch.utils.data import DataLoader\n" + PLAIN,
-        mistakes=0,
-    )
+    agrees("from mine import DistributedSampler\nfrom torch.utils.data import DataLoader\n" + PLAIN)

@@ -40,22 +40,23 @@ def test_a_line_is_the_time_of_the_schedule_that_runs(
 
 
 @pytest.mark.parametrize(("kind", "name"), WRITTEN)
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_what_the_busiest_rank_sends(kind: Kind, name: str, world: int) -> None:
-    written = schedule(kind, name, world)
-    sent = [0] * world
-    for transfers in written.transfers():
-        for each in transfers:
-            sent[each.src] += len(each.cells)
-    cells = world if kind == "all_to_all" else written.cells
-    assert cost(Network.flat(1.0, 1.0), kind, name, world).sends == pytest.approx(max(sent) / cells)
+def test_what_the_busiest_rank_sends(kind: Kind, name: str) -> None:
+    for world in (2, 3, 8):
+        written = schedule(kind, name, world)
+        sent = [0] * world
+        for transfers in written.transfers():
+            for transfer in transfers:
+                sent[transfer.src] += len(transfer.cells)
+        cells = world if kind == "all_to_all" else written.cells
+        found = cost(Network.flat(1.0, 1.0), kind, name, world)
+        assert found.sends == pytest.approx(max(sent) / cells)
 
 
-@pytest.mark.parametrize(("kind", "name"), [*WRITTEN, ("all_reduce", "hierarchical")])
-def test_4096_ranks_are_a_few_rounds(kind: Kind, name: str) -> None:
-    found = carriers._schedule(kind, name, 4_096, 8)
-    assert len(found.rounds) < 64
-    assert sum(len(each) for each in found.rounds) < 64 * 4_096
+def test_4096_ranks_are_a_few_rounds() -> None:
+    for kind, name in (*WRITTEN, ("all_reduce", "hierarchical")):
+        rounds = carriers._schedule(kind, name, 4_096, 8).rounds
+        assert len(rounds) < 64, (kind, name)
+        assert sum(len(transfers) for transfers in rounds) < 64 * 4_096, (kind, name)
 
 
 def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:

@@ -54,15 +54,10 @@ def test_the_base_is_the_smallest_and_of_one_number_a_rank_alone() -> None:
 
 def test_the_link_takes_over() -> None:
     rows = planned(1, 2, 4, 8, network=Network.flat(0.0, 2e5))  # ten seconds for two
-    assert [row.predicted.limiting for row in rows] == [
-        "computation",
-        "computation",
-        "network",
-        "network",
-    ]
-    assert [row.efficiency for row in rows] == sorted(
-        (row.efficiency for row in rows), reverse=True
-    )
+    limiting = [row.predicted.limiting for row in rows]
+    assert limiting == ["computation", "computation", "network", "network"]
+    efficiencies = [row.efficiency for row in rows]
+    assert efficiencies == sorted(efficiencies, reverse=True)
 
 
 def test_on_cpus_auto_is_what_lockstep_train_would_take() -> None:
@@ -77,24 +72,8 @@ def test_on_cpus_auto_is_what_lockstep_train_would_take() -> None:
 def test_json_is_in_order_of_workers() -> None:
     rows = json.loads(json.dumps([row.as_json() for row in planned(4, 1, 2)]))
     assert [row["workers"] for row in rows] == [1, 2, 4]
-    assert rows[2]["step_ms"] == 6000
-    assert rows[2]["efficiency"] == 1
-    assert rows[2]["limiting"] == "computation"
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        Parallelism(),
-        Parallelism(compress="bf16"),
-        Parallelism(sync_every=8),
-        Parallelism(reduce="central"),
-    ],
-)
-def test_4096_ranks_are_planned(method: Parallelism) -> None:
-    network = Network(Link(5e-6, 1e10), Link(25e-6, 1e9), 8)
-    last = planned(1, 4096, network=network, weak=True, method=method)[-1]
-    assert 0 < last.efficiency < 1
+    last = {name: rows[2][name] for name in ("step_ms", "efficiency", "limiting")}
+    assert last == {"step_ms": 6000, "efficiency": 1, "limiting": "computation"}
 
 
 def test_messages_take_the_time_of_the_software_however_quick_the_network_is() -> None:

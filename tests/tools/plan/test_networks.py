@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lockstep.collectives.network import Link
+from lockstep.collectives.network import Link, Network
 from lockstep.tools.plan.networks import (
     LINKS,
     TCP,
@@ -37,28 +37,18 @@ def test_what_is_no_network_is_refused(text: str) -> None:
 
 
 def test_a_name_is_what_leaves_a_node() -> None:
-    flat = connection("25GbE")
-    assert (flat.within, flat.between, flat.ranks_per_node) == (
-        link_named("25GbE"),
-        link_named("25GbE"),
-        1,
-    )
+    link = link_named("25GbE")
+    assert connection("25GbE") == Network(link, link, 1)
     nodes = connection("25GbE", 8)
-    assert nodes.between == link_named("25GbE")
+    assert (nodes.between, nodes.ranks_per_node) == (link, 8)
     assert nodes.within.bandwidth > 3 * nodes.between.bandwidth
-    assert nodes.ranks_per_node == 8
-
-
-def test_a_free_network_is_free_inside_a_node_too() -> None:
-    found = connection("free", 8)
-    assert found.within == found.between == link_named("free")
+    free = connection("free", 8)
+    assert free.within == free.between == link_named("free")
 
 
 def test_a_network_is_described_in_words() -> None:
-    assert described(connection("1Gbit"), "1Gbit") == "1Gbit: 940 Mbit/s, 100 us a message"
-    assert (
-        described(connection("1Gbit", 4), "1Gbit")
-        == "1Gbit: 940 Mbit/s, 100 us a message between nodes of 4, inside 95.8 Gbit/s, 5.7 us"
-    )
-    assert math.isinf(connection("free").between.bandwidth)
+    alone = "1Gbit: 940 Mbit/s, 100 us a message"
+    assert described(connection("1Gbit"), "1Gbit") == alone
+    inside = " between nodes of 4, inside 95.8 Gbit/s, 5.7 us"
+    assert described(connection("1Gbit", 4), "1Gbit") == alone + inside
     assert "no limit" in described(connection("free"), "free")

@@ -13,39 +13,24 @@ WEAK = PlanScaling(base=2, weak=True)
 HERE = PlanScaling(base=1, per_host=64)
 
 
-def test_strong_scaling_deals_out_the_micro_batches() -> None:
-    assert [work_of(profile(), STRONG, workers).micro_batches for workers in (1, 2, 3, 8, 64)] == [
-        8,
-        4,
-        3,
-        1,
-        1,
-    ]
+def micro_batches(scaling: PlanScaling, *workers: int) -> list[int]:
+    return [work_of(profile(), scaling, count).micro_batches for count in workers]
+
+
+def test_strong_scaling_deals_out_the_micro_batches_and_weak_keeps_those_of_the_base() -> None:
+    assert micro_batches(STRONG, 1, 2, 3, 8, 64) == [8, 4, 3, 1, 1]
     assert samples_of(profile(), STRONG, 64) == 64
-
-
-def test_weak_scaling_keeps_those_of_the_base() -> None:
-    assert [work_of(profile(), WEAK, workers).micro_batches for workers in (2, 4, 64)] == [4, 4, 4]
+    assert micro_batches(WEAK, 2, 4, 64) == [4, 4, 4]
     assert samples_of(profile(), WEAK, 64) == 32 * 64
 
 
-def test_hosts_of_their_own_compute_as_one_rank_alone() -> None:
+def test_ranks_of_one_host_compute_as_those_side_by_side_and_others_as_one_alone() -> None:
     assert {work_of(profile(), STRONG, workers).forward for workers in (1, 2, 512)} == {1.0}
-
-
-def test_ranks_of_one_host_compute_as_those_side_by_side() -> None:
-    assert [work_of(profile(), HERE, workers).backward for workers in (1, 2, 4, 8)] == [
-        2.0,
-        3.0,
-        6.0,
-        12.0,
-    ]
+    # of 64 ranks, those without a micro-batch leave the cores to others
+    here = [work_of(profile(), HERE, workers).backward for workers in (1, 2, 4, 8, 64)]
+    assert here == [2.0, 3.0, 6.0, 12.0, 12.0]
     four = work_of(profile(), HERE, 4)
     assert (four.forward, four.optimizer, four.other, four.loading) == (3.0, 1.0, 0.5, 0.5)
-
-
-def test_ranks_without_a_micro_batch_leave_the_cores_to_others() -> None:
-    assert work_of(profile(), HERE, 64).backward == work_of(profile(), HERE, 8).backward
 
 
 def test_ranks_tell_each_other_the_facts_of_a_step() -> None:

@@ -24,34 +24,16 @@ def metrics(
     steps: int = 40, *, every: int = 20, more: Iterable[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
     """A start, steps, evaluations."""
-    found: list[Mapping[str, Any]] = [
-        {
-            "kind": "event",
-            "event": "start",
-            "line": START,
-            "workers": 4,
-            "steps": steps,
-            "epochs": 2,
-        }
-    ]
+    start = {"kind": "event", "event": "start", "line": START, "workers": 4, "epochs": 2}
+    records: list[Mapping[str, Any]] = [{**start, "steps": steps}]
     for step in range(1, steps + 1):
-        found.append(
-            {
-                "kind": "step",
-                "step": step,
-                "epoch": 1,
-                "loss": 2 / step,
-                "weight": 64.0,
-                "lr": 0.1,
-                "samples_per_s": 900.0 + step,
-            }
-        )
+        record = {"kind": "step", "step": step, "epoch": 1, "loss": 2 / step, "weight": 64.0}
+        records.append({**record, "lr": 0.1, "samples_per_s": 900.0 + step})
         if step % every == 0:
-            metric = {"accuracy": 1 - 1 / step, "loss": 3 / step}
-            found.append(
-                {"kind": "evaluate", "step": step, "epoch": 1, "metrics": metric, "seconds": 0.1}
-            )
-    return [*found, *more]
+            values = {"accuracy": 1 - 1 / step, "loss": 3 / step}
+            evaluation = {"kind": "evaluate", "step": step, "epoch": 1, "seconds": 0.1}
+            records.append({**evaluation, "metrics": values})
+    return [*records, *more]
 
 
 def anatomy(workers: int = 4, steps: int = 40) -> dict[int, list[dict[str, Any]]]:
@@ -81,16 +63,9 @@ def make(
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "lock").touch()
     if finished:
-        headline = {"name": "accuracy", "value": 0.975}
-        result = {
-            "task": "digits",
-            "epochs": 2,
-            "steps": 40,
-            "workers": 4,
-            "seconds": 5.4,
-            "headline": headline,
-            "sha256": "ab" * 32,
-        }
+        result: dict[str, Any] = {"task": "digits", "epochs": 2, "steps": 40, "workers": 4}
+        result |= {"seconds": 5.4, "sha256": "ab" * 32}
+        result["headline"] = {"name": "accuracy", "value": 0.975}
         (run / "result.json").write_text(json.dumps(result))
     write(run, anatomy() if parts is None else parts)
     return run

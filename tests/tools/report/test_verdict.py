@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
@@ -31,11 +30,27 @@ def test_a_slow_rank_is_named_with_its_phase_and_both_times() -> None:
     assert "rank 3" in first.sentence
     assert "54 ms a step, others 4" in first.sentence
     assert (found.first, found.last) == (4, 20)
+    plain = json.loads(json.dumps(found.as_json()))
+    assert plain["sentences"] == [first.sentence, *found.reasons()]
+    assert plain["do_first"]["rank"] == 3
+    assert plain["shares"] == dict(found.shares)
     assert found.parts()[:3] == [
         (52, "forward, backward and optimizer"),
         (30, "waiting for late ranks"),
         (13, "waiting for data"),
     ]
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "moving", "other"])
+def test_the_rank_and_the_phase_are_named(phase: str, data: st.DataObject) -> None:
+    workers = data.draw(st.integers(3, 64), "workers")  # of two, half of a delay is each one's own
+    who = data.draw(st.integers(0, workers - 1), "who")
+    noise = noisy(data.draw(st.integers(0, 99), "seed"), data.draw(st.floats(0, 0.5), "noise"))
+    made = lines(workers, 8, planted(who, phase), noise, lost=data.draw(st.booleans(), "lost"))
+    first = of(made).do_first
+    assert (first.cause, first.rank, first.phase) == ("late", who, phase)
 
 
 def test_shares_are_of_all_ranks_time_and_add_up() -> None:
@@ -51,6 +66,13 @@ def test_nothing_is_lost() -> None:
     found = of(lines(4, 20, base=QUIET))
     assert found.do_first.cause == "nothing"
     assert found.parts() == [(100, "forward, backward and optimizer")]
+    # a delay that the others share is nobody's
+    shared = of(lines(4, 12, lambda rank, step, phase: 0.2 if phase == "forward" else 0.0))
+    assert shared.shares["useful"] > 0.9
+    assert shared.do_first.cause == "nothing"
+    # a single step is not judged
+    assert of(lines(2, 1, planted(1, "forward"))).do_first.cause == "nothing"
+    assert verdict(anatomy(lines(2, 0))) is None
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -112,14 +134,6 @@ def test_ranks_that_do_not_wait(method: str) -> None:
     assert method in found.notes[0]
 
 
-def test_a_single_step_is_not_judged() -> None:
-    assert of(lines(2, 1, planted(1, "forward"))).do_first.cause == "nothing"
-
-
-def test_no_step_at_all() -> None:
-    assert verdict(anatomy(lines(2, 0))) is None
-
-
 def test_the_longest_stretch_is_judged() -> None:
     made, later = lines(4, 10, planted(1, "forward")), lines(3, 30, planted(2, "data"), first=11)
     for rank, each in later.items():
@@ -167,27 +181,14 @@ def test_on_a_mesh_replicas_are_compared() -> None:
 def test_lines_over_several_steps_count_as_many() -> None:
     made = lines(3, 9, planted(1, "forward"))
     for each in made.values():
-        last: Mapping[str, Any] = each[-1]
-        each[-1] = {
-            name: 8 * value if isinstance(value, float) else value for name, value in last.items()
-        }
-        each[-1] |= {
-            "lost": {who: 8 * seconds for who, seconds in last.get("lost", {}).items()},
-            "first": 9,
-            "last": 16,
-            "micro_batches": 16,
-        }
+        last = each[-1]
+        for name, value in last.items():
+            last[name] = 8 * value if isinstance(value, float) else value
+        last["lost"] = {rank: 8 * seconds for rank, seconds in last.get("lost", {}).items()}
+        last |= {"first": 9, "last": 16, "micro_batches": 16}
     found = of(made)
     assert found.last == 16
     assert "220 ms a step, others 20" in found.do_first.sentence
-
-
-def test_as_json() -> None:
-    found = of(lines(3, 12, planted(2, "data", 0.1)))
-    plain = json.loads(json.dumps(found.as_json()))
-    assert plain["sentences"] == [found.do_first.sentence, *found.reasons()]
-    assert plain["do_first"]["rank"] == 2
-    assert plain["shares"] == dict(found.shares)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any))

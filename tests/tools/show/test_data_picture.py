@@ -40,12 +40,9 @@ DROPPED = """\
 def test_pictures() -> None:
     assert show(10, 4, split="blocks") == BLOCKS
     assert show(10, 4, drop_last=True) == DROPPED
-
-
-def test_one_sample_on_four_ranks() -> None:
-    picture = show(1, 4)
-    assert picture.startswith("1 sample, 4 ranks")
-    assert "no overlap but the padding: yes, 3 extra, of [0]" in picture
+    one = show(1, 4)
+    assert one.startswith("1 sample, 4 ranks")
+    assert "no overlap but the padding: yes, 3 extra, of [0]" in one
 
 
 def test_epochs_are_shown_one_by_one_and_shuffled_anew() -> None:
@@ -64,39 +61,24 @@ def test_long_lines_are_cut_and_columns_line_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("parts", "equal", "overlap", "union"),
     [
-        (
-            [[0, 1], [2]],
-            [
-                "equal counts: no, 1 or 2 a rank",
-                "no overlap but the padding: yes, nothing is repeated",
-                "union covers the data: yes",
-            ],
-        ),
-        (
-            [[0, 1], [1, 2]],
-            [
-                "equal counts: yes, 2 a rank",
-                "no overlap but the padding: yes, 1 extra, of [1]",
-                "union covers the data: yes",
-            ],
-        ),
-        (
-            [[0], [0]],
-            [
-                "equal counts: yes, 1 a rank",
-                "no overlap but the padding: no, 1 extra, of [0]",
-                "union covers the data: no, 2 left out: [1 2]",
-            ],
-        ),
+        ([[0, 1], [2]], "no, 1 or 2 a rank", "yes, nothing is repeated", "yes"),
+        ([[0, 1], [1, 2]], "yes, 2 a rank", "yes, 1 extra, of [1]", "yes"),
+        ([[0], [0]], "yes, 1 a rank", "no, 1 extra, of [0]", "no, 2 left out: [1 2]"),
     ],
 )
-def test_verdicts_on_three_samples(parts: list[list[int]], expected: list[str]) -> None:
-    assert verdicts(parts, 3) == expected
+def test_verdicts_on_three_samples(
+    parts: list[list[int]], equal: str, overlap: str, union: str
+) -> None:
+    assert verdicts(parts, 3) == [
+        f"equal counts: {equal}",
+        f"no overlap but the padding: {overlap}",
+        f"union covers the data: {union}",
+    ]
 
 
-@pytest.mark.parametrize("changed", [{"samples": 0}, {"workers": 0}, {"epochs": 0}])
-def test_numbers_below_one_are_refused(changed: dict[str, Any]) -> None:
-    with refused("wrong-value", name=next(iter(changed)), value=0):
-        show(**({"samples": 10, "workers": 4} | changed))
+def test_numbers_below_one_are_refused() -> None:
+    for name in ("samples", "workers", "epochs"):
+        with refused("wrong-value", name=name, value=0):
+            show(**{"samples": 10, "workers": 4, name: 0})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from lockstep.model_parallel.pipeline import Pipeline, TimedStage
 from lockstep.model_parallel.schedules import NAMES, bubble
 from lockstep.model_parallel.split import cut
 from lockstep.model_parallel.stages import stage_module
-from lockstep.testing import run_ranks
 from lockstep.tools.show.pipeline_picture import chart, drawing, text, title
 from tests.model_parallel.layered import reader, sentences
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def picture(name: str, ranks: int, micro_batches: int, backward: float = 2.0) -> str:
@@ -33,65 +34,55 @@ def picture(name: str, ranks: int, micro_batches: int, backward: float = 2.0) ->
     )
 
 
-def test_naive() -> None:
-    assert (
-        picture("naive", 2, 2)
-        == """
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "backward", "expected"),
+    [
+        (
+            *("naive", 2, 2, 2.0),
+            """
 0  F0 ·  ·  ·  B0--- F1 ·  ·  ·  B1---
-1  ·  F0 B0--- ·  ·  ·  F1 B1--- ·  ·"""
-    )
-
-
-def test_gpipe() -> None:
-    assert (
-        picture("gpipe", 3, 3)
-        == """
+1  ·  F0 B0--- ·  ·  ·  F1 B1--- ·  ·""",
+        ),
+        (
+            *("gpipe", 3, 3, 2.0),
+            """
 0  F0 F1 F2 ·  ·  ·  ·  ·  ·  B0--- B1--- B2---
 1  ·  F0 F1 F2 ·  ·  ·  B0--- B1--- B2--- ·  ·
-2  ·  ·  F0 F1 F2 B0--- B1--- B2--- ·  ·  ·  ·"""
-    )
-
-
-def test_1f1b() -> None:
-    assert (
-        picture("1f1b", 3, 4)
-        == """
+2  ·  ·  F0 F1 F2 B0--- B1--- B2--- ·  ·  ·  ·""",
+        ),
+        (
+            *("1f1b", 3, 4, 2.0),
+            """
 0  F0 F1 F2 ·  ·  ·  ·  B0--- F3 B1--- ·  B2--- ·  B3---
 1  ·  F0 F1 ·  ·  B0--- F2 B1--- F3 B2--- ·  B3--- ·  ·
-2  ·  ·  F0 B0--- F1 B1--- F2 B2--- F3 B3--- ·  ·  ·  ·"""
-    )
-
-
-def test_1f1b_with_backwards_as_long_as_forwards() -> None:
-    assert (
-        picture("1f1b", 2, 3, backward=1)
-        == """
+2  ·  ·  F0 B0--- F1 B1--- F2 B2--- F3 B3--- ·  ·  ·  ·""",
+        ),
+        (
+            *("1f1b", 2, 3, 1.0),
+            """
 0  F0 F1 ·  B0 F2 B1 ·  B2
-1  ·  F0 B0 F1 B1 F2 B2 ·"""
-    )
-
-
-def test_lengths_of_one_and_a_half_are_to_scale() -> None:
-    assert (
-        picture("1f1b", 2, 2, backward=1.5)
-        == """
+1  ·  F0 B0 F1 B1 F2 B2 ·""",
+        ),
+        (
+            *("1f1b", 2, 2, 1.5),  # to scale
+            """
 0  F0--- F1--- ·  ·  ·  B0------ ·  ·  B1------
-1  ·  ·  F0--- B0------ F1--- B1------ ·  ·  ·"""
-    )
-
-
-def test_one_rank_never_waits() -> None:
-    assert picture("1f1b", 1, 2) == "\n0  F0 B0--- F1 B1---"
-
-
-def test_one_micro_batch() -> None:
-    assert (
-        picture("gpipe", 3, 1)
-        == """
+1  ·  ·  F0--- B0------ F1--- B1------ ·  ·  ·""",
+        ),
+        (*("1f1b", 1, 2, 2.0), "\n0  F0 B0--- F1 B1---"),
+        (
+            *("gpipe", 3, 1, 2.0),
+            """
 0  F0 ·  ·  ·  ·  ·  ·  B0---
 1  ·  F0 ·  ·  ·  B0--- ·  ·
-2  ·  ·  F0 B0--- ·  ·  ·  ·"""
-    )
+2  ·  ·  F0 B0--- ·  ·  ·  ·""",
+        ),
+    ],
+)
+def test_pictures(
+    name: str, ranks: int, micro_batches: int, backward: float, expected: str
+) -> None:
+    assert picture(name, ranks, micro_batches, backward) == expected
 
 
 def test_the_head_says_what_is_lost() -> None:
@@ -125,19 +116,15 @@ def test_nobody_does_two_things_at_once(name: str, ranks: int, micro_batches: in
         assert sum((placed.length for placed in row), Fraction(0)) == 3 * micro_batches
 
 
-@pytest.mark.parametrize("backward", [0, -1, float("nan"), float("inf")])
-def test_a_backward_that_takes_no_time(backward: float) -> None:
-    with refused("wrong-value", name="backward", value=backward):
-        chart("gpipe", 2, 2, backward)
-
-
 def test_the_drawing_has_a_box_for_every_piece_of_work() -> None:
-    found = chart("1f1b", 2, 4)
-    drawn = drawing(found)
-    assert drawn.svg().count("<rect") == 1 + 2 + 2 * 4 * 2 + 3  # page, rows, work, legend
+    svg = drawing(chart("1f1b", 2, 4)).svg()
+    assert svg.count("<rect") == 1 + 2 + 2 * 4 * 2 + 3  # page, rows, work, legend
 
 
-def test_what_does_not_fit_on_a_page() -> None:
+def test_what_cannot_be_drawn() -> None:
+    for backward in (0, -1, float("nan"), float("inf")):
+        with refused("wrong-value", name="backward", value=backward):
+            chart("gpipe", 2, 2, backward)
     with refused("drawing-too-large", what="4 ranks and 1509 forwards' time"):
         drawing(chart("1f1b", 4, 500))
 
@@ -151,45 +138,33 @@ class Recorded:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def __enter__(self) -> Recorded:
-        done = self.done
-        self._before = TimedStage.forward_one_chunk, TimedStage.backward_one_chunk
-        forward, backward = self._before
+    def noting(self, method: str, letter: str) -> Any:
+        """A patch of this method of a stage, whose second argument is the micro-batch."""
+        real = getattr(TimedStage, method)
 
-        def record_forward(stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
-            done.append(f"{stage.stage_index}F{number}")
-            return forward(stage, number, *args, **kwargs)
+        def note(stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+            self.done.append(f"{stage.stage_index}{letter}{number}")
+            return real(stage, number, *args, **kwargs)
 
-        def record_backward(stage: Any, number: int, *args: Any, **kwargs: Any) -> None:
-            done.append(f"{stage.stage_index}B{number}")
-            backward(stage, number, *args, **kwargs)
-
-        TimedStage.forward_one_chunk = record_forward  # type: ignore[method-assign]
-        TimedStage.backward_one_chunk = record_backward  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        forward, backward = self._before
-        TimedStage.forward_one_chunk = forward  # type: ignore[method-assign]
-        TimedStage.backward_one_chunk = backward  # type: ignore[method-assign]
+        return mock.patch.object(TimedStage, method, note)
 
 
-def recorded(world: World, name: str, micro_batches: int) -> list[str]:
-    layers, group = layers_of(reader()), world.group
-    stage = stage_module(layers, cut(layers, group.size)[group.rank])
-    pipeline = Pipeline(stage, group, torch.device("cpu"), name)
-    with Recorded() as record:
-        pipeline.train(sentences(micro_batches), lambda number, output: output.sum())
-    return record.done
-
-
-def recorded_each(world: World, names: list[str]) -> dict[str, list[str]]:
-    return {name: recorded(world, name, 6) for name in names}
+def recorded(world: World, names: list[str]) -> dict[str, list[str]]:
+    work = {}
+    for name in names:
+        layers, group = layers_of(reader()), world.group
+        stage = stage_module(layers, cut(layers, group.size)[group.rank])
+        pipeline = Pipeline(stage, group, torch.device("cpu"), name)
+        record = Recorded()
+        with record.noting("forward_one_chunk", "F"), record.noting("backward_one_chunk", "B"):
+            pipeline.train(sentences(6), lambda number, output: output.sum())
+        work[name] = record.done
+    return work
 
 
 def test_the_chart_is_of_what_runs() -> None:
     names = ["gpipe", "1f1b"]  # naive is torch's gpipe, one micro-batch at a time
-    found = run_ranks(recorded_each, 3, (names,))
+    ranks = on_team(recorded, 3, (names,))
     for name in names:
         expected = [[str(placed.work) for placed in row] for row in chart(name, 3, 6).rows]
-        assert [rank[name] for rank in found] == expected
+        assert [rank[name] for rank in ranks] == expected

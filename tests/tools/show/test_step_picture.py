@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,12 +56,9 @@ def test_the_drawing_has_a_column_a_rank() -> None:
     ]
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(0, 8), (2, 0)])
-def test_numbers_below_one(workers: int, batch: int) -> None:
-    with refused("wrong-value", value=0):
-        DataParallelStep.of(workers, batch, None)
-
-
-def test_too_many_ranks() -> None:
+def test_what_cannot_be_drawn() -> None:
+    for workers, batch in ((0, 8), (2, 0)):
+        with refused("wrong-value", value=0):
+            DataParallelStep.of(workers, batch, None)
     with refused("drawing-too-large", what="9 ranks", most=8):
         drawing(DataParallelStep.of(9, 32, None))

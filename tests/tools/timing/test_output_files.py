@@ -26,16 +26,11 @@ def test_columns_are_as_wide_as_their_text_and_numbers_end_at_the_right() -> Non
         "a           1.00",
         "longer [x]    12",
     ]
-
-
-def test_cells_may_be_missing_and_empty() -> None:
+    # cells may be missing and empty
     assert table(["a", "b", "c"], [("1",), ("1", None, "3")], left=[2]).splitlines() == [
         "a  b  c",
         "1",
         "1     3",
     ]
-
-
-def test_no_line_is_broken() -> None:
-    _, line = table(["text"], [("word " * 200,)]).splitlines()
+    _, line = table(["text"], [("word " * 200,)]).splitlines()  # no line is broken
     assert line == ("word " * 200).rstrip()

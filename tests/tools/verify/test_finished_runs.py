@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lockstep.config.settings import Settings
@@ -25,36 +24,19 @@ def run(
     steps: int = 3,
     weight: float = 1.0,
 ) -> Path:
+    """A run of so many steps. What may differ between runs differs: it is made of the path."""
     path.mkdir()
     Settings(task=task).write(path)
     records: list[dict[str, Any]] = [{"kind": "event", "event": "start", "line": str(path)}]
     for step in range(1, steps + 1):
-        record = {
-            "kind": "step",
-            "step": step,
-            "loss": 1.0 / step,
-            "weight": 8,
-            "lr": 0.1,
-            "samples_per_s": hash(path),
-            "bytes_sent": len(str(path)),
-        }
-        records.append({**record, **(changes or {}).get(step, {})})
-    records.append(
-        {
-            "kind": "evaluate",
-            "step": steps,
-            "epoch": 1,
-            "metrics": {"accuracy": 0.5},
-            "seconds": float(len(str(path))),
-        }
-    )
+        record = {"kind": "step", "step": step, "loss": 1.0 / step, "weight": 8, "lr": 0.1}
+        speed = {"samples_per_s": hash(path), "bytes_sent": len(str(path))}
+        records.append({**record, **speed, **(changes or {}).get(step, {})})
+    evaluation = {"kind": "evaluate", "step": steps, "epoch": 1, "metrics": {"accuracy": 0.5}}
+    records.append({**evaluation, "seconds": float(len(str(path)))})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_model(
-        path / "checkpoints",
-        steps,
-        {"layer.weight": torch.tensor([1.0, weight, 3.0]), "norm.count": torch.tensor(3)},
-        {},
-    )
+    weights = {"layer.weight": torch.tensor([1.0, weight, 3.0]), "norm.count": torch.tensor(3)}
+    write_model(path / "checkpoints", steps, weights, {})
     (path / "result.json").write_text("{}")
     return path
 
@@ -109,48 +91,25 @@ def test_a_step_that_was_taken_again_counts_as_it_was_last(tmp_path: Path) -> No
 
 
 def test_a_task_in_another_checkout_is_the_same_task(tmp_path: Path) -> None:
-    assert (
-        differences(
-            run(tmp_path / "a", task="/here/my_task.py"),
-            run(tmp_path / "b", task="/there/my_task.py"),
-        )
-        == []
-    )
+    here, there = "/here/my_task.py", "/there/my_task.py"
+    assert differences(run(tmp_path / "a", task=here), run(tmp_path / "b", task=there)) == []
+    with refused("runs-of-two-tasks", tasks=["digits", "text"], other=tmp_path / "d"):
+        differences(run(tmp_path / "c"), run(tmp_path / "d", task="text"))
 
 
-@pytest.mark.parametrize(
-    ("broken", "code", "values"),
-    [
-        (
-            lambda path: (path / "result.json").unlink(),
-            "run-not-finished",
-            {"missing": "result.json"},
-        ),
-        (
-            lambda path: (path / "metrics.jsonl").write_text("{"),
-            "cannot-read",
-            {"file": "metrics.jsonl"},
-        ),
-        (lambda path: (path / "checkpoints").rename(path / "elsewhere"), "no-checkpoint", {}),
-    ],
-)
-def test_runs_that_cannot_be_compared(
-    tmp_path: Path, broken: Any, code: str, values: dict[str, Any]
-) -> None:
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b")
-    broken(other)
-    where = {"file": other / values["file"]} if "file" in values else {"run": other, **values}
-    with refused(code, **where):
+    (other / "result.json").rename(tmp_path / "result.json")
+    with refused("run-not-finished", run=other, missing="result.json"):
         differences(one, other)
-
-
-def test_a_folder_without_settings_is_no_run(tmp_path: Path) -> None:
-    one, other = run(tmp_path / "a"), run(tmp_path / "b")
+    (tmp_path / "result.json").rename(other / "result.json")
+    (other / "checkpoints").rename(tmp_path / "checkpoints")
+    with refused("no-checkpoint", run=other):
+        differences(one, other)
+    (tmp_path / "checkpoints").rename(other / "checkpoints")
+    (other / "metrics.jsonl").write_text("{")
+    with refused("cannot-read", file=other / "metrics.jsonl"):
+        differences(one, other)
     (other / "settings.json").unlink()
     with refused("not-a-run-directory", directory=str(other)):
         differences(one, other)
-
-
-def test_runs_of_two_tasks(tmp_path: Path) -> None:
-    with refused("runs-of-two-tasks", tasks=["digits", "text"], other=tmp_path / "b"):
-        differences(run(tmp_path / "a"), run(tmp_path / "b", task="text"))
