@@ -38,6 +38,9 @@ _SETTLE_SECONDS = 1.0
 """How long the other ranks have to fail too, after one has."""
 _IMPORTS = ("pytest", "hypothesis", "numpy", "torch.utils.data", "lockstep.step.stepper")
 
+WORLDS_THREAD = "lockstep collectives"
+"""The thread in which a world runs collectives in the background. It stays as long as its world."""
+
 _teams: dict[int, Team] = {}
 """By the number of ranks; the one used last is last."""
 
@@ -183,7 +186,7 @@ def _serve(connections: Sequence[Connection]) -> None:
                 os._exit(0)  # the other ranks may have ended already
             try:
                 fn, args, kwargs = pickle.loads(request)
-                with nothing_left():
+                with nothing_left(staying=[WORLDS_THREAD]):
                     result = fn(world, *args, **kwargs)
                 assert World.current() is world, "the function has closed the team's world"
                 answer = for_ranks((True, result))
