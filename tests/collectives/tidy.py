@@ -43,7 +43,7 @@ def tidied(fn: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World
     """Afterwards end the background thread of the world's group, and exact mode."""
 
     @wraps(fn)
-    def run(world: World, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(world: World, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return fn(world, *args, **kwargs)
         finally:
