@@ -5,6 +5,7 @@ step are named on all ranks. Tensors are compared as numbers, which are equal fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def uncompared(world: lockstep.World) -> object:
     """One rank has nothing to compare with; or the checks are off."""
     model = model_of()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    checks = "start" if world.size > 1 else "full"
+    checks: Any = "start" if world.size > 1 else "full"
     stepper = lockstep.Stepper(model, sgd, checks=checks, world=world)
     step_of(stepper, world, 0)
     if world.rank == world.size - 1:

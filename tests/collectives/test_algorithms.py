@@ -147,7 +147,7 @@ def test_every_name_is_known_to_the_type() -> None:
     ],
 )
 def test_what_cannot_be_built_is_said(
-    arguments: tuple[Any, ...], more: dict[str, int], code: str, values: dict[str, Any]
+    arguments: tuple[Any, ...], more: dict[str, Any], code: str, values: dict[str, Any]
 ) -> None:
     with refused(code, **values):
         schedule(*arguments, **more)

@@ -197,34 +197,30 @@ def test_start_stop_cycles_of_eight_ranks_without_an_abort(count: int) -> None:
     assert run_ranks(cycles, 8, args=(count,)) == [count] * 8
 
 
-FORK = """
-import gc, os, lockstep, torch.distributed as dist
-
-def collect():
+def collect() -> None:
     gc.set_threshold(1, 1, 1)
-    kept = [[number] for number in range(100)]
+    assert len([[number] for number in range(100)]) == 100
 
-# a hook of another module collects before those of this one are called
-os.register_at_fork(after_in_child=collect)
-gc.set_threshold(10**9)
-with lockstep.init(backend="gloo"):
-    garbage = [dist.group.WORLD]
-    garbage.append(garbage)
-    dist.barrier()
-del garbage
-child = os.fork()
-if child == 0:
-    collect()
-    os._exit(7 if gc.isenabled() else 8)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled(), flush=True)
-"""
+
+def forks() -> tuple[int, bool]:
+    """How the child ends: with 7, if its collector is on."""
+    # a hook of another module collects before those of a world are called
+    os.register_at_fork(after_in_child=collect)
+    gc.set_threshold(10**9)
+    with lockstep.init(backend="gloo"):
+        garbage: list[Any] = [dist.group.WORLD]
+        garbage.append(garbage)
+        dist.barrier()
+    del garbage
+    child = os.fork()
+    if child == 0:
+        collect()
+        os._exit(7 if gc.isenabled() else 8)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled()
 
 
 def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=True
-    )
-    assert done.stdout == "7 True\n"
+    assert lockstep.launch(forks, 1) == [(7, True)]
 
 
 def test_forking_leaves_a_collector_off_that_was_off() -> None:
