@@ -39,6 +39,15 @@ def test_what_leaves_is_not_copied_and_what_arrives_lands_in_place() -> None:
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
 
+def test_replacing_and_adding_over_the_end() -> None:
+    memory = torch.arange(5)
+    cells = FlatCells(memory, EDGES)
+    cells.replace([3, 0], [torch.tensor([30, 40]), torch.tensor([0, 10])])
+    assert memory.tolist() == [0, 10, 2, 30, 40]
+    cells.combine([3, 0], [torch.tensor([1, 1]), torch.tensor([2, 2])], "sum")
+    assert memory.tolist() == [2, 12, 2, 31, 41]
+
+
 def test_max_and_min_keep_nan() -> None:
     for op in ("max", "min"):
         held = torch.tensor([float("nan"), 1.0])
