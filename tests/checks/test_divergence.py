@@ -5,6 +5,7 @@ step are named on all ranks. Tensors are compared as numbers, which are equal fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.checks.divergence import chunks, digest, mixed, octets_of
 from lockstep.errors import ReplicaDivergence
-from lockstep.testing import run_ranks
+from tests.teams import on_team
 
 LAST_BIT = 0  # of a mantissa
 
@@ -41,39 +42,21 @@ def stepper_of(world: lockstep.World, update: str = "replicated") -> lockstep.St
     )
 
 
-Where = Callable[[lockstep.Stepper], Tensor]
+def moments(stepper: lockstep.Stepper) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = stepper.optimizer.state[stepper.model[0].bias]
+    return state
 
 
-def weight(stepper: lockstep.Stepper) -> Tensor:
-    return stepper.model[2].weight
-
-
-def statistics(stepper: lockstep.Stepper) -> Tensor:
-    return stepper.model[1].running_var
-
-
-def first_moment(stepper: lockstep.Stepper) -> Tensor:
-    return stepper.optimizer.state[stepper.model[0].bias]["exp_avg"]
-
-
-def second_moment(stepper: lockstep.Stepper) -> Tensor:
-    return stepper.optimizer.state[stepper.model[0].bias]["exp_avg_sq"]
-
-
-def count(stepper: lockstep.Stepper) -> Tensor:
-    return stepper.optimizer.state[stepper.model[0].bias]["step"]
-
-
-NAMES = {
-    "2.weight": weight,
-    "1.running_var": statistics,
-    "exp_avg/0.bias": first_moment,
-    "exp_avg_sq/0.bias": second_moment,
-    "step/0.bias": count,
+REPLICATED: dict[str, Callable[[lockstep.Stepper], Tensor]] = {
+    "2.weight": lambda stepper: stepper.model[2].weight,
+    "1.running_var": lambda stepper: stepper.model[1].running_var,
+    "exp_avg/0.bias": lambda stepper: moments(stepper)["exp_avg"],
+    "exp_avg_sq/0.bias": lambda stepper: moments(stepper)["exp_avg_sq"],
+    "step/0.bias": lambda stepper: moments(stepper)["step"],
 }
 
 
-def found(stepper: lockstep.Stepper) -> tuple[str, tuple[int, ...]] | None:
+def finding(stepper: lockstep.Stepper) -> tuple[str, tuple[int, ...]] | None:
     try:
         stepper.check_replicas()
     except ReplicaDivergence as error:
@@ -83,18 +66,18 @@ def found(stepper: lockstep.Stepper) -> tuple[str, tuple[int, ...]] | None:
 
 def one_bit_each(world: lockstep.World, odd: int) -> list[object]:
     stepper = stepper_of(world)
-    told: list[object] = []
+    findings: list[object] = []
     for number in range(3):
         step_of(stepper, world, number)
-    for where in NAMES.values():
-        told.append(found(stepper))
+    for where in REPLICATED.values():
+        findings.append(finding(stepper))
         tensor = where(stepper)
         if world.rank == odd:
             flip(tensor)
-        told.append(found(stepper))
+        findings.append(finding(stepper))
         if world.rank == odd:
             flip(tensor)
-    return told
+    return findings
 
 
 @pytest.mark.parametrize(("workers", "odd", "ranks"), [(2, 1, (1,)), (3, 0, (0,)), (3, 2, (2,))])
@@ -104,111 +87,94 @@ def test_one_low_bit_of_anything_replicated_is_found_and_named(
     """With three ranks the one that differs from the two others is named, also where it is rank
     0.
     """
-    expected = [each for name in NAMES for each in (None, (name, ranks))]
-    assert run_ranks(one_bit_each, workers, (odd,)) == [expected] * workers
+    expected: list[object] = []
+    for name in REPLICATED:
+        expected += [None, (name, ranks)]
+    assert on_team(one_bit_each, workers, (odd,)) == [expected] * workers
 
 
-def swapped_rows(world: lockstep.World) -> object:
-    stepper = stepper_of(world)
-    step_of(stepper, world, 0)
-    if world.rank == 1:
-        with torch.no_grad():
-            weight(stepper).copy_(weight(stepper).flip(0))
-    return found(stepper)
+def weight_of(stepper: lockstep.Stepper) -> None:
+    flip(stepper.model[2].weight)
 
 
-def test_two_rows_that_have_changed_places_are_found() -> None:
-    assert run_ranks(swapped_rows, 2) == [("2.weight", (1,))] * 2
+def statistics_of(stepper: lockstep.Stepper) -> None:
+    flip(stepper.model[1].running_var, element=2)
 
 
-def after_a_resume(world: lockstep.World, at: int, flipped_after: int) -> tuple[int, str]:
-    """A process that begins at step `at`: the steps until a flip is found."""
-    stepper = stepper_of(world)
+def slices_of_rank_0(stepper: lockstep.Stepper) -> None:
+    for parameter in stepper.model.parameters():
+        flip(parameter, 0, bit=22)
+
+
+def slices_of_rank_1(stepper: lockstep.Stepper) -> None:
+    for parameter in stepper.model.parameters():
+        flip(parameter, parameter.numel() - 1, bit=22)
+
+
+def steps_until_found(
+    world: lockstep.World,
+    hurt: Callable[[lockstep.Stepper], None],
+    before: int,
+    at: int = 0,
+    update: str = "replicated",
+) -> tuple[int, str, tuple[int, ...]]:
+    """Rank 1 is hurt before a step, in a process that begins at step `at`."""
+    stepper = stepper_of(world, update)
     stepper.steps = at
     for number in range(at, at + 260):
-        if number == flipped_after and world.rank == 1:
-            flip(weight(stepper))
+        if number == before and world.rank == 1:
+            hurt(stepper)
         try:
             step_of(stepper, world, number)
         except ReplicaDivergence as error:
-            return stepper.steps, error.parameter
-    return -1, ""
+            return stepper.steps, error.parameter, error.ranks
+    return -1, "", ()
 
 
 @pytest.mark.parametrize(
-    ("at", "flipped_after", "step"),
+    ("at", "before", "step"),
     [(0, 1, 2), (0, 2, 102), (0, 150, 202), (150, 151, 152), (150, 153, 252)],
 )
-def test_steps_are_counted_over_the_processes_of_a_run(
-    at: int, flipped_after: int, step: int
-) -> None:
+def test_steps_are_counted_over_the_processes_of_a_run(at: int, before: int, step: int) -> None:
     """After the first two of each, and 100 after the last comparison at the latest."""
-    assert run_ranks(after_a_resume, 2, (at, flipped_after)) == [(step, "2.weight")] * 2
+    results = on_team(steps_until_found, 2, (weight_of, before, at))
+    assert results == [(step, "2.weight", (1,))] * 2
 
 
-def overwritten(world: lockstep.World, owner: int) -> tuple[int, str, tuple[int, ...]]:
-    stepper = stepper_of(world, "sharded")
-    for number in range(30):
-        if number == 7 and world.rank == 1:
-            for parameter in stepper.model.parameters():
-                flip(parameter, 0 if owner == 0 else parameter.numel() - 1, bit=22)
-        try:
-            step_of(stepper, world, number)
-        except ReplicaDivergence as error:
-            return stepper.steps, error.parameter, error.ranks
-    return stepper.steps, "", ()
-
-
-@pytest.mark.parametrize("owner", [0, 1])
-def test_a_weight_of_a_sharded_update_is_compared_before_the_next_all_gather_overwrites_it(
-    owner: int,
+@pytest.mark.parametrize(
+    ("hurt", "update", "name"),
+    [
+        (statistics_of, "replicated", "1.running_var"),
+        (slices_of_rank_0, "sharded", "0.weight"),
+        (slices_of_rank_1, "sharded", "0.weight"),
+    ],
+)
+def test_what_is_overwritten_is_compared_before(
+    hurt: Callable[[lockstep.Stepper], None], update: str, name: str
 ) -> None:
-    """Whichever rank updates it: with another's it lasts for a step, with its own it would be
-    everybody's.
+    """The step would round a low bit of a moving buffer away. A weight of a sharded update is
+    overwritten by the all-gather, whichever rank updates it: with another's it lasts for a step,
+    with its own it would be everybody's.
     """
-    assert run_ranks(overwritten, 2, (owner,)) == [(7, "0.weight", (1,))] * 2
+    results = on_team(steps_until_found, 2, (hurt, 7, 0, update))
+    assert results == [(7, name, (1,))] * 2
 
 
-def alone(world: lockstep.World) -> object:
-    stepper = stepper_of(world)
-    step_of(stepper, world, 0)
-    flip(weight(stepper))
-    return found(stepper)
-
-
-def test_one_rank_has_nothing_to_compare_with() -> None:
-    assert run_ranks(alone, 1) == [None]
-
-
-def unchecked(world: lockstep.World) -> object:
+def uncompared(world: lockstep.World) -> object:
+    """One rank has nothing to compare with; or the checks are off."""
     model = model_of()
-    stepper = lockstep.Stepper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), checks="start", world=world
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks: Any = "start" if world.size > 1 else "full"
+    stepper = lockstep.Stepper(model, sgd, checks=checks, world=world)
     step_of(stepper, world, 0)
-    if world.rank == 1:
-        flip(weight(stepper))
-    return found(stepper)
+    if world.rank == world.size - 1:
+        flip(stepper.model[2].weight)
+    return finding(stepper)
 
 
-def test_checks_that_are_off_compare_nothing() -> None:
-    assert run_ranks(unchecked, 2) == [None, None]
-
-
-def rounded_away(world: lockstep.World) -> tuple[int, str, tuple[int, ...]]:
-    stepper = stepper_of(world)
-    for number in range(30):
-        if number == 7 and world.rank == 1:
-            flip(statistics(stepper), element=2)
-        try:
-            step_of(stepper, world, number)
-        except ReplicaDivergence as error:
-            return stepper.steps, error.parameter, error.ranks
-    return stepper.steps, "", ()
-
-
-def test_a_low_bit_of_a_moving_buffer_is_compared_in_the_step_that_would_round_it_away() -> None:
-    assert run_ranks(rounded_away, 2) == [(7, "1.running_var", (1,))] * 2
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_rank_and_checks_that_are_off_compare_nothing(workers: int) -> None:
+    assert on_team(uncompared, workers) == [None] * workers
 
 
 torch.manual_seed(0)
@@ -276,8 +242,7 @@ def test_what_a_device_computes_sees_every_bit_and_the_order() -> None:
 def test_a_device_mixes_small_tensors_together_and_large_ones_in_pieces() -> None:
     octets = [torch.randint(0, 256, (count,), dtype=torch.uint8) for count in (5, 64, 200, 1, 8)]
     whole = torch.cat(octets).tolist()
-    found = list(chunks(octets, 64))
-    assert max(words.numel() for words in found) <= 64 / 8
-    assert [each for each in torch.cat(found).view(torch.uint8).tolist() if each] == [
-        each for each in whole if each
-    ]
+    words = list(chunks(octets, 64))
+    assert max(chunk.numel() for chunk in words) <= 64 / 8
+    mixed_together = torch.cat(words).view(torch.uint8).tolist()
+    assert list(filter(None, mixed_together)) == list(filter(None, whole))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepWarning
-from lockstep.testing import run_ranks
 from tests import zoo
+from tests.teams import on_team
 
 
 class Poison(torch.autograd.Function):
@@ -51,7 +51,7 @@ def trained(world: lockstep.World, trace: bool, bad_steps: tuple[int, ...], what
         trace_nonfinite=trace,
         checks="full",
     )
-    said = []
+    reasons = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
@@ -60,10 +60,10 @@ def trained(world: lockstep.World, trace: bool, bad_steps: tuple[int, ...], what
                 bad = step in bad_steps and world.rank == 1 and number == 1
                 loss = zoo.loss_sum(model(x[rows], bad and what == "gradient"), y[rows])
                 stepper.backward(loss * float("inf") if bad and what == "loss" else loss, weight=4)
-            said.append(stepper.step().reason or "applied")
+            reasons.append(stepper.step().reason or "applied")
     for tensor in model.parameters():
         assert torch.isfinite(tensor).all()
-    return said + [str(each.message) for each in caught if each.category is LockstepWarning]
+    return reasons + [str(one.message) for one in caught if one.category is LockstepWarning]
 
 
 FOUND = (
@@ -80,7 +80,7 @@ FOUND = (
     ],
 )
 def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
-    rank0, rank1 = run_ranks(trained, 2, args=(trace, (0, 1), "gradient"))
+    rank0, rank1 = on_team(trained, 2, (trace, (0, 1), "gradient"))
     reasons = [
         f"the gradient's norm is nan. {first}",
         f"the gradient's norm is nan. {FOUND}",
@@ -96,15 +96,11 @@ def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
 
 
 def test_a_loss_of_inf_is_traced_to_its_rank() -> None:
-    for found in run_ranks(trained, 2, args=(True, (1,), "loss")):
-        assert found[0] == "applied"
-        assert (
-            found[1]
-            == "the loss is inf: this update would make every weight nan. The loss of rank 1 is not"
-            " finite. Before the sum, the first gradient that is not finite: 'last.bias' on rank"
-            " 1 (micro-batch 1 of its window)"
-        )
-        assert found[2] == "applied"
+    for first, reason, last, *_ in on_team(trained, 2, (True, (1,), "loss")):
+        assert first == last == "applied"
+        assert reason.startswith("the loss is inf: ")
+        assert "The loss of rank 1 is not finite." in reason
+        assert "'last.bias' on rank 1 (micro-batch 1 of its window)" in reason
 
 
 def overflow(world: lockstep.World) -> str | None:
@@ -120,8 +116,5 @@ def overflow(world: lockstep.World) -> str | None:
 
 
 def test_a_sum_that_overflows_is_told_from_gradients_that_did() -> None:
-    for reason in run_ranks(overflow, 2):
-        assert (
-            reason
-            == "the gradient's norm is inf. Every rank's gradients were finite before the sum"
-        )
+    reason = "the gradient's norm is inf. Every rank's gradients were finite before the sum"
+    assert on_team(overflow, 2) == [reason] * 2

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ReplicaDivergence
-from lockstep.testing import run_ranks
+from tests.teams import on_team
 
 
 def model(rank: int, mistake: str) -> nn.Module:
@@ -33,18 +33,18 @@ def model(rank: int, mistake: str) -> nn.Module:
     return net
 
 
-def build(world: lockstep.World, mistake: str, door: str) -> tuple[str, str, tuple[int, ...]]:
+def build(
+    world: lockstep.World, mistake: str, door: str, checks: str = "start"
+) -> tuple[str, str, tuple[int, ...]]:
     net = model(world.rank, mistake)
     lr = 0.2 if mistake == "lr" and world.rank == 1 else 0.1
+    seed = 5 * world.rank if mistake == "seed" else 0
     try:
         if door == "wrapper":
             lockstep.DistributedDataParallel(net)
         else:
-            lockstep.Stepper(
-                net,
-                torch.optim.SGD(net.parameters(), lr=lr),
-                seed=5 * world.rank if mistake == "seed" else 0,
-            )
+            sgd = torch.optim.SGD(net.parameters(), lr=lr)
+            lockstep.Stepper(net, sgd, seed=seed, checks=checks)  # type: ignore[arg-type]
     except ReplicaDivergence as error:
         return error.parameter, error.values["difference"], error.ranks
     return "nothing said", "", ()
@@ -75,27 +75,12 @@ MISTAKES = {
 @pytest.mark.parametrize("door", ["wrapper", "stepper"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_model_that_differs_is_named(mistake: str, door: str) -> None:
-    assert run_ranks(build, 2, args=(mistake, door)) == [(*MISTAKES[mistake], (1,))] * 2
+    assert on_team(build, 2, (mistake, door)) == [(*MISTAKES[mistake], (1,))] * 2
 
 
-def test_an_optimizer_or_seed_that_differs_is_named() -> None:
-    assert (
-        run_ranks(build, 3, args=("lr", "stepper"))
-        == [("optimizer group 0 lr", "rank 0 has 0.1, rank 1 has 0.2", (1,))] * 3
-    )
-    assert (
-        run_ranks(build, 3, args=("seed", "stepper"))
-        == [("seed", "rank 0 has 0, ranks 1,2 have 5", (1, 2))] * 3
-    )
-
-
-def off(world: lockstep.World) -> int:
-    net = model(world.rank, "lr")
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1 + world.rank)
-    before = world.group.number
-    lockstep.Stepper(net, sgd, checks="off", reduce="native")  # "auto" tries both ways
-    return world.group.number - before
-
-
-def test_off_is_off() -> None:
-    assert run_ranks(off, 2) == [4, 4]  # four parameters are broadcast, nothing is compared
+def test_an_optimizer_or_seed_that_differs_is_named_unless_checks_are_off() -> None:
+    lr = ("optimizer group 0 lr", "rank 0 has 0.1, rank 1 has 0.2", (1,))
+    seed = ("seed", "rank 0 has 0, ranks 1,2 have 5", (1, 2))
+    assert on_team(build, 3, ("lr", "stepper")) == [lr] * 3
+    assert on_team(build, 3, ("seed", "stepper")) == [seed] * 3
+    assert on_team(build, 3, ("lr", "stepper", "off")) == [("nothing said", "", ())] * 3

@@ -29,11 +29,9 @@ def _by_stepper(module: nn.Module) -> Any:
 DOORS: list[Callable[[nn.Module], Any]] = [_by_stepper, lockstep.DistributedDataParallel]
 
 
-def _with(
-    name: str, tensor: torch.Tensor, *, buffer: bool = False, trained: bool = True
-) -> nn.Module:
+def _with(kind: str, name: str, tensor: torch.Tensor, *, trained: bool = True) -> nn.Module:
     inner = nn.Linear(2, 2)
-    if buffer:
+    if kind == "buffer":
         inner.register_buffer(name, tensor)
     else:
         inner.register_parameter(name, nn.Parameter(tensor, requires_grad=trained))
@@ -42,52 +40,40 @@ def _with(
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
-    ("model", "code", "values"),
+    ("kind", "name", "tensor", "code", "values"),
     [
-        (
-            lambda: _with("scale", torch.ones(1, 3).expand(4, 3)),
-            "expanded-tensor",
-            {"tensor": "the parameter '0.scale'", "shape": [4, 3]},
-        ),
-        (
-            lambda: _with("mask", torch.ones(1).expand(2), buffer=True),
-            "expanded-tensor",
-            {"tensor": "the buffer '0.mask'", "shape": [2]},
-        ),
-        (
-            lambda: _with("scale", torch.ones(2).to(torch.float8_e4m3fn)),
-            "dtype-cannot-be-summed",
-            {"parameter": "0.scale", "dtype": "float8_e4m3fn"},
-        ),
-        (
-            lambda: _with("table", torch.eye(2).to_sparse()),
-            "sparse-tensor",
-            {"tensor": "the parameter '0.table'", "layout": "torch.sparse_coo"},
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
-            "sync-batch-norm-on-cpu",
-            {"layer": "1"},
-        ),
+        ("parameter", "wide", torch.ones(1, 3).expand(4, 3), "expanded-tensor", {"shape": [4, 3]}),
+        ("buffer", "mask", torch.ones(1).expand(2), "expanded-tensor", {"shape": [2]}),
+        ("parameter", "table", torch.eye(2).to_sparse(), "sparse-tensor", {}),
     ],
-    ids=["expanded parameter", "expanded buffer", "float8", "sparse", "SyncBatchNorm"],
 )
-def test_refused_by_name(
+def test_tensors_are_refused_by_name(
     door: Callable[[nn.Module], Any],
-    model: Callable[[], nn.Module],
+    kind: str,
+    name: str,
+    tensor: torch.Tensor,
     code: str,
     values: dict[str, Any],
 ) -> None:
-    with refused(code, **values):
-        door(model())
+    with refused(code, tensor=f"the {kind} '0.{name}'", **values):
+        door(_with(kind, name, tensor))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_dtypes_and_layers_are_refused_by_name(door: Callable[[nn.Module], Any]) -> None:
+    narrow = torch.ones(2).to(torch.float8_e4m3fn)
+    with refused("dtype-cannot-be-summed", parameter="0.scale", dtype="float8_e4m3fn"):
+        door(_with("parameter", "scale", narrow))
+    with refused("sync-batch-norm-on-cpu", layer="1"):
+        door(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_what_can_be_trained_is_taken(door: Callable[[nn.Module], Any]) -> None:
-    door(_with("turned", torch.ones(2, 3).t()))
-    door(_with("complex", torch.ones(2, dtype=torch.complex128)))
-    door(_with("frozen", torch.ones(2).to(torch.float8_e4m3fn), trained=False))
-    door(_with("one", torch.ones(3).expand(1, 3), buffer=True))
+    door(_with("parameter", "turned", torch.ones(2, 3).t()))
+    door(_with("parameter", "complex", torch.ones(2, dtype=torch.complex128)))
+    door(_with("parameter", "frozen", torch.ones(2).to(torch.float8_e4m3fn), trained=False))
+    door(_with("buffer", "one", torch.ones(3).expand(1, 3)))
 
 
 def test_a_model_elsewhere_than_its_world_is_refused() -> None:
@@ -100,13 +86,7 @@ def test_a_model_elsewhere_than_its_world_is_refused() -> None:
 
 
 def test_which_dtypes_add_up() -> None:
-    floating = {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
+    wide = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    wide |= {torch.complex64, torch.complex128}
     narrow = {torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32}
-    assert {dtype for dtype in floating | narrow if adds_up(dtype)} == floating
+    assert {dtype for dtype in wide | narrow if adds_up(dtype)} == wide

@@ -16,9 +16,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning, UnusedParameters
-from lockstep.testing import run_ranks
+from tests.collectives.tidy import tidied
+from tests.teams import on_team
 
-WORKERS = (1, 2, 3)
+WORKERS = [1, 3, pytest.param(2, marks=pytest.mark.rest)]
 METHODS: list[dict[str, Any]] = [
     {},
     {"update": "sharded"},
@@ -73,6 +74,7 @@ def skipping(world: lockstep.World, method: dict[str, Any]) -> Any:
     return [each.detach() for each in model.parameters()], unused
 
 
+@tidied
 def skipping_by_every_method(world: lockstep.World) -> Any:
     return [skipping(world, method) for method in METHODS]
 
@@ -97,13 +99,14 @@ def test_what_nobody_used_does_not_move_on_any_number_of_ranks(workers: int) -> 
     weights, unused = skipping_in_one_process()
     assert unused[0] == ["second.weight", "second.bias"]
     assert unused[1] == ["first.weight", "first.bias"]
-    for rank in run_ranks(skipping_by_every_method, workers):
+    for rank in on_team(skipping_by_every_method, workers):
         for method, (found, skipped) in zip(METHODS, rank, strict=True):
             assert skipped == unused, method
             for ours, theirs in zip(found, weights, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=str(method))
 
 
+@tidied
 def refusing(world: lockstep.World) -> list[list[str]]:
     names = []
     for method in METHODS:
@@ -120,7 +123,7 @@ def refusing(world: lockstep.World) -> list[list[str]]:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_what_nobody_used_is_an_error_on_any_number_of_ranks(workers: int) -> None:
-    ranks = run_ranks(refusing, workers)
+    ranks = on_team(refusing, workers)
     assert ranks == [[["second.weight", "second.bias"]] * len(METHODS)] * workers
 
 
@@ -141,7 +144,7 @@ def used_by_rank_1(world: lockstep.World) -> list[str]:
 
 
 def test_a_rank_without_micro_batches_is_not_said_to_miss_a_gradient() -> None:
-    (message,), *others = run_ranks(used_by_rank_1, 3)
+    (message,), *others = on_team(used_by_rank_1, 3)
     assert "'second.weight', 'second.bias'" in message
     assert "rank 0" in message
     assert "2" not in message

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from lockstep.checkpoints import folders
 from lockstep.collectives.schedule import slice_of
 from lockstep.errors import CorruptResult, LockstepError
 from lockstep.testing import run_ranks
+from tests.collectives.tidy import tidied
 from tests.refused import refused
+from tests.teams import on_team
 
-STEPS = 6
+STEPS = 4  # the third is short, the fourth is of the next epoch
 
 
 class Net(nn.Module):
@@ -49,6 +52,10 @@ def flip(tensor: Tensor, element: int = 0, bit: int = 20) -> None:
     tensor.data.view(-1).view(torch.int32)[element] ^= 1 << bit
 
 
+def do_nothing(training: Training) -> None:
+    pass
+
+
 class Training:
     """One on this rank. `hurt` is called with it at every micro-batch, after the loss."""
 
@@ -72,8 +79,8 @@ class Training:
 
     def run(
         self,
-        hurt: Callable[[Training], None] = lambda training: None,
-        after: Callable[[Training], None] = lambda training: None,
+        hurt: Callable[[Training], None] = do_nothing,
+        after: Callable[[Training], None] = do_nothing,
         steps: int = STEPS,
     ) -> str:
         for epoch in self.loader.epochs(100):
@@ -91,20 +98,25 @@ class Training:
         raise AssertionError
 
     def sha256(self) -> str:
-        found = hashlib.sha256()
-        for each in self.model.state_dict().values():
-            found.update(each.numpy().tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
 
-def undisturbed(world: lockstep.World, options: dict[str, Any]) -> tuple[str, int | None]:
+Options = dict[str, Any]
+WORLD_SIZES = [2, pytest.param(3, marks=pytest.mark.rest)]
+
+
+@tidied
+def undisturbed(world: lockstep.World, options: Options) -> tuple[str, int | None]:
     training = Training(world, **options)
     sha256 = training.run()
     witness = training.stepper.witness
     return sha256, None if witness is None else witness.witnessed
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,10 +128,10 @@ def undisturbed(world: lockstep.World, options: dict[str, Any]) -> tuple[str, in
     ],
     ids=str,
 )
-def test_the_same_bits_with_and_without_a_witness(world_size: int, options: dict[str, Any]) -> None:
+def test_the_same_bits_with_and_without_a_witness(world_size: int, options: Options) -> None:
     plain = {"witness": None, "optimizer": options.get("optimizer", "AdamW")}
-    ((without, _),) = run_ranks(undisturbed, 1, (plain,))
-    for sha256, witnessed in run_ranks(undisturbed, world_size, (options,)):
+    ((without, _),) = on_team(undisturbed, 1, (plain,))
+    for sha256, witnessed in on_team(undisturbed, world_size, (options,)):
         assert sha256 == without
         assert witnessed == STEPS - 1
 
@@ -213,45 +225,47 @@ def intercept(training: Training, how: Callable[[Any, Any], Any]) -> None:
     reduction.start = once  # type: ignore[method-assign]
 
 
-def found(
-    world: lockstep.World, hurt: Callable[[Training], None], options: dict[str, Any]
+@tidied
+def refusal(
+    world: lockstep.World,
+    hurt: Callable[[Training], None],
+    options: Options,
+    after: Callable[[Training], None] = do_nothing,
 ) -> tuple[str, dict[str, Any], int]:
     training = Training(world, **options)
     try:
-        training.run(hurt)
+        training.run(hurt, after)
     except LockstepError as error:
         return error.code, error.values, training.stepper.steps
     return "", {}, training.stepper.steps
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
-    ("hurt", "code", "parameter"),
-    [
-        (landing, "corrupt-micro-batch", "first.weight"),
-        (between, "corrupt-micro-batch", None),
-        (landed, "corrupt-share", None),
-        (leaving, "corrupt-on-its-way", None),
-        (message, "corrupt-message", None),
-    ],
+    "options",
+    [{}, {"update": "sharded"}, pytest.param({"reduce": "native"}, marks=pytest.mark.rest)],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"reduce": "native"}, {"update": "sharded"}], ids=str)
 def test_a_bit_that_changes_on_one_rank_is_named_with_step_rank_and_parameter(
-    world_size: int,
-    hurt: Callable[[Training], None],
-    code: str,
-    parameter: str | None,
-    options: dict[str, Any],
+    world_size: int, options: Options
 ) -> None:
-    for said, values, steps in run_ranks(found, world_size, (hurt, options)):
-        if hurt is message and options.get("update") == "sharded":  # nobody else has received it
-            code = "corrupt-sum"
-        assert said == code, values
-        assert (values["step"], list(values["ranks"]), steps) == (HURT, [1], HURT - 1)
-        assert values["back"] == "does not come back"
-        assert parameter in (None, values["parameter"])
-        if code == "corrupt-micro-batch":
-            assert values["slot"] == 6 // world_size + 1
+    # a sum that is scattered is received by nobody else
+    received = "corrupt-sum" if options.get("update") == "sharded" else "corrupt-message"
+    for hurt, code in (
+        (landing, "corrupt-micro-batch"),
+        (between, "corrupt-micro-batch"),
+        (landed, "corrupt-share"),
+        (leaving, "corrupt-on-its-way"),
+        (message, received),
+    ):
+        for raised, values, steps in on_team(refusal, world_size, (hurt, options)):
+            assert raised == code, (hurt, values)
+            assert (values["step"], list(values["ranks"]), steps) == (HURT, [1], HURT - 1)
+            assert values["back"] == "does not come back"
+            if hurt is landing:
+                assert values["parameter"] == "first.weight"
+            if code == "corrupt-micro-batch":
+                assert values["slot"] == 6 // world_size + 1
 
 
 def drawn(training: Training) -> None:
@@ -269,58 +283,42 @@ def always(training: Training) -> None:
 
 def test_what_differs_each_time_is_said_to_be_the_users_code() -> None:
     for world_size in (2, 3):
-        for code, values, steps in run_ranks(found, world_size, (drawn, {})):
+        for code, values, steps in on_team(refusal, world_size, (drawn, {})):
             assert code == "micro-batch-not-deterministic"
             assert (values["step"], values["parameter"], steps) == (HURT, "last.bias", HURT - 1)
 
 
 def test_an_error_that_comes_back_names_its_rank_where_a_third_one_can_tell() -> None:
-    for code, values, _ in run_ranks(found, 3, (always, {})):
+    for code, values, _ in on_team(refusal, 3, (always, {})):
         assert (code, list(values["ranks"])) == ("corrupt-micro-batch", [1])
         assert values["back"] == "comes back"
-    for code, values, _ in run_ranks(found, 2, (always, {})):
+    for code, values, _ in on_team(refusal, 2, (always, {})):
         assert (code, values["ranks"]) == ("ranks-compute-differently", [0, 1])
 
 
-def at_rest(what: str) -> Callable[[Training], None]:
+def at_rest(what: str, training: Training) -> None:
     """A bit of rank 1's between two steps."""
-
-    def hurt(training: Training) -> None:
-        if (training.rank, training.stepper.steps) == (1, HURT - 1):
-            weight = training.optimizer.param_groups[0]["params"][0]
-            flip(
-                {
-                    "weight": training.model.last.weight,
-                    "buffer": training.model.norm.running_mean,
-                    "state": training.optimizer.state[weight]["exp_avg"],
-                }[what]
-            )
-
-    return hurt
+    if (training.rank, training.stepper.steps) == (1, HURT - 1):
+        weight = training.optimizer.param_groups[0]["params"][0]
+        tensors = {
+            "last.weight": training.model.last.weight,
+            "norm.running_mean": training.model.norm.running_mean,
+            "exp_avg/": training.optimizer.state[weight]["exp_avg"],
+        }
+        flip(tensors[what])
 
 
-def resting(world: lockstep.World, what: str, options: dict[str, Any]) -> tuple[str, Any, Any]:
-    training = Training(world, **options)
-    try:
-        training.run(after=at_rest(what))
-    except LockstepError as error:
-        return error.code, error.values["ranks"], error.values["parameter"]
-    return "", (), ""
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [("weight", "last.weight"), ("buffer", "norm.running_mean"), ("state", "exp_avg/")],
-)
 def test_a_bit_that_changes_between_two_witnessed_steps_names_its_rank(
-    world_size: int, update: str, what: str, name: str
+    world_size: int, update: str
 ) -> None:
     options = {"update": update, "weights": "separate" if update == "sharded" else "auto"}
-    for code, ranks, parameter in run_ranks(resting, world_size, (what, options)):
-        assert (code, list(ranks)) == ("corrupt-at-rest", [1])
-        assert parameter.startswith(name)
+    for what in ("last.weight", "norm.running_mean", "exp_avg/"):
+        after = partial(at_rest, what)
+        for code, values, _ in on_team(refusal, world_size, (do_nothing, options, after)):
+            assert (code, list(values["ranks"])) == ("corrupt-at-rest", [1])
+            assert values["parameter"].startswith(what)
 
 
 def updating(training: Training) -> None:
@@ -334,13 +332,13 @@ def updating(training: Training) -> None:
         hook = training.optimizer.register_step_post_hook(hurt)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "fused"])
-def test_the_update_of_a_slice_is_repeated_by_another_rank(world_size: int, optimizer: str) -> None:
-    options = {"update": "sharded", "optimizer": optimizer}
-    for code, values, _ in run_ranks(found, world_size, (updating, options)):
-        assert (code, values["step"], values["ranks"]) == ("corrupt-update", HURT, [1])
-        assert values["back"] == "does not come back"
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_update_of_a_slice_is_repeated_by_another_rank(world_size: int) -> None:
+    for optimizer in ("AdamW", "SGD", "fused"):
+        options = {"update": "sharded", "optimizer": optimizer}
+        for code, values, _ in on_team(refusal, world_size, (updating, options)):
+            assert (code, values["step"], values["ranks"]) == ("corrupt-update", HURT, [1])
+            assert values["back"] == "does not come back"
 
 
 def change(training: Training) -> None:
@@ -348,12 +346,13 @@ def change(training: Training) -> None:
     training.model.last.weight.data.mul_(0.5)
 
 
+@tidied
 def changing(world: lockstep.World) -> str:
     return Training(world).run(after=change)
 
 
 def test_code_that_changes_weights_on_all_ranks_is_no_corruption() -> None:
-    assert len(set(run_ranks(changing, 2))) == 1
+    assert len(set(on_team(changing, 2))) == 1
 
 
 def saving(world: lockstep.World, folder: str) -> tuple[str, int | None, list[int]]:
@@ -409,33 +408,21 @@ def test_a_witness_needs_exact_mode_and_a_share() -> None:
         lockstep.Stepper(model, optimizer, witness="often", exact=True)
 
 
-def alone(world: lockstep.World) -> None:
-    with refused("witness-alone", witness=0.01):
-        Training(world, witness="1%")
-
-
-def test_a_witness_needs_another_rank() -> None:
-    run_ranks(alone, 1)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(samples())
 
 
-def of_stream(world: lockstep.World) -> None:
-    training = Training(world, witness=0.01)
-    loader = lockstep.Loader(Stream(), global_batch=30, micro_batch=5)
-    window = next(iter(next(iter(loader.epochs(1)))))
+@tidied
+def misused(world: lockstep.World) -> None:
+    if world.size == 1:
+        with refused("witness-alone", witness=0.01):
+            Training(world, witness="1%")
+        return
+    stream = lockstep.Loader(Stream(), global_batch=30, micro_batch=5)
+    window = next(iter(next(iter(stream.epochs(1)))))
     with refused("witness-cannot-read", kind="StreamWindow"):
-        next(iter(training.stepper.micro_batches(window)))
-
-
-def test_a_stream_cannot_be_read_by_a_witness() -> None:
-    run_ranks(of_stream, 2)
-
-
-def left_early(world: lockstep.World) -> None:
+        next(iter(Training(world).stepper.micro_batches(window)))
     training = Training(world)
     window = next(iter(next(iter(training.loader.epochs(1)))))
     for _ in training.stepper.micro_batches(window):
@@ -444,31 +431,29 @@ def left_early(world: lockstep.World) -> None:
         training.stepper.step()
 
 
-def test_a_loop_that_is_left_in_a_witnessed_step_is_refused() -> None:
-    run_ranks(left_early, 2)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_witness_needs_another_rank_its_window_and_the_whole_loop(world_size: int) -> None:
+    on_team(misused, world_size)
 
 
-@pytest.mark.parametrize(("witness", "count"), [("1%", 2), (0.1, 20), (0.3, 60), (1, 200)])
-def test_so_many_steps_are_witnessed_and_not_in_regular_order(
-    witness: str | float, count: int
-) -> None:
+@tidied
+def witnessed(world: lockstep.World, witness: str | float) -> list[int]:
+    """Which of 200 steps."""
+    training = Training(world, witness=witness)
+    assert training.stepper.witness is not None
+    windows = chain.from_iterable(training.loader.epochs(100))
+    return [
+        step
+        for step, window in enumerate(islice(windows, 200))
+        if training.stepper.witness.due(window)
+    ]
+
+
+def test_so_many_steps_are_witnessed_and_not_in_regular_order() -> None:
     """Drawn by the seed, and equal on all ranks."""
-    first, second = run_ranks(shares, 2, (witness,))
-    assert first == second
-    assert len(first) == count
-    gaps = {later - earlier for earlier, later in pairwise(first)}
-    assert len(gaps) > 1 or count in (2, 200)
-
-
-def shares(world: lockstep.World, witness: str | float) -> list[int]:
-    """Which of 200 steps, counted from 1."""
-    training, found = Training(world, witness=witness), []
-    witness_of = training.stepper.witness
-    assert witness_of is not None
-
-    def note(training: Training) -> None:
-        if witness_of.witnessed == training.stepper.steps - 1:
-            found.append(training.stepper.steps)
-
-    training.run(after=note, steps=200)
-    return found
+    for witness, count in (("1%", 2), (0.1, 20), (0.3, 60), (1, 200)):
+        first, second = on_team(witnessed, 2, (witness,))
+        assert first == second
+        assert len(first) == count
+        gaps = {later - earlier for earlier, later in pairwise(first)}
+        assert len(gaps) > 1 or count in (2, 200)

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -82,12 +83,6 @@ def training(world: lockstep.World) -> tuple[list[float], list[float]]:
         )
 
 
-def test_training_goes_on_as_without() -> None:
-    (first, everyone), (second, _) = run_ranks(training, 2)
-    assert first == second
-    assert everyone == first * 2
-
-
 def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
     try:
         with on_hosts_of_their_own(world, timeout=5) as apart:
@@ -105,8 +100,23 @@ def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
     return "", ()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    message, missing = run_ranks(one_rank_is_late, 2)[0]
+def without(world: lockstep.World) -> bool:
+    world.close()
+    with lockstep.init(backend="gloo", tags="off") as plain:
+        collectives.all_reduce(torch.ones(2))
+        return not plain.group.fingerprints.compares
+
+
+def one_after_the_other(world: lockstep.World) -> tuple[bool, Any, tuple[str, tuple[int, ...]]]:
+    return without(world), training(world), one_rank_is_late(world)
+
+
+def test_training_goes_on_as_without_and_a_rank_that_does_not_come_is_named() -> None:
+    first, second = run_ranks(one_after_the_other, 2)
+    compares_nothing, (weights, everyones), (message, missing) = first
+    assert compares_nothing
+    assert everyones == weights * 2
+    assert weights == second[1][0]
     assert missing == (1,)
     assert re.fullmatch(
         r"#1: all_reduce sum f32\[2\] at test_exchanged_fingerprints.py:\d+: rank 1 did not come within the"
@@ -138,14 +148,3 @@ def test_a_rank_that_has_died_is_named() -> None:
 def test_an_unknown_way_to_compare_is_refused() -> None:
     with refused("unknown-choice", name="tags", value="some", choices=["host", "all", "off"]):
         lockstep.init(tags="some")  # type: ignore[arg-type]
-
-
-def without(world: lockstep.World) -> bool:
-    world.close()
-    with lockstep.init(backend="gloo", tags="off") as plain:
-        collectives.all_reduce(torch.ones(2))
-        return not plain.group.fingerprints.compares
-
-
-def test_comparing_can_be_turned_off() -> None:
-    assert run_ranks(without, 2) == [True, True]

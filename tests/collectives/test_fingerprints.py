@@ -7,16 +7,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lockstep
 from lockstep import collectives
+from lockstep.collectives import fingerprints
 from lockstep.collectives.fingerprints import listed
+from lockstep.collectives.group import Group
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -25,74 +28,81 @@ from lockstep.errors import (
     WorkerFailed,
 )
 from lockstep.testing import run_ranks
+from tests.collectives.tidy import group_of_its_own
 from tests.refused import refused
+from tests.teams import on_team
+
+HERE = r"at test_fingerprints\.py:\d+"
 
 
-def opposite_order(world: lockstep.World) -> tuple[str, list[float]]:
-    a, b = torch.full((3,), 1.0 + world.rank), torch.full((3,), 100.0 * (1 + world.rank))
-    try:
-        if world.rank == 0:
-            collectives.all_reduce(a)
-            collectives.all_reduce(b)
-        else:
-            collectives.all_reduce(b)
-            collectives.all_reduce(a)
-    except CollectiveMismatch as error:
-        world.close(failed=True)
-        return str(error), [a[0].item(), b[0].item()]
-    return "nothing said", [a[0].item(), b[0].item()]
+def m7_opposite_order(group: Group, tensor: Tensor) -> None:
+    other = tensor.clone()
+    if group.rank == 0:
+        collectives.all_reduce(tensor, group=group)
+        collectives.all_reduce(other, group=group)
+    else:
+        collectives.all_reduce(other, group=group)
+        collectives.all_reduce(tensor, group=group)
 
 
-def test_m7_equal_shapes_in_opposite_order() -> None:
-    for rank, (message, values) in enumerate(run_ranks(opposite_order, 2)):
-        assert re.fullmatch(
-            r"#1: rank 0 all_reduce sum f32\[3\] at test_fingerprints.py:\d+; rank 1 all_reduce sum"
-            r" f32\[3\] at test_fingerprints.py:\d+\. "
-            r"The ranks called equal collectives from different lines\. .* \[collective-places-differ\]",
-            message,
-        )
-        assert values == [1.0 + rank, 100.0 * (1 + rank)]  # nothing was mixed
+def m22_different_sizes(group: Group, tensor: Tensor) -> None:
+    collectives.all_reduce(tensor[:2] if group.rank == 1 else tensor, group=group)
 
 
-def different_sizes(world: lockstep.World) -> str:
-    try:
-        collectives.all_reduce(torch.zeros(6 if world.rank == 1 else 4))
-    except CollectiveMismatch as error:
-        world.close(failed=True)
-        return str(error)
-    return "nothing said"
+def different_kinds(group: Group, tensor: Tensor) -> None:
+    collectives.all_reduce(torch.zeros(1024), group=group, async_op=True).wait()
+    if group.rank == 2:
+        collectives.all_gather(tensor.long(), group=group)
+    else:
+        collectives.all_reduce(torch.zeros(1024), group=group, async_op=True)
+        group.wait_for_all(group.number)
 
 
-def test_m22_different_sizes_do_not_abort_in_c() -> None:
-    for message in run_ranks(different_sizes, 3):
-        assert re.match(
-            r"#1: ranks 0,2 all_reduce sum f32\[4\] at test_fingerprints.py:\d+; rank 1 all_reduce sum"
-            r" f32\[6\] at test_fingerprints.py:\d+\. .* \[collective-mismatch\]$",
-            message,
-        )
+def mismatch(
+    world: lockstep.World, attempt: Callable[[Group, Tensor], None]
+) -> tuple[str, dict[str, Any], list[float]]:
+    tensor = torch.full((3,), 1.0 + world.rank)
+    with pytest.MonkeyPatch.context() as patch, group_of_its_own(world) as group:
+        # on a busy machine the third rank may come later than half a second
+        patch.setattr(fingerprints, "_LET_THE_OTHERS_COME", 60.0)
+        with pytest.raises(CollectiveMismatch) as caught:
+            attempt(group, tensor)
+    return caught.value.code, caught.value.values, tensor.tolist()
 
 
-def different_kinds(world: lockstep.World) -> str:
-    tensor = torch.zeros(3, dtype=torch.int64)
-    try:
-        handle = collectives.all_reduce(torch.zeros(1024), async_op=True)
-        handle.wait()
-        if world.rank == 2:
-            collectives.all_gather(tensor)
-        else:
-            collectives.all_reduce(torch.zeros(1024), async_op=True).wait()
-    except CollectiveMismatch as error:
-        world.close(failed=True)
-        return str(error)
-    return "nothing said"
-
-
-def test_different_kinds_also_asynchronously() -> None:
-    for message in run_ranks(different_kinds, 3):
-        assert re.match(
-            r"#2: ranks 0,1 all_reduce sum f32\[1024\] at .*; rank 2 all_gather i64\[\*\] at ",
-            message,
-        )
+@pytest.mark.parametrize(
+    ("attempt", "workers", "code", "number", "calls"),
+    [
+        (
+            m7_opposite_order,
+            2,
+            "collective-places-differ",
+            1,
+            rf"rank 0 all_reduce sum f32\[3\] {HERE}; rank 1 all_reduce sum f32\[3\] {HERE}",
+        ),
+        (
+            m22_different_sizes,
+            3,
+            "collective-mismatch",
+            1,
+            rf"ranks 0,2 all_reduce sum f32\[3\] {HERE}; rank 1 all_reduce sum f32\[2\] {HERE}",
+        ),
+        (
+            different_kinds,
+            3,
+            "collective-mismatch",
+            2,
+            rf"ranks 0,1 all_reduce sum f32\[1024\] {HERE}; rank 2 all_gather i64\[\*\] {HERE}",
+        ),
+    ],
+)
+def test_different_collectives_are_told_on_all_ranks_and_nothing_is_mixed(
+    attempt: Callable[[Group, Tensor], None], workers: int, code: str, number: int, calls: str
+) -> None:
+    for rank, (raised, values, tensor) in enumerate(on_team(mismatch, workers, (attempt,))):
+        assert (raised, values["number"]) == (code, number)
+        assert re.fullmatch(calls, values["calls"])
+        assert tensor == [1.0 + rank] * 3
 
 
 def uneven(world: lockstep.World) -> str:
@@ -109,8 +119,7 @@ def uneven(world: lockstep.World) -> str:
 def test_m21_a_rank_that_ends_early_is_named_on_all_ranks() -> None:
     for message in run_ranks(uneven, 2):
         assert re.match(
-            r"#6: rank 0 end of the world \(close\); rank 1 all_reduce sum f32\[8\] at"
-            r" test_fingerprints.py:\d+\.",
+            rf"#6: rank 0 end of the world \(close\); rank 1 all_reduce sum f32\[8\] {HERE}\.",
             message,
         )
 
@@ -131,27 +140,24 @@ def test_a_dead_rank_is_an_error_and_no_hang() -> None:
         run_ranks(dies, 2)
 
 
-def late(world: lockstep.World, flag: str) -> str:
-    world.group.timeout = timedelta(seconds=0.3)
-    if world.rank == 0:
-        try:
-            collectives.all_reduce(torch.zeros(8))
-        except CollectiveTimeout as error:
-            open(flag, "w").close()
-            world.close(failed=True)
-            return f"{error.missing} {re.sub(r':[0-9]+', ':N', str(error))}"
-    while not os.path.exists(flag):  # alive, but elsewhere, until rank 0 has given up
-        time.sleep(0.01)
-    world.close(failed=True)
-    return ""
+def late(world: lockstep.World) -> list[tuple[dict[str, Any], str]]:
+    errors = []
+    for algorithm in ("native", "shared_memory"):
+        with group_of_its_own(world) as group:
+            group.timeout = timedelta(seconds=0.3)
+            if world.rank == 0:
+                with pytest.raises(CollectiveTimeout) as caught:
+                    collectives.all_reduce(torch.zeros(8), algorithm=algorithm, group=group)
+                errors.append((caught.value.values, str(caught.value)))
+            world.barrier()  # rank 1 is alive, but elsewhere, until rank 0 has given up
+    return errors
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    assert (
-        run_ranks(late, 2, args=(str(tmp_path / "given-up"),))[0]
-        == "(1,) #1: all_reduce sum f32[8] at test_fingerprints.py:N: rank 1 did not come within the"
-        " timeout of 0.3 s. Look in the logs of these ranks, or raise --timeout. [collective-timeout]"
-    )
+def test_a_rank_that_does_not_come_is_named() -> None:
+    for values, message in on_team(late, 2)[0]:
+        assert re.fullmatch(rf"all_reduce sum f32\[8\] {HERE}", values["call"])
+        assert (values["number"], values["missing"], values["seconds"]) == (1, [1], 0.3)
+        assert "rank 1 did not come within the timeout of 0.3 s" in message
 
 
 def far_ahead(world: lockstep.World) -> float:
@@ -164,7 +170,7 @@ def far_ahead(world: lockstep.World) -> float:
 
 
 def test_hundreds_in_flight() -> None:
-    assert run_ranks(far_ahead, 2) == [2 * sum(range(400))] * 2
+    assert on_team(far_ahead, 2) == [2 * sum(range(400))] * 2
 
 
 def test_ranks_are_listed_shortly() -> None:

@@ -11,16 +11,18 @@ import torch
 
 import lockstep
 from lockstep import collectives
-from lockstep.testing import run_ranks
+from tests.collectives.tidy import tidied
+from tests.teams import on_team
 
 
+@tidied
 def every_collective(world: lockstep.World, algorithm: Any) -> list[list[float]]:
     found: list[list[float]] = []
     rank, size = world.rank, world.size
     moving: Any = "auto" if algorithm == "ring" else algorithm
 
     def note(*results: torch.Tensor) -> None:
-        found.extend(each.flatten().tolist() for each in results)
+        found.extend(tensor.flatten().tolist() for tensor in results)
 
     with torch.inference_mode():
         mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t() + rank
@@ -52,7 +54,7 @@ def every_collective(world: lockstep.World, algorithm: Any) -> list[list[float]]
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
 def test_results_are_those_of_ordinary_tensors(algorithm: str) -> None:
-    found = run_ranks(every_collective, 2, args=(algorithm,))
+    found = on_team(every_collective, 2, args=(algorithm,))
     both = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
     for rank, mine in enumerate(found):
         assert mine[0] == (2 * both + 1).flatten().tolist()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,88 +116,28 @@ def test_rounds_written_out_are_the_same_schedule(kind: Kind, name: str) -> None
         assert prove(written_out(built)) == prove(built)
 
 
-ALL = ("all_reduce", 2, 1)
+add, copy = partial(together, reduce=True), partial(together, reduce=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "world", "cells", "rounds", "code", "values"),
     [
-        (
-            *ALL,
-            [together(0, 5, reduce=True)],
-            "schedule-wrong-ranks",
-            {"number": 1, "src": 0, "dst": 5, "last": 1},
-        ),
-        (
-            *ALL,
-            [together(1, 1, reduce=True)],
-            "schedule-wrong-ranks",
-            {"number": 1, "src": 1, "dst": 1, "last": 1},
-        ),
-        (
-            *ALL,
-            [together(1, 0, reduce=True)],
-            "schedule-incomplete",
-            {"rank": 1, "cell": 0, "ranks": [0]},
-        ),
-        (
-            *ALL,
-            [together(1, 0, reduce=False)],
-            "schedule-loses-contributions",
-            {"number": 1, "cell": 0, "src": 1, "dst": 0, "ranks": [0]},
-        ),
-        (
-            *ALL,
-            [together(1, 0, reduce=True)] * 2,
-            "schedule-counts-twice",
-            {"number": 2, "cell": 0, "src": 1, "dst": 0, "ranks": [1]},
-        ),
-        (
-            "all_reduce",
-            3,
-            1,
-            [together([1, 2], [0, 0], reduce=True)],
-            "schedule-order-left-to-chance",
-            {"number": 1, "cell": 0, "src": 2, "dst": 0},
-        ),
-        (
-            "broadcast",
-            3,
-            1,
-            [together(1, 2, reduce=False)],
-            "schedule-sends-what-it-lacks",
-            {"number": 1, "cell": 0, "src": 1, "dst": 2},
-        ),
-        (
-            "broadcast",
-            2,
-            1,
-            [together(0, 1, reduce=False)] * 2,
-            "schedule-sends-nothing-new",
-            {"number": 2, "cell": 0, "src": 0, "dst": 1},
-        ),
-        (
-            "broadcast",
-            2,
-            1,
-            [together(0, 1, reduce=True)],
-            "schedule-adds-to-nothing",
-            {"number": 1, "cell": 0, "src": 0, "dst": 1},
-        ),
-        (
-            "all_gather",
-            2,
-            2,
-            [together(0, 1, 0, reduce=False)],
-            "schedule-incomplete",
-            {"rank": 0, "cell": 1, "ranks": [1]},
-        ),
+        ("all_reduce", 2, 1, [add(0, 5)], "wrong-ranks", {"src": 0, "dst": 5, "last": 1}),
+        ("all_reduce", 2, 1, [add(1, 1)], "wrong-ranks", {"src": 1, "dst": 1, "last": 1}),
+        ("all_reduce", 2, 1, [add(1, 0)], "incomplete", {"rank": 1, "cell": 0, "ranks": [0]}),
+        ("all_reduce", 2, 1, [copy(1, 0)], "loses-contributions", {"number": 1, "ranks": [0]}),
+        ("all_reduce", 2, 1, [add(1, 0)] * 2, "counts-twice", {"number": 2, "ranks": [1]}),
+        ("all_reduce", 3, 1, [add([1, 2], [0, 0])], "order-left-to-chance", {"src": 2, "dst": 0}),
+        ("broadcast", 3, 1, [copy(1, 2)], "sends-what-it-lacks", {"number": 1, "src": 1}),
+        ("broadcast", 2, 1, [copy(0, 1)] * 2, "sends-nothing-new", {"number": 2, "dst": 1}),
+        ("broadcast", 2, 1, [add(0, 1)], "adds-to-nothing", {"cell": 0, "src": 0, "dst": 1}),
+        ("all_gather", 2, 2, [copy(0, 1, 0)], "incomplete", {"rank": 0, "cell": 1, "ranks": [1]}),
     ],
 )
 def test_what_is_wrong_is_said(
     kind: Kind, world: int, cells: int, rounds: list[Round], code: str, values: dict[str, Any]
 ) -> None:
-    with refused(code, ScheduleError, **values):
+    with refused(f"schedule-{code}", ScheduleError, **values):
         prove(Schedule("by hand", kind, world, cells, tuple(rounds)))
 
 
@@ -205,10 +146,7 @@ def test_ranks_that_add_in_different_orders_are_told() -> None:
     rounds, and not the same bits.
     """
     ranks = np.arange(4)
-    rounds = (
-        together(ranks, (ranks + 1) % 4, reduce=True),
-        together(ranks, (ranks + 2) % 4, reduce=True),
-    )
+    rounds = (add(ranks, (ranks + 1) % 4), add(ranks, (ranks + 2) % 4))
     proof = prove(Schedule("by hand", "all_reduce", 4, 1, rounds))
     assert proof.orders == {0: "((0+3)+(1+2))"}  # rank 0's; rank 1 has ((0+1)+(2+3))
     assert not proof.same_bits

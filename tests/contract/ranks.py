@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import multiprocessing as mp
 import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -36,18 +39,60 @@ RANKS = 2
 # seconds of one body: what hangs is ended, and a machine that is ten times slower is not
 LIMIT = 120.0
 PASSED = "passed"
+ROOT = Path(__file__).parents[2]
 
-Case = Callable[[str, int], unittest.TestCase]
 
-
-def without_expecttest() -> None:
-    """torch's test classes derive from expecttest's, which its wheel does not require. No body
-    that runs here uses what it adds.
+def torchs_helpers() -> Any:
+    """Set what torch's tests read while they are imported, and return their common module. They
+    are those for CPUs.
     """
+    os.environ.update(
+        BACKEND="gloo",
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",
+    )
+    # torch's test classes derive from expecttest's, which its wheel does not require. No body that
+    # runs here uses what it adds.
     module = types.ModuleType("expecttest")
     module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     module.ACCEPT = False  # type: ignore[attr-defined]
     sys.modules.setdefault("expecttest", module)
+
+    from torch.testing._internal import common_distributed
+
+    common_distributed.skip_if_no_gpu = lambda body: body
+    common_distributed.init_multigpu_helper = lambda size, backend: {
+        rank: [rank] for rank in range(size)
+    }
+    return common_distributed
+
+
+def bodies(suite: type[unittest.TestCase], *, of_wrapper: bool) -> list[str]:
+    """Return the names of the suite's tests that use torch's wrapper, themselves or through a
+    helper; or of those that do not.
+    """
+    base = suite.__mro__[1]
+    sources = {
+        name: inspect.getsource(body)
+        for name, body in vars(base).items()
+        if inspect.isfunction(body)
+    }
+    using = {
+        name
+        for name, text in sources.items()
+        if "DistributedDataParallel" in text or "ddp" in name.lower()
+    }
+    while more := {
+        name
+        for name, text in sources.items()
+        if name not in using and any(f"self.{other}(" in text for other in using)
+    }:
+        using |= more
+    others = {name for name in sources if name not in using and "nccl" not in name}
+    names = using if of_wrapper else others
+    return sorted(name for name in names if name.startswith("test_"))
 
 
 class OnCpu(TorchFunctionMode):
@@ -101,59 +146,55 @@ def gpus_are_cpus() -> None:
 
 
 def run(
-    names: Sequence[str], case: Case, limit: float = LIMIT, backend: str = "gloo"
+    names: Sequence[str], suite: Callable[[str], Any], limit: float = LIMIT, backend: str = "gloo"
 ) -> dict[str, str]:
-    """Run every body in both ranks; what became of each."""
-    found: dict[str, str] = {}
+    """Run every body in both ranks, and return what became of each."""
+    outcomes: dict[str, str] = {}
     gc.collect()
     # each body ends with a collection, which would look at all of torch and its tests: nine tenths
     # of a body's CPU time
     gc.freeze()
     left = list(names)
     while left:
-        left = left[_some(left, case, limit, backend, found) :]
-    return found
+        left = left[_some(left, suite, limit, backend, outcomes) :]
+    return outcomes
 
 
 def _some(
-    names: Sequence[str], case: Case, limit: float, backend: str, found: dict[str, str]
+    names: Sequence[str],
+    suite: Callable[[str], Any],
+    limit: float,
+    backend: str,
+    outcomes: dict[str, str],
 ) -> int:
     """Run bodies in two new ranks until the ranks cannot be used any more; how many were run."""
     with tempfile.TemporaryDirectory(prefix="lockstep-contract-") as folder:
         context = mp.get_context("fork")
         pipes = [context.Pipe() for _ in range(RANKS)]
         ranks = [
-            context.Process(target=_rank, args=(rank, Path(folder), pipes, case, backend))
+            context.Process(target=_rank, args=(rank, Path(folder), pipes, suite, backend))
             for rank in range(RANKS)
         ]
         for process in ranks:
             process.start()
         try:
             for number, name in enumerate(names):
-                outcomes = [
+                for pipe, _ in pipes:
+                    pipe.send(name)
+                results = [
                     _outcome(pipe, process, limit)
-                    for (pipe, _), process in zip(_told(pipes, name), ranks, strict=True)
+                    for (pipe, _), process in zip(pipes, ranks, strict=True)
                 ]
-                found[name] = next((outcome for outcome in outcomes if outcome != PASSED), PASSED)
-                if found[name] != PASSED:
-                    found[name] += "".join(
-                        f"\n{each.name}: {each.read_text()[-1500:]}"
-                        for each in Path(folder).glob("output-*")
-                    )
+                outcomes[name] = next((result for result in results if result != PASSED), PASSED)
+                if outcomes[name] != PASSED:
+                    for output in Path(folder).glob("output-*"):
+                        outcomes[name] += f"\n{output.name}: {output.read_text()[-1500:]}"
                     return number + 1
             return len(names)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-
-
-def _told(
-    pipes: Sequence[tuple[Connection, Connection]], name: str
-) -> Sequence[tuple[Connection, Connection]]:
-    for pipe, _ in pipes:
-        pipe.send(name)
-    return pipes
 
 
 def _outcome(pipe: Connection, process: Any, limit: float) -> str:
@@ -170,7 +211,7 @@ def _rank(
     rank: int,
     folder: Path,
     pipes: Sequence[tuple[Connection, Connection]],
-    case: Case,
+    suite: Callable[[str], Any],
     backend: str,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -192,16 +233,17 @@ def _rank(
     )
     with suppress(EOFError):
         while True:
-            pipe.send(_body(case, pipe.recv(), rank))
+            pipe.send(_body(suite, pipe.recv(), rank))
 
 
-def _body(case: Case, name: str, rank: int) -> str:
+def _body(suite: Callable[[str], Any], name: str, rank: int) -> str:
     """Run one body; PASSED, or the end of its traceback."""
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            test = case(name, rank)
+            test = suite(name)
+            test.rank = rank
             with OnCpu():
                 getattr(test, name)()
             test.doCleanups()
@@ -216,16 +258,34 @@ def _body(case: Case, name: str, rank: int) -> str:
     return PASSED
 
 
-def main(names: Sequence[str], case: Case, backend: str = "gloo") -> None:
+def main(names: Sequence[str], suite: Callable[[str], Any], backend: str = "gloo") -> None:
     """Run the bodies that the command line asks for, and write what became of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=names)
-    parser.add_argument("--but", nargs="+", default=[])
+    parser.add_argument("--but", nargs="+", default=[], help="regular expressions")
     asked = parser.parse_args()
-    found = run(
-        [name for name in names if name in asked.only and name not in asked.but],
-        case,
-        backend=backend,
+    left_out = re.compile("|".join(asked.but) or "$^")
+    chosen = [name for name in names if name in asked.only and not left_out.fullmatch(name)]
+    asked.out.write_text(json.dumps(run(chosen, suite, backend=backend), indent=1))
+
+
+# -- for the tests that run these suites -----------------------------------------------------------
+
+
+def outcomes_of(suite: str, out: Path, *arguments: str) -> dict[str, str]:
+    """Run a suite in processes of its own: what became of each body."""
+    command = [sys.executable, "-m", f"tests.contract.{suite}", str(out), *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+    outcomes: dict[str, str] = json.loads(out.read_text())
+    return outcomes
+
+
+def check(outcomes: Mapping[str, str], guide: str) -> None:
+    """Bodies fail if and only if the guide's table says that they stay different."""
+    text = (ROOT / "docs" / "guide" / guide).read_text()
+    different = set(re.findall(r"^\| `(test_\w+)` \|", text, re.MULTILINE))
+    failed = {name: outcome for name, outcome in outcomes.items() if outcome != PASSED}
+    assert set(failed) == different, "\n\n".join(
+        f"{name}\n{outcome}" for name, outcome in failed.items() if name not in different
     )
-    asked.out.write_text(json.dumps(found, indent=1))

@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import LateGradient, UsageError, WorkerFailed
-from lockstep.testing import run_ranks
+from lockstep.errors import LateGradient, LockstepError, UsageError
+from lockstep.launcher.failures import readable_traceback
 from tests import zoo
+from tests.collectives.tidy import group_of_its_own
 from tests.refused import refused
+from tests.teams import on_team
 
 Make = Callable[..., Any]
 Case = Callable[[Make, int], Iterator[Tensor | None]]
@@ -76,44 +79,22 @@ def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
     yield from ddp.state_dict().values()
 
 
-class Counts(Joinable, JoinHook):
-    """Something else that takes part in a join: adds up over all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = torch.zeros(1)
-
-    def __call__(self, mine: float) -> None:
-        Join.notify_join_context(self)
-        mine_and_theirs = torch.tensor([mine])
-        dist.all_reduce(mine_and_theirs)
-        self.total += mine_and_theirs
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        return self
-
-    def main_hook(self) -> None:
-        dist.all_reduce(torch.zeros(1))
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
-
-
-def joined_with_another(make: Make, rank: int) -> Iterator[Tensor | None]:
-    ddp, counts = make(zoo.build("mlp")), Counts()
-    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    with Join([ddp, counts]):
-        for number in range(2 + 2 * rank):
-            step(ddp, sgd, rank, number)
-            counts(number + 1.0)
-    yield from ddp.parameters()
-    if rank:
-        yield counts.total
+def joined_with_a_sharded_optimizer(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """A rank without inputs goes on updating its share of the weights (of several tensors, or of
+    one): they are those of a plain optimizer under torch's wrapper.
+    """
+    for features in (3, 700):
+        torch.manual_seed(3)
+        ddp = make(nn.Linear(6, features))
+        if make is lockstep.DistributedDataParallel:
+            sgd: Any = lockstep.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.02)
+            joinables = [ddp, sgd]
+        else:
+            sgd, joinables = torch.optim.SGD(ddp.parameters(), lr=0.02), [ddp]
+        with Join(joinables):
+            for number in range(2 + 2 * rank):
+                step(ddp, sgd, rank, number)
+        yield from ddp.parameters()
 
 
 def adversarial(make: Make, rank: int) -> Iterator[Tensor | None]:
@@ -277,10 +258,25 @@ def unused(make: Make, rank: int) -> Iterator[Tensor | None]:
     yield from gradients(ddp)
 
 
+def joined_with_unused_parameters(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """Batches of unequal number, with parameters that one rank does not use, and a hook."""
+    ddp = make(Branches(), find_unused_parameters=True)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    with ddp.join():
+        for number in range(2 + 3 * rank):
+            x, y = batch(rank, number)
+            sgd.zero_grad()
+            zoo.loss_sum(ddp(x, number % 2 == rank), y).backward()
+            sgd.step()
+    yield from ddp.parameters()
+
+
 CASES: list[Case] = [
+    joined_with_unused_parameters,
     joined_twice,
     joined_with_buffers,
-    joined_with_another,
+    joined_with_a_sharded_optimizer,
     adversarial,
     copied,
     sparse,
@@ -294,32 +290,30 @@ CASES: list[Case] = [
 ]
 
 
-def run_case(world: lockstep.World, name: str) -> list[list[Tensor | None]]:
-    (case,) = (each for each in CASES if each.__name__ == name)
-    found = []
-    for make in (nn.parallel.DistributedDataParallel, lockstep.DistributedDataParallel):
-        torch.manual_seed(3)
-        found.append(
-            [None if each is None else each.detach().clone() for each in case(make, world.rank)]
+def compared(world: lockstep.World, name: str) -> int:
+    (case,) = (case for case in CASES if case.__name__ == name)
+    torch.manual_seed(3)
+    theirs = list(map(cloned, case(nn.parallel.DistributedDataParallel, world.rank)))
+    torch.manual_seed(3)
+    ours = list(map(cloned, case(lockstep.DistributedDataParallel, world.rank)))
+    for number, (result, expected) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(
+            result,
+            expected,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, number=number: f"value {number}: {text}",
         )
-    return found
+    return len(ours)
+
+
+def cloned(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
 
 
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_torchs_wrapper_and_ours_agree(name: str) -> None:
-    for theirs, ours in run_ranks(run_case, 2, args=(name,)):
-        assert len(theirs) == len(ours) > 0
-        for number, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            assert (a is None) == (b is None), number
-            if a is not None and b is not None:
-                assert a.dtype == b.dtype
-                torch.testing.assert_close(
-                    b,
-                    a,
-                    rtol=1e-5,
-                    atol=1e-6,
-                    msg=lambda text, number=number: f"value {number}: {text}",
-                )
+    assert min(on_team(compared, 2, (name,))) > 0
 
 
 def doubled(world: lockstep.World) -> list[Tensor]:
@@ -351,42 +345,35 @@ def test_the_mean_where_torchs_wrapper_does_not_have_it(
         for number in range(batches):
             x, y = batch(rank, number)
             (zoo.loss_sum(plain(x.to(dtype)), y) / 2).backward()
-    for found in run_ranks(use, 2):
-        for ours, parameter in zip(found, plain.parameters(), strict=True):
+    for averaged in on_team(use, 2):
+        for ours, parameter in zip(averaged, plain.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def attributes(world: lockstep.World) -> dict[str, Any]:
+def attributes(world: lockstep.World) -> tuple[Tensor, Tensor]:
     ddp = lockstep.DistributedDataParallel(
         zoo.build("mlp"),
         bucket_cap_mb_list=[0.0001, 0.001],
         check_reduction=True,
         batched_grad_copy=True,
     )
-    assert ddp.process_group is dist.group.WORLD
-    assert ddp.join_process_group is dist.group.WORLD
-    found: dict[str, Any] = {
-        name: getattr(ddp, name)
-        for name in ("require_backward_grad_sync", "forward_sync_buffers", "device_mesh")
-    }
+    assert ddp.process_group is ddp.join_process_group is dist.group.WORLD
+    assert ddp.require_backward_grad_sync is ddp.forward_sync_buffers is True
+    assert ddp.device_mesh is None
     ddp.require_backward_grad_sync = False
     x, y = batch(world.rank, 0)
     zoo.loss_sum(ddp(x), y).backward()
-    found["own"] = ddp.module[0].weight.grad.clone()
+    own = ddp.module[0].weight.grad.clone()
     ddp.require_backward_grad_sync = True
     zoo.loss_sum(ddp(x), y).backward()
-    found["mean"] = ddp.module[0].weight.grad.clone()
-    return found
+    return own, ddp.module[0].weight.grad.clone()
 
 
 def test_names_that_libraries_read() -> None:
-    first, second = run_ranks(attributes, 2)
-    assert first["require_backward_grad_sync"] is True
-    assert first["forward_sync_buffers"] is True
-    assert first["device_mesh"] is None
-    assert not torch.equal(first["own"], second["own"])
-    torch.testing.assert_close(first["mean"], first["own"] + second["own"])
-    assert torch.equal(first["mean"], second["mean"])
+    (first, mean), (second, same) = on_team(attributes, 2)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(mean, first + second)
+    assert torch.equal(mean, same)
 
 
 def no_future(state: object, bucket: Any) -> Any:
@@ -419,20 +406,14 @@ def test_communication_hooks_are_checked() -> None:
                 zoo.loss_sum(ddp(x), y).backward()
 
 
-def diverged(world: lockstep.World) -> None:
+def diverged(world: lockstep.World, mode: str) -> None:
+    """In evaluation, as a fine-tuning; or only the wrapper is, as in Lightning after a
+    validation.
+    """
     ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    with torch.no_grad():
-        ddp.module[0].weight += world.rank
-    for number in range(2):
-        x, y = batch(world.rank, number)
-        zoo.loss_sum(ddp(x), y).backward()
-
-
-def diverged_in_evaluation(world: lockstep.World, whole: bool) -> None:
-    """A fine-tuning in eval mode; or, as in Lightning after a validation, only the wrapper is."""
-    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    ddp.eval()
-    ddp.module.train(not whole)
+    ddp.train(mode == "training")
+    if mode == "wrapper in evaluation":
+        ddp.module.train()
     with torch.no_grad():
         ddp.module[0].weight += world.rank
     for number in range(4):
@@ -440,61 +421,54 @@ def diverged_in_evaluation(world: lockstep.World, whole: bool) -> None:
         zoo.loss_sum(ddp(x), y).backward()
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_replicas_are_compared_also_in_evaluation_mode(whole: bool) -> None:
-    with pytest.raises(WorkerFailed, match="ReplicaDivergence"):
-        run_ranks(diverged_in_evaluation, 2, args=(whole,))
-
-
-def without_gradients(world: lockstep.World) -> None:
+def without_gradients(world: lockstep.World, mode: str) -> None:
     ddp = lockstep.DistributedDataParallel(Branches())
     x, y = batch(world.rank, 0)
     zoo.loss_sum(ddp(x, True), y).backward()
 
 
-def mismatched(world: lockstep.World) -> None:
-    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    x, y = batch(world.rank, 0)
-    if world.rank:
-        world.group.all_gather(torch.ones(3), place="of rank 1 alone")
-    zoo.loss_sum(ddp(x), y).backward()
+def mismatched(world: lockstep.World, mode: str) -> None:
+    with group_of_its_own(world) as group:
+        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"), process_group=group.process_group)
+        x, y = batch(world.rank, 0)
+        if world.rank:
+            group.all_gather(torch.ones(3), place="of rank 1 alone")
+        zoo.loss_sum(ddp(x), y).backward()
+
+
+def shown(world: lockstep.World, use: Callable[..., None], mode: str) -> tuple[str, str]:
+    """The kind of error that is raised, and how a launcher shows it."""
+    with pytest.raises(LockstepError) as caught:
+        use(world, mode)
+    return caught.type.__name__, readable_traceback(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("use", "error"),
+    ("use", "mode", "error"),
     [
-        (diverged, "ReplicaDivergence"),
-        (without_gradients, "UnusedParameters"),
-        (mismatched, "CollectiveMismatch"),
+        (diverged, "training", "ReplicaDivergence"),
+        (diverged, "evaluation", "ReplicaDivergence"),
+        (diverged, "wrapper in evaluation", "ReplicaDivergence"),
+        (without_gradients, "training", "UnusedParameters"),
+        (mismatched, "training", "CollectiveMismatch"),
     ],
 )
 def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep(
-    use: Callable[..., None], error: str
+    use: Callable[..., None], mode: str, error: str
 ) -> None:
-    with pytest.raises(WorkerFailed) as found:
-        run_ranks(use, 2)
-    assert error in found.value.traceback
-    assert __file__ in found.value.traceback
-    assert str(Path(lockstep.__file__).parent) not in found.value.traceback
-
-
-class Changing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.later = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, more: bool) -> Tensor:
-        found: Tensor = self.always(x) + self.later(x) if more else self.always(x)
-        return found
+    for kind, text in on_team(shown, 2, (use, mode)):
+        assert kind == error
+        assert __file__ in text
+        assert str(Path(lockstep.__file__).parent) not in text
 
 
 def test_what_a_static_graph_does_not_have_is_named() -> None:
     with lockstep.init():
         x, y = batch(0, 0)
-        ddp = lockstep.DistributedDataParallel(Changing(), static_graph=True)
-        zoo.loss_sum(ddp(x, False), y).backward()
-        with pytest.raises(LateGradient, match="'later"):
-            zoo.loss_sum(ddp(x, True), y).backward()
+        ddp = lockstep.DistributedDataParallel(Branches(), static_graph=True)
+        zoo.loss_sum(ddp(x, True), y).backward()
+        with pytest.raises(LateGradient, match="'right"):
+            zoo.loss_sum(ddp(x, False), y).backward()
         with refused("static-graph-too-late"):
             ddp._set_static_graph()
 
@@ -519,22 +493,15 @@ def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> Non
         assert ddp.forward_sync_buffers
 
 
-def in_distributed_autograd(world: lockstep.World, store: str) -> str:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    x, y = batch(0, 0)
-    zoo.loss_sum(ddp(x), y).backward()
-    try:
-        with dist.autograd.context():
-            ddp(x)
-        return "nothing said"
-    except UsageError as error:
-        return str(error)
-    finally:
-        rpc.shutdown()
-
-
+@pytest.mark.filterwarnings("ignore:You are using a Backend")  # torch.distributed.rpc
 def test_a_distributed_autograd_context_is_refused(tmp_path: Path) -> None:
-    (said,) = run_ranks(in_distributed_autograd, 1, args=(str(tmp_path / "store"),))
-    assert said.startswith("in a distributed autograd context")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
+    x, _ = batch(0, 0)
+    with lockstep.init():
+        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            with dist.autograd.context(), refused("distributed-autograd"):
+                ddp(x)
+        finally:
+            rpc.shutdown()

@@ -6,8 +6,6 @@ WRAPPER=torch python -m tests.contract.torch_ddp OUT                # torch's ow
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import os
 import unittest
 from functools import partial
@@ -20,24 +18,10 @@ from torch import nn
 
 from tests.contract import ranks
 
-os.environ.update(
-    BACKEND="gloo",
-    WORLD_SIZE=str(ranks.RANKS),
-    MASTER_ADDR="127.0.0.1",
-    MASTER_PORT="0",
-    PYTORCH_PRINT_REPRO_ON_FAILURE="0",
-)
-ranks.without_expecttest()
-
-from torch.testing._internal import common_distributed  # noqa: E402
-
-common_distributed.skip_if_no_gpu = lambda body: body
+common_distributed = ranks.torchs_helpers()
 common_distributed.skip_if_lt_x_gpu = lambda count, **more: (
     (lambda body: body) if count <= ranks.RANKS else _skipped
 )
-common_distributed.init_multigpu_helper = lambda size, backend: {
-    rank: [rank] for rank in range(size)
-}
 common_distributed.with_dist_debug_levels = lambda levels: lambda body: body
 
 
@@ -102,19 +86,6 @@ theirs.dist.new_subgroups = partial(dist.new_subgroups, ranks.RANKS)
 theirs.verify_ddp_error_logged = lambda wrapper, text: None
 
 
-class Unused(nn.Module):
-    """On one rank a parameter is not used."""
-
-    def __init__(self, without: int) -> None:
-        super().__init__()
-        self.first, self.last = theirs.Task(), theirs.Task()
-        self.without = without
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        found: torch.Tensor = self.last(x if rank == self.without else self.first(x))
-        return found
-
-
 class Suite(theirs.DistributedTest._DistTestBase, TestCase):  # type: ignore[misc]
     rank = 0
     world_size = ranks.RANKS
@@ -122,81 +93,6 @@ class Suite(theirs.DistributedTest._DistTestBase, TestCase):  # type: ignore[mis
     def _barrier(self, *args: object, **kwargs: object) -> None:
         dist.barrier()
 
-    def test_ddp_uneven_inputs_of_small_models(self) -> None:
-        """torch's test_ddp_uneven_inputs without its large convolution, which takes a CPU an
-        hour.
-        """
-        ones = torch.ones(1, 2)
-        power = theirs.powerSGD.PowerSGDState(
-            None, start_powerSGD_iter=1, warm_start=False, use_error_feedback=False
-        )
-        cases = [
-            theirs.DDPUnevenTestInput("batch norm", theirs.BatchNormNet(), ones, 1),
-            theirs.DDPUnevenTestInput("linear", nn.Linear(20, 20), torch.ones(1, 20), 1),
-            theirs.DDPUnevenTestInput("unused_params_model", Unused(1), (ones, self.rank), 1),
-            theirs.DDPUnevenTestInput("unused_params_model", Unused(0), (ones, self.rank), 1),
-            theirs.DDPUnevenTestInput(
-                "hook",
-                nn.Linear(20, 20),
-                torch.ones(1, 20),
-                1,
-                False,
-                theirs.default.allreduce_hook,
-                None,
-            ),
-            theirs.DDPUnevenTestInput(
-                "hook",
-                nn.Linear(20, 20),
-                torch.ones(1, 20),
-                1,
-                False,
-                theirs.powerSGD.powerSGD_hook,
-                power,
-            ),
-        ]
-        # torch's body steps inside no_sync(): where ranks use other parameters their replicas then
-        # differ, which ours finds
-        cases += [
-            each._replace(sync_interval=number + 2)
-            for number, each in enumerate(cases)
-            if "unused" not in each.name
-        ]
-        cases += [each._replace(throw_on_early_termination=True) for each in cases]
-        for each, first in itertools.product(cases, (0, 5)):
-            self._run_uneven_inputs_test(
-                each, {0: first, 1: first + 2}, find_unused_params="unused" in each.name
-            )
-
-
-def names() -> list[str]:
-    """The bodies that use the wrapper, themselves or through a helper."""
-    bodies = {
-        name: inspect.getsource(body)
-        for name, body in vars(theirs.DistributedTest._DistTestBase).items()
-        if inspect.isfunction(body)
-    }
-    using = {
-        name
-        for name, text in bodies.items()
-        if "DistributedDataParallel" in text or "ddp" in name.lower()
-    }
-    while more := {
-        name
-        for name, text in bodies.items()
-        if name not in using and any(f"self.{other}(" in text for other in using)
-    }:
-        using |= more
-    return sorted(
-        {name for name in using if name.startswith("test_")}
-        | {name for name in vars(Suite) if name.startswith("test_")}
-    )
-
-
-def case(name: str, rank: int) -> unittest.TestCase:
-    test = Suite(name)
-    test.rank = rank
-    return test
-
 
 if __name__ == "__main__":
-    ranks.main(names(), case)
+    ranks.main(ranks.bodies(Suite, of_wrapper=True), Suite)

@@ -16,14 +16,18 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import lockstep
+from lockstep import collectives
 from lockstep.errors import LockstepError
 from lockstep.runtime import private
 from lockstep.runtime.slurm_step import Step
 from lockstep.world import rendezvous
 from lockstep.world.rendezvous import across_hosts
 from tests.refused import refused
+from tests.world.siblings import run_siblings
 
 SOON = timedelta(seconds=20)
 
@@ -43,10 +47,8 @@ def task(rank: int, nodelist: str = "localhost,elsewhere") -> Step:
 
 def test_they_meet_and_keep_apart_from_other_steps() -> None:
     with ThreadPoolExecutor(2) as pool:
-        stores = [
-            each.result()
-            for each in [pool.submit(across_hosts, task(rank), SOON) for rank in (1, 0)]
-        ]
+        second, first = (pool.submit(across_hosts, task(rank), SOON) for rank in (1, 0))
+        stores = [second.result(), first.result()]
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert across_hosts(task(0), SOON) is stores[1]  # of a second world
@@ -169,49 +171,31 @@ def test_the_store_is_private(home: Path) -> None:
         rendezvous.publish_store_file("job")
 
 
-_TWO_WORLDS = """
-import sys, lockstep
-rank = int(sys.argv[1])
-sums = []
-for world_number in (1, 2):  # a second world of the same processes has a store of its own
-    with lockstep.init(rank=rank, world_size=2, backend="gloo") as world:
-        tensor = torch.tensor([10.0 * world_number + rank])
-        lockstep.collectives.all_reduce(tensor)
-        sums.append(tensor.item())
-print(sums)
-"""
+def two_worlds(rank: int) -> list[tuple[float, int]]:
+    """A second world of the same processes has a store of its own."""
+    sums = []
+    for number in (1, 2):
+        with lockstep.init(rank=rank, world_size=3, backend="gloo") as world:
+            total = collectives.all_reduce(torch.tensor([10.0 * number + rank])).item()
+            sums.append((total, world.local_size))
+    return sums
 
 
 def test_siblings_join_twice_and_leave_nothing(home: Path) -> None:
-    code = f"import torch, lockstep.collectives\n{_TWO_WORLDS}"
-    environment = {**os.environ, "TMPDIR": str(home.parent)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [rank.communicate()[0] for rank in ranks] == ["[21.0, 41.0]\n"] * 2
+    assert run_siblings(two_worlds, 3)[0] == [[(33.0, 3), (63.0, 3)]] * 3
     assert [*home.iterdir()] == []
 
 
+def key(rank: int) -> str:
+    return rendezvous.siblings_key({})
+
+
 def test_the_key_is_the_parents_unless_a_launcher_names_the_job() -> None:
-    code = "import os; from lockstep.world import rendezvous; print(rendezvous.siblings_key(os.environ))"
-    keys = [
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for _ in range(2)
-    ]
+    keys, _ = run_siblings(key, 2)
     assert keys == [f"{os.getpid()}-{private.start_time(os.getpid())}"] * 2
     assert rendezvous.siblings_key({}) != keys[0]
-    one, same, other = ({"PMIX_NAMESPACE": name} for name in ("a", "a", "../b"))
-    assert (
-        rendezvous.siblings_key(one)
-        == rendezvous.siblings_key(same)
-        != rendezvous.siblings_key(other)
+    one, same, other = (
+        rendezvous.siblings_key({"PMIX_NAMESPACE": name}) for name in ("a", "a", "../b")
     )
-    assert "/" not in rendezvous.siblings_key(other)
+    assert one == same != other
+    assert "/" not in other

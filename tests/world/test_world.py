@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,16 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.errors import BarrierTimeout, LockstepError, LockstepWarning, UsageError
+from lockstep.errors import BarrierTimeout, LockstepWarning, PeerFailed, UsageError
 from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def test_plain_python_is_a_world_of_one() -> None:
     with lockstep.init() as world:
-        assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (
-            0,
-            1,
-            0,
-            1,
-            0,
-        )
+        assert (world.rank, world.local_rank, world.node) == (0, 0, 0)
+        assert (world.size, world.local_size) == (1, 1)
         assert world.device == torch.device("cpu")
         assert world.agree(True)
         assert not world.agree(False, "all")
@@ -91,21 +87,13 @@ def test_a_process_group_of_the_user_is_adopted_and_never_closed() -> None:
     ("arguments", "code", "values"),
     [
         ({"rank": 1}, "incomplete-settings", {"given": "rank=1", "lacking": "world_size"}),
-        (
-            {"world_size": 2},
-            "incomplete-settings",
-            {"given": "world_size=2", "lacking": "rank"},
-        ),
+        ({"world_size": 2}, "incomplete-settings", {"given": "world_size=2", "lacking": "rank"}),
         (
             {"rank": 2, "world_size": 2},
             "rank-out-of-range",
-            {"name": "rank", "value": 2, "size_name": "world_size", "size": 2},
+            {"name": "rank", "value": 2, "size": 2},
         ),
-        (
-            {"rank": 0, "world_size": 0},
-            "wrong-value",
-            {"name": "world_size", "value": 0},
-        ),
+        ({"rank": 0, "world_size": 0}, "wrong-value", {"name": "world_size", "value": 0}),
         ({"backend": "mpi"}, "torch-without-mpi", {}),
         ({"backend": "tcp"}, "unknown-choice", {"name": "backend", "value": "tcp"}),
         ({"device": "meta"}, "unknown-choice", {"name": "device", "value": "meta"}),
@@ -118,106 +106,81 @@ def test_contradictory_arguments_are_refused(
         lockstep.init(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"backend": "nccl"}, {"device": "cuda"}, {"backend": "gloo", "device": "cuda:1"}]
-)
-def test_a_gpu_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused("no-gpu-visible"):
-        lockstep.init(**arguments)
+    for backend, device in (("nccl", None), (None, "cuda"), ("gloo", "cuda:1")):
+        with refused("no-gpu-visible"):
+            lockstep.init(backend=backend, device=device)
 
 
 def test_more_local_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+        monkeypatch.setenv(name.replace("RANK", "WORLD_SIZE"), "4")
     with refused("more-ranks-than-gpus", local_rank=2, gpus=2):
         lockstep.init()
 
 
-def agreements(world: lockstep.World) -> tuple[bool, bool, bool, float, int]:
+def agreements(world: lockstep.World) -> tuple[bool, bool, bool, float]:
+    with refused("wrong-value", name="weight", value=-1.0):
+        world.mean(1.0, -1.0)
+    assert math.isnan(world.mean(float("nan"), 0.0))  # over nothing
     return (
         world.agree(world.rank == 1),
         world.agree(True, "all"),
         world.agree(world.rank != 1, "all"),
-        world.mean(float(world.rank), weight=float(world.rank)),
-        torch.get_num_threads(),
+        world.mean(float("nan") if world.rank == 0 else world.rank, weight=float(world.rank)),
     )
 
 
 def test_ranks_agree_and_average_by_weight() -> None:
-    assert run_ranks(agreements, 3) == [(True, True, False, (1 * 1 + 2 * 2) / 3, 1)] * 3
+    assert on_team(agreements, 3) == [(True, True, False, (1 * 1 + 2 * 2) / 3)] * 3
 
 
-def mean_of_nothing(world: lockstep.World) -> float:
-    with refused("wrong-value", name="weight", value=-1.0):
-        world.mean(1.0, -1.0)
-    return world.mean(float("nan"), 0.0)
-
-
-def test_a_mean_over_nothing_is_nan_and_a_weightless_nan_does_no_harm() -> None:
-    assert all(value != value for value in run_ranks(mean_of_nothing, 2))
-
-
-def late_at_a_barrier(world: lockstep.World, flag: str) -> tuple[tuple[int, ...], str]:
+def late_at_a_barrier(world: lockstep.World) -> tuple[tuple[int, ...], str, str]:
     world.barrier()
-    if world.rank == 1:
-        while not os.path.exists(flag):  # late until another rank has given up
-            time.sleep(0.01)
-    try:
+    if world.rank == 1:  # late until another rank has given up
+        world._store.wait(["the barrier was given up"], timedelta(minutes=5))
+    with pytest.raises(BarrierTimeout) as caught:
         world.barrier(timeout=timedelta(seconds=3))
-    except BarrierTimeout as error:
-        if world.rank == 0:
-            open(flag, "w").close()
-        return error.missing, str(error)
-    raise AssertionError("the barrier let a late rank pass")
+    if world.rank == 0:
+        world._store.set("the barrier was given up", "")
+    return caught.value.missing, caught.value.code, str(caught.value)
 
 
-def test_a_late_rank_is_named_on_all_ranks_also_on_itself(tmp_path: Path) -> None:
-    found = run_ranks(late_at_a_barrier, 3, args=(str(tmp_path / "given-up"),))
-    assert [missing for missing, _ in found] == [(1,)] * 3
-    sentence = "rank 1 of 3 did not reach the barrier within 3 s"
-    assert all(said.startswith(sentence) for _, said in found)
-    assert found[0][1].endswith("[barrier-timeout]")
-    assert found[1][1].endswith("[barrier-came-late]")
+def test_a_late_rank_is_named_on_all_ranks_also_on_itself() -> None:
+    codes = ["barrier-timeout", "barrier-came-late", "barrier-timeout"]
+    results = on_team(late_at_a_barrier, 3)
+    for (missing, raised, message), code in zip(results, codes, strict=True):
+        assert (missing, raised) == ((1,), code)
+        assert message.startswith("rank 1 of 3 did not reach the barrier within 3 s")
 
 
-def takes_turns(world: lockstep.World, path: str) -> str:
+def fail_first(world: lockstep.World) -> None:
     with world.first() as mine:
         if mine:
-            with open(path, "w") as file:
-                file.write("prepared")
-        with open(path) as file:
-            return file.read()
+            raise KeyError("no such file")
 
 
-def test_rank_0_goes_first(tmp_path: Path) -> None:
-    assert run_ranks(takes_turns, 3, args=(str(tmp_path / "data"),)) == ["prepared"] * 3
+def goes_first(world: lockstep.World, path: str) -> tuple[str, str, dict[str, Any]]:
+    """Rank 0 writes a file for all; then it fails."""
+    with world.first() as mine:
+        if mine:
+            Path(path).write_text("prepared")
+        text = Path(path).read_text()
+    with pytest.raises((KeyError, PeerFailed)) as caught:
+        fail_first(world)
+    return text, caught.type.__name__, getattr(caught.value, "values", {})
 
 
-def fails_first(world: lockstep.World) -> str:
-    try:
-        with world.first() as mine:
-            if mine:
-                raise KeyError("no such file")
-    except (KeyError, LockstepError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "passed"
-
-
-def test_the_others_learn_that_rank_0_failed() -> None:
-    found = run_ranks(fails_first, 3)
-    assert found[0] == "KeyError: 'no such file'"
-    assert (
-        found[1]
-        == "PeerFailed: rank 1 waited in world.first() for rank 0, which failed there: KeyError: 'no such"
-        " file'. Fix the error of rank 0. [peer-failed-in-first]"
-    )
+def test_rank_0_goes_first_and_the_others_learn_that_it_failed(tmp_path: Path) -> None:
+    first, *others = on_team(goes_first, 3, (str(tmp_path / "data"),))
+    assert first == ("prepared", "KeyError", {})
+    for text, kind, values in others:
+        assert (text, kind) == ("prepared", "PeerFailed")
+        assert "KeyError: 'no such file'" in values.values()
 
 
 def cycles(world: lockstep.World, count: int) -> int:
@@ -229,63 +192,35 @@ def cycles(world: lockstep.World, count: int) -> int:
     return count
 
 
-def test_twenty_start_stop_cycles_of_eight_ranks_without_an_abort() -> None:
-    assert run_ranks(cycles, 8, args=(20,)) == [20] * 8
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.rest)])
+def test_start_stop_cycles_of_eight_ranks_without_an_abort(count: int) -> None:
+    assert run_ranks(cycles, 8, args=(count,)) == [count] * 8
 
 
-SIBLING = """
-import sys, lockstep
-with lockstep.init(rank=int(sys.argv[1]), world_size=3) as world:
-    print(world.mean(float(world.rank), 1.0), world.local_size)
-"""
-
-
-def test_ranks_that_the_user_spawned_find_each_other_without_an_address() -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SIBLING, str(rank)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    assert [rank.communicate()[0] for rank in ranks] == ["1.0 3\n"] * 3
-    assert [rank.returncode for rank in ranks] == [0] * 3
-
-
-FORK = """
-import gc, os, lockstep, torch.distributed as dist
-
-def collect():
+def collect() -> None:
     gc.set_threshold(1, 1, 1)
-    kept = [[number] for number in range(100)]
+    assert len([[number] for number in range(100)]) == 100
 
-if {early}:
+
+def forks() -> tuple[int, bool]:
+    """How the child ends: with 7, if its collector is on."""
+    # a hook of another module collects before those of a world are called
     os.register_at_fork(after_in_child=collect)
-gc.set_threshold(10**9)
-with lockstep.init(backend="gloo"):
-    garbage = [dist.group.WORLD]
-    garbage.append(garbage)
-    dist.barrier()
-del garbage
-child = os.fork()
-if child == 0:
-    collect()
-    os._exit(7 if gc.isenabled() else 8)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled(), flush=True)
-"""
+    gc.set_threshold(10**9)
+    with lockstep.init(backend="gloo"):
+        garbage: list[Any] = [dist.group.WORLD]
+        garbage.append(garbage)
+        dist.barrier()
+    del garbage
+    child = os.fork()
+    if child == 0:
+        collect()
+        os._exit(7 if gc.isenabled() else 8)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled()
 
 
-# a hook of another module collects before those of this one are called
-@pytest.mark.parametrize("early", [False, True])
-def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection(
-    early: bool,
-) -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", FORK.format(early=early)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert told.stdout == "7 True\n"
+def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
+    assert lockstep.launch(forks, 1) == [(7, True)]
 
 
 def test_forking_leaves_a_collector_off_that_was_off() -> None:
@@ -341,12 +276,13 @@ def destroys_inside(world: lockstep.World, used_after: bool) -> None:
 
 
 @pytest.mark.parametrize("used_after", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_process_group_that_the_program_destroyed(workers: int, used_after: bool) -> None:
+def test_a_process_group_that_the_program_destroyed(used_after: bool) -> None:
     """Not missed at the end of the world, as torch's examples end; named where something comes
     after it.
     """
-    run_ranks(destroys_inside, workers, args=(used_after,))
+    with lockstep.init(backend="gloo") as world:
+        destroys_inside(world, used_after)
+    run_ranks(destroys_inside, 2, args=(used_after,))
 
 
 def test_a_world_left_open_whose_group_the_program_destroyed() -> None:

@@ -4,6 +4,7 @@ the edges too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +14,13 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
-from lockstep.errors import WorkerFailed
-from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def noise(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
-    found = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 5
-    return found > 0 if dtype == torch.bool else found.to(dtype)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 5
+    return drawn > 0 if dtype == torch.bool else drawn.to(dtype)
 
 
 SHAPES = [(), (0, 3), (1,), (7, 3), (PIECE // 4 + 5,), ((SLOTS + 1) * PIECE // 4 + 1,)]
@@ -35,52 +35,43 @@ DTYPES = [
 ]
 
 
-def everything(world: lockstep.World, algorithm: Any) -> list[Tensor]:
-    found = []
+def everything(world: lockstep.World, algorithm: Any) -> Iterator[Tensor]:
     for shape in SHAPES:
         for dtype in DTYPES if len(shape) != 1 else DTYPES[:1]:
             tensor = noise(shape, world.rank, dtype)
-            found.append(collectives.broadcast(tensor.clone(), world.size - 1, algorithm=algorithm))
-            found.append(collectives.all_gather(tensor, algorithm=algorithm))
+            yield collectives.broadcast(tensor.clone(), world.size - 1, algorithm=algorithm)
+            yield collectives.all_gather(tensor, algorithm=algorithm)
             if shape:
                 # other lengths
-                found.append(collectives.all_gather(tensor[: world.rank + 1], algorithm=algorithm))
+                yield collectives.all_gather(tensor[: world.rank + 1], algorithm=algorithm)
                 op = "max" if dtype == torch.bool else "sum"
-                found.append(collectives.reduce_scatter(tensor, op, algorithm=algorithm))
+                yield collectives.reduce_scatter(tensor, op, algorithm=algorithm)
             if len(shape) == 2:
                 askew = noise((3, 7), world.rank, dtype).t()
-                found.append(
-                    collectives.broadcast(
-                        askew.clone().t().contiguous().t(), 0, algorithm=algorithm
-                    )
+                yield collectives.broadcast(
+                    askew.clone().t().contiguous().t(), 0, algorithm=algorithm
                 )
-                found.append(collectives.all_gather(askew, algorithm=algorithm))
-    found.append(
-        collectives.reduce_scatter(
-            noise((5, 2), world.rank, torch.float32), "mean", algorithm=algorithm
-        )
-    )
-    return found
+                yield collectives.all_gather(askew, algorithm=algorithm)
+    rows = noise((5, 2), world.rank, torch.float32)
+    yield collectives.reduce_scatter(rows, "mean", algorithm=algorithm)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
+def both_ways(world: lockstep.World) -> None:
+    native, ours = (list(everything(world, way)) for way in ("native", "shared_memory"))
+    for expected, result in zip(native, ours, strict=True):
+        exact = not (expected.is_floating_point() or expected.is_complex())
+        tolerance = 0.0 if exact else 4e-2 if expected.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(8, marks=pytest.mark.rest)])
 def test_they_give_what_the_backend_gives(workers: int) -> None:
-    for native, ours in zip(
-        run_ranks(everything, workers, args=("native",)),
-        run_ranks(everything, workers, args=("shared_memory",)),
-        strict=True,
-    ):
-        for expected, found in zip(native, ours, strict=True):
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            if expected.is_floating_point() or expected.is_complex():
-                tolerance = 4e-2 if expected.dtype == torch.bfloat16 else 1e-4
-                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            else:
-                assert torch.equal(found, expected)
+    on_team(both_ways, workers)
 
 
-def chosen(world: lockstep.World, backend_raises: bool) -> list[int]:
-    if backend_raises:
+def chosen(world: lockstep.World) -> list[int]:
+    mine = torch.full((world.size,), world.rank)
+    with pytest.MonkeyPatch.context() as patch:
         for name in (
             "all_reduce",
             "broadcast",
@@ -88,55 +79,25 @@ def chosen(world: lockstep.World, backend_raises: bool) -> list[int]:
             "all_gather_into_tensor",
             "reduce_scatter_tensor",
         ):
-            setattr(torch.distributed, name, None)
-    mine = torch.full((world.size,), world.rank)
-    return [
-        collectives.all_reduce(mine.clone())[0].item(),
-        collectives.broadcast(mine.clone(), 1)[0].item(),
-        collectives.all_gather(mine[:1]).sum().item(),
-        collectives.reduce_scatter(mine)[0].item(),
-    ]
+            patch.setattr(torch.distributed, name, None)
+        with refused("root-outside-group", root=3, size=3):
+            collectives.broadcast(mine, 3, algorithm="shared_memory")
+        return [
+            collectives.all_reduce(mine.clone())[0].item(),
+            collectives.broadcast(mine.clone(), 1)[0].item(),
+            collectives.all_gather(mine[:1]).sum().item(),
+            collectives.reduce_scatter(mine)[0].item(),
+        ]
 
 
 def test_auto_takes_it_and_asks_the_backend_for_nothing() -> None:
-    assert run_ranks(chosen, 3, args=(True,)) == [[3, 1, 3, 3]] * 3
-
-
-def alone(world: lockstep.World) -> None:
-    collectives.broadcast(torch.ones(1), algorithm="shared_memory")
+    assert on_team(chosen, 3) == [[3, 1, 3, 3]] * 3
 
 
 def test_one_rank_shares_with_nobody() -> None:
-    with pytest.raises(
-        WorkerFailed, match=r"algorithm='shared_memory' .*\[shared-memory-impossible\]"
-    ):
-        run_ranks(alone, 1)
-
-
-def wrong_root(world: lockstep.World) -> None:
-    with refused("root-outside-group", root=2, size=2):
-        collectives.broadcast(torch.ones(1), 2, algorithm="shared_memory")
-
-
-def test_a_root_outside_is_refused() -> None:
-    run_ranks(wrong_root, 2)
-
-
-def mixed_flight(world: lockstep.World) -> list[float]:
-    """Different kinds at once, waited for backwards."""
-    tensors = [
-        torch.full((PIECE // 4 + number,), float(world.rank + number)) for number in range(6)
-    ]
-    handles: list[Any] = []
-    for number, tensor in enumerate(tensors):
-        if number % 3 == 0:
-            handles.append(collectives.all_reduce(tensor, async_op=True))
-        elif number % 3 == 1:
-            handles.append(collectives.broadcast(tensor, 1, async_op=True))
-        else:
-            handles.append(collectives.reduce_scatter(tensor, async_op=True))
-    return [handle.wait().unique().item() for handle in reversed(handles)][::-1]
-
-
-def test_kinds_are_in_flight_together() -> None:
-    assert run_ranks(mixed_flight, 2) == [[1.0, 2.0, 5.0, 7.0, 5.0, 11.0]] * 2
+    for collective in (collectives.broadcast, collectives.all_reduce):
+        with (
+            lockstep.init(backend="gloo"),
+            refused("shared-memory-impossible", what="algorithm='shared_memory'"),
+        ):
+            collective(torch.ones(1), algorithm="shared_memory")

@@ -4,7 +4,9 @@ and nobody waits for the dead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,46 +21,36 @@ from lockstep.errors import CollectiveTimeout
 from lockstep.testing import run_ranks
 from tests.collectives.numbers import folded
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def sums(world: lockstep.World) -> dict[str, Tensor]:
+COUNTS = {
+    "one": 1,
+    "a piece": PIECE // 4,
+    "a piece and one": PIECE // 4 + 1,
+    "more than there are slots": (SLOTS + 2) * PIECE // 4 - 3,
+}
+
+
+def sums(world: lockstep.World) -> None:
     assert world.group.memory is not None
-    found = {}
-    counts = {
-        "one": 1,
-        "a piece": PIECE // 4,
-        "a piece and one": PIECE // 4 + 1,
-        "more than there are slots": (SLOTS + 2) * PIECE // 4 - 3,
-    }
-    for name, count in counts.items():
-        found[name] = collectives.all_reduce(noise(world.rank, count), algorithm="shared_memory")
+    for name, count in COUNTS.items():
+        total = collectives.all_reduce(noise(world.rank, count), algorithm="shared_memory")
+        everyones = [noise(rank, count) for rank in range(world.size)]
+        assert torch.equal(total, folded(everyones)), name
     for dtype in (torch.bfloat16, torch.float16):
-        found[str(dtype)] = collectives.all_reduce(
-            noise(world.rank, 1000, dtype), "mean", algorithm="shared_memory"
+        everyones = [noise(rank, 1000, dtype) for rank in range(world.size)]
+        mean = collectives.all_reduce(
+            everyones[world.rank].clone(), "mean", algorithm="shared_memory"
         )
-    return found
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
-def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
-    everyone = run_ranks(sums, workers)
-    for name, first in everyone[0].items():
-        assert all(torch.equal(found[name], first) for found in everyone), name
-        if first.dtype == torch.float32:
-            assert torch.equal(
-                first, folded([noise(rank, len(first)) for rank in range(workers)])
-            ), name
-        else:
-            exact = torch.stack(
-                [noise(rank, 1000, first.dtype).double() for rank in range(workers)]
-            ).mean(0)
-            assert torch.equal(first, exact.to(first.dtype)) or torch.allclose(
-                first.double(), exact, rtol=1e-2, atol=1e-3
-            )
+        exact = torch.stack(everyones).double().mean(0)
+        torch.testing.assert_close(mean.double(), exact, rtol=1e-2, atol=1e-3)
+        for row in collectives.all_gather(mean, as_list=True):
+            assert torch.equal(row, mean)
 
 
 def by_slices(world: lockstep.World) -> None:
@@ -84,8 +76,11 @@ def by_slices(world: lockstep.World) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
-def test_large_tensors_are_added_up_slice_by_slice(workers: int) -> None:
-    run_ranks(by_slices, workers)
+@pytest.mark.parametrize("check", [sums, by_slices])
+def test_everybody_has_the_bits_of_the_balanced_tree(
+    check: Callable[[lockstep.World], None], workers: int
+) -> None:
+    on_team(check, workers)
 
 
 def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
@@ -97,31 +92,36 @@ def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
 
 def in_flight(world: lockstep.World) -> list[float]:
     """Twelve at once, large and small, waited for in another order on each rank; in between
-    others that go another way.
+    others of other kinds, and one that goes another way.
     """
-    sizes = [3, 3 * PIECE // 4, 10, (SLOTS + 1) * PIECE // 4] * 3
+    sizes = [3, 3 * PIECE // 4, 12, (SLOTS + 1) * PIECE // 4] * 3
     tensors = [torch.full((size,), float(number + world.rank)) for number, size in enumerate(sizes)]
-    handles = [
-        collectives.all_reduce(tensor, algorithm="shared_memory", async_op=True)
-        for tensor in tensors
-    ]
-    other = collectives.all_reduce(torch.ones(5), algorithm="native", async_op=True)
-    order = torch.randperm(
-        len(tensors), generator=torch.Generator().manual_seed(world.rank)
-    ).tolist()
+    handles: list[Any] = []
+    for number, tensor in enumerate(tensors):
+        if number % 4 < 2:
+            handles.append(collectives.all_reduce(tensor, async_op=True))
+        elif number % 4 == 2:
+            handles.append(collectives.reduce_scatter(tensor, async_op=True))
+        else:
+            handles.append(collectives.broadcast(tensor, 1, async_op=True))
+    other: Any = collectives.all_reduce(torch.ones(5), algorithm="native", async_op=True)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(world.rank)).tolist()
     for number in order:
         handles[number].wait()
-    assert other is not None
     other.wait()
-    return [tensor.unique().item() for tensor in tensors]
+    return [handle.wait().unique().item() for handle in handles]
 
 
-def test_many_are_in_flight_and_waited_for_in_any_order() -> None:
-    assert run_ranks(in_flight, 3) == [[3.0 * number + 3 for number in range(12)]] * 3
+def test_many_of_all_kinds_are_in_flight_and_waited_for_in_any_order() -> None:
+    sums = [3.0 * number + 3 for number in range(12)]
+    expected = [number + 1.0 if number % 4 == 3 else sums[number] for number in range(12)]
+    assert on_team(in_flight, 3) == [expected] * 3
 
 
 def overtaking(world: lockstep.World) -> list[float]:
-    """More than there are slots, and another one when the first slots are free again."""
+    """More than there are slots, and another one when the first slots are free again: it is not
+    written before an earlier one.
+    """
     tensors = [torch.full((3,), float(10 * number + world.rank)) for number in range(SLOTS + 3)]
     handles = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors[:-1]]
     for handle in handles[: SLOTS - 1]:
@@ -133,61 +133,28 @@ def overtaking(world: lockstep.World) -> list[float]:
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_a_later_one_is_not_written_before_an_earlier_one() -> None:
-    assert run_ranks(overtaking, 2) == [[20.0 * n + 1 for n in range(SLOTS + 3)]] * 2
-
-
 def lost_handles(world: lockstep.World) -> float:
-    """What nobody waits for is done when somebody waits for what came after it."""
+    """A handle may be forgotten. What nobody waits for is done when somebody waits for what came after it."""
     for _ in range(3 * SLOTS):
         collectives.all_reduce(torch.ones(7), algorithm="shared_memory", async_op=True)
     return collectives.all_reduce(torch.ones(1), algorithm="shared_memory").item()
 
 
-def test_a_handle_may_be_forgotten() -> None:
-    assert run_ranks(lost_handles, 2) == [2.0, 2.0]
-
-
-def late(world: lockstep.World) -> str:
-    world.group.timeout = timedelta(seconds=0.3)
-    if world.rank == 1:
-        world._store.wait(["enough"], timedelta(minutes=5))
-        world.close(failed=True)
-        return ""
-    try:
-        collectives.all_reduce(torch.ones(3), algorithm="shared_memory")
-    except CollectiveTimeout as error:
-        world.close(failed=True)
-        return str(error)
-    finally:
-        world._store.set("enough", "")
-    return "nothing"
-
-
-def test_who_does_not_come_is_named() -> None:
-    said = run_ranks(late, 2)[0]
-    assert said.startswith("#1: all_reduce sum f32[3] at test_operations.py")
-    assert "rank 1 did not come within the timeout of 0.3 s" in said
-    assert said.endswith("[collective-timeout]")
-
-
 def waited_for_again(world: lockstep.World) -> list[float]:
-    """Rank 1 has written its first pieces, and adds up its share only after rank 0 has given up."""
+    """A wait has a timeout of its own and can be repeated. Rank 1 has written its first pieces, and
+    adds up its share only after rank 0 has given up.
+    """
     tensor = torch.full((2 * PIECE // 4 + 5,), 1.0 + world.rank)
     handle = collectives.all_reduce(tensor, async_op=True)
     if world.rank == 1:
         world._store.wait(["given up"], timedelta(minutes=5))
     else:
-        with refused("collective-timeout", CollectiveTimeout, missing=[1]) as caught:
+        with refused("collective-timeout", CollectiveTimeout, missing=[1]) as refusal:
             handle.wait(timedelta(seconds=0.3))
-        assert caught.value.values["seconds"] == 0.3
+        assert refusal.value.values["seconds"] == 0.3
         world._store.set("given up", "")
     handle.wait()
     return tensor.unique().tolist()  # type: ignore[no-any-return]
-
-
-def test_a_wait_has_a_timeout_of_its_own_and_can_be_repeated() -> None:
-    assert run_ranks(waited_for_again, 2) == [[3.0]] * 2
 
 
 def in_torchs_call(world: lockstep.World, size: int) -> list[float]:
@@ -209,10 +176,11 @@ def in_torchs_call(world: lockstep.World, size: int) -> list[float]:
 @pytest.mark.parametrize("size", [AT_ONCE // 4, AT_ONCE // 4 + 1])
 def test_only_a_large_one_needs_calls_of_ours_to_go_on(size: int) -> None:
     """As docs/guide/collectives.md says."""
-    assert run_ranks(in_torchs_call, 2, args=(size,)) == [[3.0]] * 2
+    assert on_team(in_torchs_call, 2, args=(size,)) == [[3.0]] * 2
 
 
 def before_and_after(world: lockstep.World) -> float:
+    """A barrier keeps nobody up who waits for what was started before it."""
     tensor = torch.ones(PIECE)
     handle = collectives.all_reduce(tensor, async_op=True)
     if world.rank == 0:
@@ -222,26 +190,27 @@ def before_and_after(world: lockstep.World) -> float:
     return tensor[-1].item()
 
 
-def test_a_barrier_keeps_nobody_up_who_waits_for_what_was_started_before_it() -> None:
-    assert run_ranks(before_and_after, 2) == [2.0] * 2
-
-
 def not_writable(world: lockstep.World) -> float:
+    """A tensor that cannot hold the sum keeps no later one up."""
     with pytest.raises(RuntimeError, match="single memory location"):
         collectives.all_reduce(torch.ones(1).expand(5))
     return collectives.all_reduce(torch.ones(1)).item()
 
 
-def test_a_tensor_that_cannot_hold_the_sum_keeps_no_later_one_up() -> None:
-    assert run_ranks(not_writable, 2) == [2.0] * 2
-
-
-def test_elsewhere_it_is_refused() -> None:
-    with (
-        lockstep.init(backend="gloo"),
-        refused("shared-memory-impossible", what="algorithm='shared_memory'"),
-    ):
-        collectives.all_reduce(torch.ones(2), algorithm="shared_memory")
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (overtaking, [20.0 * number + 1 for number in range(SLOTS + 3)]),
+        (lost_handles, 2.0),
+        (waited_for_again, [3.0]),
+        (before_and_after, 2.0),
+        (not_writable, 2.0),
+    ],
+)
+def test_of_two_ranks_none_overtakes_and_none_keeps_the_other_up(
+    function: Callable[[lockstep.World], object], result: object
+) -> None:
+    assert on_team(function, 2) == [result] * 2
 
 
 def without(world: lockstep.World) -> tuple[bool, list[float]]:

@@ -4,9 +4,10 @@ that go round.
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
+import signal
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
-from lockstep.errors import CollectiveMismatch
-from lockstep.testing import run_ranks
+from lockstep.errors import CollectiveMismatch, PeerFailed
 from tests.collectives.numbers import folded
+from tests.collectives.tidy import group_of_its_own
 from tests.refused import refused
+from tests.teams import on_team
+from tests.world.siblings import run_siblings
 
 SIZES = [1, BLOCK, 3 * BLOCK + 5, 300_000, 0]
 TYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]
@@ -49,9 +52,9 @@ def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) 
     return [tensors[world.rank].clone() for tensors in everybodys]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(5, marks=pytest.mark.rest), 8])
 def test_the_sum_is_along_the_tree_and_divided_once(workers: int) -> None:
-    found = run_ranks(summed, workers, args=(3, False, 3.0))
+    found = on_team(summed, workers, args=(3, False, 3.0))
     for number, dtype in enumerate(TYPES):
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
         expected = (
@@ -62,7 +65,7 @@ def test_the_sum_is_along_the_tree_and_divided_once(workers: int) -> None:
 
 
 def test_scattered_a_rank_has_its_slice_and_keeps_its_own_elsewhere() -> None:
-    for rank, tensors in enumerate(run_ranks(summed, 3, args=(1, True, 1.0))):
+    for rank, tensors in enumerate(on_team(summed, 3, args=(1, True, 1.0))):
         mine = slice_of(SIZES[3], rank, 3)
         expected = noise(rank, 3)
         expected[mine.start : mine.stop] = folded([noise(other, 3).float() for other in range(3)])[
@@ -86,50 +89,47 @@ def rounds(world: lockstep.World) -> list[float]:
 
 
 def test_slices_go_round_and_nobody_overtakes() -> None:
-    assert run_ranks(rounds, 4) == [[4900.0, 4901.0, 4902.0, 4903.0]] * 4
+    assert on_team(rounds, 3) == [[4900.0, 4901.0, 4902.0]] * 3
 
 
-def otherwise(world: lockstep.World) -> None:
-    memory = world.group.memory
-    assert memory is not None
-    with refused("collective-mismatch", CollectiveMismatch) as caught:
-        memory.allocate([1 + 1024 * world.rank], [torch.float32])
-    assert re.match(
-        r"rank 0 shared memory of 4096 bytes at test_resident.py:\d+; rank 1 shared memory of"
-        r" 8192 bytes",
-        caught.value.values["calls"],
-    )
-    world.close(failed=True)
+def otherwise(world: lockstep.World) -> str:
+    with (
+        group_of_its_own(world) as group,
+        refused("collective-mismatch", CollectiveMismatch) as refusal,
+    ):
+        assert group.memory is not None
+        group.memory.allocate([1 + 1024 * world.rank], [torch.float32])
+    return str(refusal.value.values["calls"])
 
 
 def test_memory_of_another_size_is_a_mismatch() -> None:
-    run_ranks(otherwise, 2)
+    for calls in on_team(otherwise, 2):
+        assert re.match(
+            r"rank 0 shared memory of 4096 bytes at test_resident.py:\d+; rank 1 shared memory of"
+            r" 8192 bytes",
+            calls,
+        )
 
 
-DIES = """
-import os, sys, torch, lockstep
-from lockstep.errors import PeerFailed
-
-rank, way, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-world = lockstep.init(rank=rank, world_size=3, backend="gloo")
-memory = world.group.memory
-(parts,) = memory.allocate([5000], [torch.float32])
-world.barrier()
-def die(number=0):
-    os.kill(os.getpid(), 9)
-
-for number in range(20):
-    memory.sum_in_place(parts).wait()
-if rank == 1 and when == "before":
-    die()
-if rank == 1:  # it says what it is about to do, and dies before its word is there
-    memory.written.post = memory.done.post = die
-try:
-    memory.sum_in_place(parts).wait() if way == "in place" else memory.all_reduce(torch.ones(5000)).wait()
-except PeerFailed as error:
-    print(error, flush=True)
-    os._exit(0)
-"""
+def dies(rank: int, way: str, when: str) -> dict[str, Any]:
+    """Rank 1 does; the others return the values of the error that they get."""
+    world = lockstep.init(rank=rank, world_size=3, backend="gloo")
+    memory = world.group.memory
+    assert memory is not None
+    (parts,) = memory.allocate([5000], [torch.float32])
+    world.barrier()
+    for _ in range(20):
+        memory.sum_in_place(parts).wait()
+    if rank == 1 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:  # it says what it is about to do, and dies before its word is there
+        memory.written.post = memory.done.post = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    with refused("peer-has-ended", PeerFailed, peer=1) as refusal:
+        if way == "in place":
+            memory.sum_in_place(parts).wait()
+        else:
+            memory.all_reduce(torch.ones(5000)).wait()
+    return refusal.value.values
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
@@ -138,18 +138,9 @@ def test_a_dead_rank_is_named_by_all_others_and_leaves_nothing_behind(way: str, 
     """No launcher here: it would end the others before they could say anything. What is left
     behind, `nothing_left` in conftest.py finds.
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DIES, str(rank), way, when],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    for survivor in (0, 2):
-        assert re.match(
-            r"rank 1 \(pid \d+\) has ended; its last collective was #\d+: all_reduce",
-            outputs[survivor],
-        )
+    (first, dead, last), pids = run_siblings(dies, 3, way, when)
+    assert dead is None
+    for values in (first, last):
+        assert values is not None
+        assert values["pid"] == pids[1]
+        assert re.match(r"its last collective was #\d+: all_reduce", values["last"])

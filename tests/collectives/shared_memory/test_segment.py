@@ -9,8 +9,8 @@ import torch.distributed as dist
 import lockstep
 from lockstep.collectives.shared_memory import segment
 from lockstep.errors import LockstepError
-from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.teams import on_team
 
 SECOND = timedelta(seconds=1)
 
@@ -24,7 +24,7 @@ def written(world: lockstep.World) -> bytes:
 
 
 def test_all_see_what_each_writes() -> None:
-    assert run_ranks(written, 3) == [b"\x01\x02\x03\x00"] * 3
+    assert on_team(written, 3) == [b"\x01\x02\x03\x00"] * 3
 
 
 def test_a_rank_of_another_host_is_told() -> None:

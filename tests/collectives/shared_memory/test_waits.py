@@ -113,13 +113,9 @@ def together(rank_that_leaves: int | None) -> tuple[float, list[float]]:
         return total, world.group.all_gather(torch.tensor([float(world.rank)])).tolist()
 
 
-@pytest.mark.parametrize("workers", [2, 5])
-def test_sums_of_ranks_on_one_core(workers: int) -> None:
-    expected = sum(sum(rank + step for rank in range(workers)) for step in range(50))
-    assert (
-        lockstep.launch(together, workers, (None,))
-        == [(expected, [float(rank) for rank in range(workers)])] * workers
-    )
+def test_sums_of_ranks_on_one_core() -> None:
+    expected = sum(sum(rank + step for rank in range(5)) for step in range(50))
+    assert lockstep.launch(together, 5, (None,)) == [(expected, [0.0, 1.0, 2.0, 3.0, 4.0])] * 5
 
 
 def test_a_rank_that_leaves_is_named_by_those_that_sleep() -> None:
