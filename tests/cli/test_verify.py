@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import WorkerFailed
-from tests.cli.command import command as given
+from tests.cli.command import command, process
 from tests.refused import refused
 from tests.tools.verify.planted import __file__ as planted
 from tests.tools.verify.test_finished_runs import run
@@ -25,7 +22,7 @@ def one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_hash_seed")
 def test_digits_gives_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given(
+    command(
         "verify",
         "digits",
         workers="1,2,3",
@@ -48,7 +45,7 @@ def test_digits_gives_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("one_hash_seed")
 def test_digits_agrees_within_rounding_without_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    given("verify", "digits", workers="1,2", steps=3, device="cpu", update="sharded")
+    command("verify", "digits", workers="1,2", steps=3, device="cpu", update="sharded")
     out = capsys.readouterr().out
     assert "agrees" in out
     assert (
@@ -57,35 +54,16 @@ def test_digits_agrees_within_rounding_without_exact(capsys: pytest.CaptureFixtu
     )
 
 
-def test_the_order_of_a_set(tmp_path: Path) -> None:
+def test_the_order_of_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's own ranks are started, not forked: each hashes text in its own way, unless
     PYTHONHASHSEED says how; also on one worker, twice.
     """
     (tmp_path / "my_task.py").write_text(Path(planted).read_text())
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "verify",
-        "my_task.py",
-        "--workers",
-        "1,1",
-        "--steps",
-        "1",
-        "--set",
-        "fault=set",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    done = subprocess.run(
-        [*command, "--exact"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    *table, where, why = done.stdout.splitlines()
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    line = "verify my_task.py --workers 1,1 --steps 1 --set fault=set --exact"
+    ended = process(line, tmp_path)
+    assert ended.code == 1, ended.err
+    *table, where, why = ended.out.splitlines()
     assert table[2].split()[-1] == "differs"
     assert where.startswith(
         "verify: my_task differs. First difference: step 1, micro-batch 0 (of rank 0 of 1 and of"
@@ -96,7 +74,7 @@ def test_the_order_of_a_set(tmp_path: Path) -> None:
         "likely cause: the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all"
         " processes running this micro-batch"
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in ended.err
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [
         "my_task.py"
     ]
@@ -109,19 +87,19 @@ def test_an_exception_in_the_task_is_the_ranks_own(tmp_path: Path) -> None:
         text.replace("return found, len(batch[1])", 'raise ArithmeticError("in my loss")')
     )
     with pytest.raises(WorkerFailed, match="ArithmeticError: in my loss"):
-        given("verify", str(tmp_path / "my_task.py"), workers="1,2", steps=1, device="cpu")
+        command("verify", str(tmp_path / "my_task.py"), workers="1,2", steps=1, device="cpu")
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, same, other = run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", weight=2.0)
-    given("verify", str(one), str(same))
+    command("verify", str(one), str(same))
     assert (
         capsys.readouterr().out
         == f"verify: {one} and {same} are equal, bit for bit: 3 steps, 1 evaluation and the weights"
         " of step-0000003\n"
     )
     with pytest.raises(SystemExit) as caught:
-        given("verify", str(one), str(other), json=tmp_path / "found.json")
+        command("verify", str(one), str(other), json=tmp_path / "found.json")
     assert caught.value.code == 1
     assert capsys.readouterr().out.splitlines()[0] == f"verify: {one} and {other} differ"
     found = json.loads((tmp_path / "found.json").read_text())
@@ -132,44 +110,26 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "code", "values"),
+    ("line", "code", "values"),
     [
-        ("digits", {"steps": 0}, "wrong-value", {"name": "steps", "value": 0}),
+        ("digits --steps 0", "wrong-value", {"name": "steps", "value": 0}),
+        ("digits --exact --reduce central", "exact-with-reduce", {"reduce": "central"}),
+        ("digit", "unknown-task", {"task": "digit"}),
+        ("digits --workers 2", "wrong-value", {"value": "2"}),
+        ("digits --workers 1,two", "wrong-value", {"value": "1,two"}),
+        ("digits --workers 1,0", "wrong-value", {"value": "1,0"}),
+        ("a b c", "task-or-two-runs", {"given": "3 arguments"}),
         (
-            "digits",
-            {"exact": True, "reduce": "central"},
-            "exact-with-reduce",
-            {"reduce": "central"},
-        ),
-        ("digit", {}, "unknown-task", {"task": "digit"}),
-    ],
-)
-def test_mistakes_in_the_training_are_refused(
-    task: str, options: dict[str, object], code: str, values: dict[str, object]
-) -> None:
-    with refused(code, **values):
-        given("verify", task, **options)
-
-
-@pytest.mark.parametrize(
-    ("what", "options", "code", "values"),
-    [
-        (["digits"], {"workers": "2"}, "wrong-value", {"value": "2"}),
-        (["digits"], {"workers": "1,two"}, "wrong-value", {"value": "1,two"}),
-        (["digits"], {"workers": "1,0"}, "wrong-value", {"value": "1,0"}),
-        (["a", "b", "c"], {}, "task-or-two-runs", {"given": "3 arguments"}),
-        (
-            ["a", "b"],
-            {"exact": True, "steps": 3},
+            "a b --exact --steps 3",
             "options-exclude-each-other",
             {"one": "--exact, --steps", "other": "RUN_A RUN_B"},
         ),
-        (["a", "b"], {}, "not-a-run-directory", {"directory": "a"}),
-        (["."], {}, "task-or-two-runs", {"given": "the folder ."}),
+        ("a b", "not-a-run-directory", {"directory": "a"}),
+        (".", "task-or-two-runs", {"given": "the folder ."}),
     ],
 )
 def test_mistakes_on_the_command_line_are_refused(
-    what: list[str], options: dict[str, object], code: str, values: dict[str, object]
+    line: str, code: str, values: dict[str, object]
 ) -> None:
     with refused(code, **values):
-        given("verify", *what, **options)
+        command("verify", *line.split())

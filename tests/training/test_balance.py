@@ -4,7 +4,6 @@ balance cannot be combined with.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ def trained(world: lockstep.World, run: str | None, balance: str | None) -> str:
 
 def test_a_run_records_its_shares_and_its_bits_do_not_depend_on_them(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert (
-        len({*run_ranks(trained, 2, (str(run), "1,2")), *run_ranks(trained, 1, (None, None))}) == 1
-    )
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert next(record["line"] for record in records if record.get("event") == "start").startswith(
+    digests = run_ranks(trained, 2, (str(run), "1,2"))
+    assert {*digests} == {toy.alone(trained, None, None)}
+    (start,) = [event for event in toy.records(run, "event") if event["event"] == "start"]
+    assert start["line"].startswith(
         "global batch 11 = 3 micro-batches x 4, the last 3; 2 ranks: 1, 2; "
     )
-    steps = [record["samples_by_rank"] for record in records if record["kind"] == "step"]
-    assert steps == [[4, 7]] * 12
+    assert [step["samples_by_rank"] for step in toy.records(run, "step")] == [[4, 7]] * 12
 
 
 def stepper_with(balance: str, **options: Any) -> tuple[lockstep.Loader, torch.nn.Module, Stepper]:
@@ -44,25 +41,18 @@ def stepper_with(balance: str, **options: Any) -> tuple[lockstep.Loader, torch.n
     return loader, model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
-def with_local_steps(world: lockstep.World) -> list[tuple[int, ...]]:
+def in_a_loop_of_ones_own(world: lockstep.World) -> list[tuple[int, ...]]:
     loader, model, stepper = stepper_with("2,1", sync_every=2)
     samples = []
     for window in next(loader.epochs(1)):
         for (x,) in stepper.micro_batches(window):
             stepper.backward(model(x).sum(), weight=len(x))
         samples.append(stepper.step().samples_by_rank)
-    return samples
-
-
-def test_replicas_that_step_alone_keep_to_given_numbers() -> None:
-    assert run_ranks(with_local_steps, 2) == [[(4, 2)] * 2] * 2
-
-
-def with_server(world: lockstep.World) -> None:
     loader, _, stepper = stepper_with("2,1", update="server")
     with refused("balance-with-server", balance="2,1", update="server"):
         stepper.draws(loader)
+    return samples
 
 
-def test_a_loop_of_ones_own_is_refused_the_same_combinations() -> None:
-    run_ranks(with_server, 2)
+def test_replicas_that_step_alone_keep_to_given_numbers_and_a_server_is_refused() -> None:
+    assert run_ranks(in_a_loop_of_ones_own, 2) == [[(4, 2)] * 2] * 2

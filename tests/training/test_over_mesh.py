@@ -19,8 +19,9 @@ from lockstep.testing import run_ranks
 from lockstep.training.loop import Training
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.train import train
+from tests.training import toy
 
-MESHES = (
+EVERY = (
     "data=4",
     "pipeline=4",
     "data=2,pipeline=2",
@@ -28,9 +29,11 @@ MESHES = (
     "tensor=2,pipeline=2",
     "shard=4",
     "data=2,shard=2",
+    "shard=2,tensor=2",
 )
-MORE = ("shard=2,tensor=2",)
-EVERY = (*MESHES, *MORE)
+FAST = ("pipeline=4", "data=2,tensor=2", "data=2,shard=2")
+"""Of each way to split a model, one."""
+CASES = [pytest.param(mesh, marks=[] if mesh in FAST else pytest.mark.rest) for mesh in EVERY]
 STEPS = 4  # a wrong state of the optimizer shows in the second loss
 HALF = 2  # steps before, and after, a checkpoint moves
 
@@ -103,50 +106,42 @@ def trained(tmp_path_factory):
     @cache
     def of(mesh):
         directory = tmp_path_factory.mktemp("trained")
-        return run_ranks(over, 1 if mesh is None else 4, (mesh, str(directory))), directory
+        if mesh is None:
+            return [toy.alone(over, mesh, str(directory))], directory
+        return run_ranks(over, 4, (mesh, str(directory))), directory
 
     return of
 
 
-@pytest.mark.parametrize("mesh", EVERY)
-def test_losses_weights_and_metrics_are_those_of_one_process(mesh, trained):
-    ((losses, _, mine),), alone = trained(None)
-    found, directory = trained(mesh)
-    assert found[0][0] == pytest.approx(losses, rel=1e-4)
-    assert len({sha256 for _, sha256, _ in found}) == 1
-    assert (
-        files.read(folders.newest(directory / "run" / "checkpoints")).state["sha256"] == found[0][1]
-    )
-    check_weights(weights_of(alone / "run"), weights_of(directory / "run"), rtol=1e-3, atol=1e-4)
-    assert json.loads((alone / "run" / "result.json").read_text())["metrics"] == mine
-    for _, _, metrics in found:
-        assert metrics == pytest.approx(mine, rel=1e-4)
+@pytest.mark.parametrize("mesh", CASES)
+def test_losses_gradients_weights_and_metrics_are_those_of_one_process(mesh, trained):
+    ((losses, _, metrics),), alone = trained(None)
+    ranks, directory = trained(mesh)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-4)
+    (digest,) = {digest for _, digest, _ in ranks}
+    checkpoint = files.read(folders.newest(directory / "run" / "checkpoints"))
+    assert checkpoint.state["sha256"] == digest
+    check_weights(weights_of(alone / "run"), checkpoint.tensors, rtol=1e-3, atol=1e-4)
+    assert json.loads((alone / "run" / "result.json").read_text())["metrics"] == metrics
+    for _, _, of_rank in ranks:
+        assert of_rank == pytest.approx(metrics, rel=1e-4)
+    gradients = weights_of(directory / "gradient")
+    check_weights(weights_of(alone / "gradient"), gradients, rtol=1e-5, atol=2e-7)
+    if mesh in ("pipeline=4", "shard=4", "tensor=2,pipeline=2"):
+        check_shares(mesh, json.loads((directory / "run" / "mesh.json").read_text()))
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=4", "shard=4", "pipeline=2,tensor=2"])
-def test_no_rank_of_a_split_mesh_held_the_whole_model(mesh, trained):
-    given = {"pipeline=2,tensor=2": "tensor=2,pipeline=2"}.get(mesh, mesh)
-    said = json.loads((trained(given)[1] / "run" / "mesh.json").read_text())
-    assert said["mesh"] == mesh
-    held = [each["parameters"] for each in said["ranks"]]
-    whole = said["ranks"][0]["of"]
+def check_shares(mesh, shares):
+    """No rank has held the whole model."""
+    assert shares["mesh"] == mesh.replace("tensor=2,pipeline=2", "pipeline=2,tensor=2")
+    held = [rank["parameters"] for rank in shares["ranks"]]
+    whole = shares["ranks"][0]["of"]
     assert max(held) < 0.75 * whole
     assert sum(held) >= whole
     if mesh == "pipeline=4":
-        names = [
-            name for rank in said["ranks"] for stage in rank["stages"].values() for name in stage
-        ]
+        stages = [stage for rank in shares["ranks"] for stage in rank["stages"].values()]
+        names = [name for stage in stages for name in stage]
         assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
-
-
-@pytest.mark.parametrize("mesh", EVERY)
-def test_gradients_are_those_of_one_process(mesh, trained):
-    check_weights(
-        weights_of(trained(None)[1] / "gradient"),
-        weights_of(trained(mesh)[1] / "gradient"),
-        rtol=1e-5,
-        atol=2e-7,
-    )
 
 
 def trainings(world, mesh, directory, **more):
@@ -228,26 +223,21 @@ def straight(world, directory):
     return walked(trainings(world, None, Path(directory) / "whole"), 2 * HALF)
 
 
-def goes_on(world, directory):
-    return second_half(world, None, Path(directory))
-
-
 @pytest.fixture(scope="module")
 def straightly(tmp_path_factory):
     """One process's losses, and the folder with its checkpoint."""
     folder = tmp_path_factory.mktemp("straight")
-    (losses,) = run_ranks(straight, 1, (str(folder),))
-    return losses, folder
+    return toy.alone(straight, str(folder)), folder
 
 
-@pytest.mark.parametrize("before", EVERY)
+@pytest.mark.parametrize("before", CASES)
 def test_a_checkpoint_moves_to_other_meshes_and_to_one_process(before, straightly, tmp_path):
     losses, alone = straightly
     for first, found in run_ranks(moves, 4, (str(tmp_path), before)):
         assert first == pytest.approx(losses[:HALF], rel=1e-4)
         for after, rest in found.items():
             assert rest == pytest.approx(losses[HALF:], rel=1e-4), f"{before} -> {after}"
-    (rest,) = run_ranks(goes_on, 1, (str(tmp_path / "first"),))
+    rest = toy.alone(second_half, None, tmp_path / "first")
     assert rest == pytest.approx(losses[HALF:], rel=1e-4)
     check_saved(alone / "first", tmp_path / "first")
 
@@ -264,8 +254,8 @@ def check_saved(one, other):
     )
 
 
+@pytest.mark.rest  # eight trainings of four ranks
 def test_a_checkpoint_of_one_process_goes_on_over_every_mesh(straightly):
-    """Takes seconds: eight trainings of four ranks."""
     losses, folder = straightly
     for _, found in run_ranks(moves, 4, (str(folder), None)):
         assert list(found) == list(EVERY)

@@ -38,44 +38,40 @@ def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
         "import sys; from lockstep.training.run_directory import RunDirectory as R; r ="
         " R.claim(sys.argv[1], 'x'); print('claimed', flush=True); input()"
     )
+    run = tmp_path / "run"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
+        [sys.executable, "-c", code, str(run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == "claimed\n"
-        with refused(
-            "run-directory-in-use",
-            path=str(tmp_path / "run"),
-            owner=f"process {other.pid} on {socket.gethostname()}",
-        ):
-            RunDirectory.claim(tmp_path / "run", "x")
+        owner = f"process {other.pid} on {socket.gethostname()}"
+        with refused("run-directory-in-use", path=str(run), owner=owner):
+            RunDirectory.claim(run, "x")
         other.kill()
         other.wait()
-    RunDirectory.claim(tmp_path / "run", "x").release()  # a killed owner leaves no lock behind
+    with RunDirectory.claim(run, "x"):  # a killed owner leaves no lock behind
+        us = {"pid": os.getpid(), "host": socket.gethostname()}
+        assert json.loads((run / "lock").read_text()) == us
+        with refused("run-directory-in-use", owner=f"process {us['pid']} on {us['host']}"):
+            RunDirectory.claim(run, "x")
+    RunDirectory.claim(run, "x").release()
 
 
-def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path, "x"):
-        with refused(
-            "run-directory-in-use", owner=f"process {os.getpid()} on {socket.gethostname()}"
-        ):
-            RunDirectory.claim(tmp_path, "x")
-        assert json.loads((tmp_path / "lock").read_text()) == {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-    RunDirectory.claim(tmp_path, "x").release()
-
-
-def test_a_folder_that_holds_a_finished_run_is_refused_and_kept(tmp_path: Path) -> None:
-    for name in ("lock", "metrics.jsonl", "result.json"):
-        (tmp_path / name).touch()
-    with refused("run-finished", path=str(tmp_path)):
-        RunDirectory.claim(tmp_path, "x")
-    assert (tmp_path / "result.json").exists()
+def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    for code, names in (
+        ("run-finished", ["lock", "metrics.jsonl", "result.json"]),
+        ("run-directory-not-empty", ["thesis.tex"]),
+    ):
+        run = tmp_path / code
+        run.mkdir()
+        for name in names:
+            (run / name).touch()
+        with refused(code, path=str(run)):
+            RunDirectory.claim(run, "x")
+        assert sorted(path.name for path in run.iterdir()) == names
 
 
 def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) -> None:
@@ -106,13 +102,6 @@ def test_fresh_sets_aside_what_is_there(tmp_path: Path) -> None:
             "result.json",
         ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before-1", "before-2", "lock"]
-
-
-def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with refused("run-directory-not-empty", path=str(tmp_path)):
-        RunDirectory.claim(tmp_path, "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,21 +174,20 @@ def test_a_folder_that_is_moved_as_it_is_claimed_or_released(
             RunDirectory.claim(tmp_path / "run", "x", fresh=True)
 
 
-def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path / "new", "x") as run:
-        (run.path / "settings.json").touch()
-        (run.path / "rank-0.log").touch()
-    assert not run.path.exists()
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rank-1.log"])
-def test_a_folder_in_which_something_happened_stays(tmp_path: Path, file: str) -> None:
-    with RunDirectory.claim(tmp_path / "new", "x") as run:
-        (run.path / file).write_text("something")
-    assert run.path.exists()
-
-
-def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+def test_a_folder_stays_if_something_happened_or_it_was_there_before(tmp_path: Path) -> None:
+    for file, text, stays in (
+        ("settings.json", "", False),
+        ("rank-0.log", "", False),
+        ("metrics.jsonl", "something", True),
+        ("rank-1.log", "something", True),
+    ):
+        with RunDirectory.claim(tmp_path / "new", "x") as run:
+            (run.path / file).write_text(text)
+        assert run.path.exists() is stays
+        if stays:
+            (run.path / file).unlink()
+            (run.path / "lock").unlink(missing_ok=True)
+            run.path.rmdir()
     with RunDirectory.claim(tmp_path, "x"):
         pass
     assert tmp_path.exists()
@@ -270,6 +258,7 @@ def mounts(tmp_path: Path) -> Iterator[None]:
     subprocess.run(["umount", str(tmp_path / "run")], check=False, capture_output=True)
 
 
+@pytest.mark.rest  # needs root
 @pytest.mark.usefixtures("mounts")
 def test_a_folder_that_becomes_read_only_is_noticed_in_the_same_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -344,28 +333,17 @@ def test_a_run_that_failed_before_its_first_step_leaves_nothing(
     assert run.path.exists() is stays
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lockstep.training.run_directory._sign",
-        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-    )
-    with refused("run-directory-not-writable", reason="No space left on device"):
-        RunDirectory.claim(tmp_path / "run", "x")
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    values = {"path": str(tmp_path / "run"), "reason": "No space left on device"}
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.training.run_directory._sign", full)
+        with refused("run-directory-not-writable", **values):
+            RunDirectory.claim(tmp_path / "run", "x")
     assert not (tmp_path / "run").exists()
-
-
-def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     with RunDirectory.claim(tmp_path / "run", "x") as run:
-        monkeypatch.setattr(
-            Path,
-            "write_text",
-            lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-        )
-        with refused(
-            "run-directory-not-writable",
-            path=str(tmp_path / "run"),
-            reason="No space left on device",
-        ):
+        monkeypatch.setattr(Path, "write_text", full)
+        with refused("run-directory-not-writable", **values):
             take_over(run, Settings(task="x"))
