@@ -16,9 +16,7 @@ from lockstep.checkpoints import files, folders
 from lockstep.config.settings import Settings
 from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
-from tests.checkpoints.model_alone import write_model
-from tests.cli.command import Command, command
-from tests.refused import refused
+from tests.cli.command import Command
 from tests.training import toy
 
 TASK = """
@@ -104,23 +102,27 @@ def test_what_only_the_ranks_see_is_said_once(trained: Path, lockstep: Command) 
     assert re.fullmatch(r"error: task 'run_task' .* evaluate .*\[no-eval-data\]\n", without.err)
 
 
-def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with refused("not-a-run-directory", directory=str(run)):
-        command("evaluate", "digits", run=run)
-    run.mkdir()
-    for name in ("evaluate", "predict"):
-        with refused("not-a-run-directory", directory=str(run)):
-            command(name, "digits", run=run)
-    with refused("wrong-ending", option="out", file="x.csv", endings=(".npy",)):
-        command("predict", "digits", run=run, out=Path("x.csv"))
-    Settings(task="digits").write(run)
-    with refused("no-checkpoint", run=run):
-        command("evaluate", "digits", run=run)
-    write_model(run / "checkpoints", 1, {}, {})
-    with refused("no-best-checkpoint", run=run):
-        command("evaluate", "digits", run=run, best=True)
-    with refused("wrong-value", name="workers", value=0):
-        command("evaluate", "digits", run=run, workers=0)
-    with refused("unknown-choice", name="device", value="tpu"):
-        command("evaluate", "digits", run=run, device="tpu")
+SMALL = "--set train_bytes=3000 --set eval_bytes=600 --set width=16 --set depth=2 --set length=8"
+
+
+def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path, lockstep: Command) -> None:
+    options = "--mesh pipeline=2 --schedule gpipe --steps 3 --device cpu"
+    trained = lockstep(f"train text --run run {options} {SMALL}")
+    assert trained.code == 0, trained.err
+    last = trained.out.splitlines()[-1]
+    assert re.match(
+        r"text: 3 steps, 2 workers, mesh pipeline=2 gpipe, replicated, .* \| weights sha256"
+        r" [0-9a-f]{64}$",
+        last,
+    )
+    assert "mesh pipeline=2: a rank holds" in trained.err
+    ranks = json.loads((tmp_path / "run" / "mesh.json").read_text())["ranks"]
+    assert [rank["pipeline"] for rank in ranks] == [0, 1]
+    stages = [*ranks[0]["stages"].values(), *ranks[1]["stages"].values()]
+    names = [name for stage in stages for name in stage]
+    assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
+    evaluated = lockstep(f"evaluate text --run run --device cpu {SMALL}")
+    assert evaluated.code == 0, evaluated.err
+    metric = re.search(r"bits_per_byte ([\d.]+)", last)
+    assert metric is not None
+    assert metric[1] in evaluated.out

@@ -94,37 +94,17 @@ def test_compression_and_local_steps_send_less(planned: Any) -> None:
     assert tenth["bytes_sent"] == pytest.approx(plain["bytes_sent"] / 10)
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "values"),
-    [
-        ("", "option-missing", {"needed": "a TASK or --gradient-mb"}),
-        ("--gradient-mb 9", "option-missing", {"option": "--gradient-mb"}),
-        (f"digits {GIVEN}", "option-of-another-plan", {"plan": "--gradient-mb"}),
-        (f"{GIVEN} --weak", "option-of-another-plan", {"option": "--weak"}),
+def test_what_is_not_planned_is_refused() -> None:
+    for line, code, values in (
         (f"{GIVEN} --update server", "not-planned", {"name": "update", "value": "server"}),
         (f"{GIVEN} --compress powersgd:4", "powersgd-needs-shapes", {"compress": "powersgd:4"}),
         (f"{GIVEN} --buckets 0", "wrong-value", {"name": "buckets", "value": 0}),
-        ("digits --buckets 2", "option-of-another-plan", {"option": "--buckets"}),
-        ("digits --step-ms 5", "option-of-another-plan", {"option": "--step-ms"}),
-        ("digits --network modem", "unknown-choice", {"name": "network", "value": "modem"}),
-        ("digits --nodes-of 0", "wrong-value", {"name": "nodes_of", "value": 0}),
-        ("digits --seconds 0", "wrong-value", {"name": "seconds", "value": 0}),
-        ("digits --compress zip", "unknown-choice", {"name": "compress", "value": "zip"}),
-        ("digits --json /nowhere/at/all", "cannot-write", {"name": "--json"}),
-        ("digits --workers 0", "wrong-value", {"value": "0"}),
-        ("digits --workers 4..1", "wrong-value", {"value": "4..1"}),
-        ("digits --workers many", "wrong-value", {"value": "many"}),
-        ("digits --workers ''", "wrong-value", {"value": ""}),
-        ("digits --workers -1", "wrong-value", {"value": "-1"}),
-        ("digits --workers 4097", "too-many-ranks-to-plan", {"most": 4096}),
         ("digits --update server", "not-planned", {"name": "update", "value": "server"}),
         (
             "digits --nodes-of 4096 --workers 4096",
             "more-ranks-than-cores",
             {"ranks": 4096, "cores": cores()},
         ),
-    ],
-)
-def test_a_wrong_question_is_refused(line: str, code: str, values: dict[str, Any]) -> None:
-    with refused(code, **values):
-        command("plan", *words_of(line))
+    ):
+        with refused(code, **values):
+            command("plan", *words_of(line))

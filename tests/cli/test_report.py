@@ -6,11 +6,9 @@ import fcntl
 import json
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
-from tests.refused import refused
 from tests.tools.report.runs import anatomy, make, metrics
 
 
@@ -81,27 +79,3 @@ def test_the_page_goes_where_it_is_asked_to_and_can_be_written_again(tmp_path: P
     assert out.exists()
     assert not (run / "report.html").exists()
     assert report(str(run)) == report(str(run))
-
-
-@pytest.mark.parametrize(
-    ("option", "file", "reason"),
-    [
-        ("--out", "/nowhere/page.html", "No such file or directory"),
-        ("--out", "{tmp}", "Is a directory"),
-        ("--json", "/nowhere/page.json", "No such file or directory"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused(
-    tmp_path: Path, option: str, file: str, reason: str
-) -> None:
-    make(tmp_path / "run", parts={})
-    file = file.format(tmp=tmp_path)
-    with refused("cannot-write", name=option, file=file, reason=reason):
-        report(str(tmp_path / "run"), option, file)
-
-
-@pytest.mark.parametrize("path", [".", "nowhere", "run/settings.json"])
-def test_what_is_no_run_is_refused(tmp_path: Path, path: str) -> None:
-    make(tmp_path / "run", parts={})
-    with refused("not-a-run-directory", directory=str(tmp_path / path)):
-        report(str(tmp_path / path))

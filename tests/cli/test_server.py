@@ -65,22 +65,6 @@ def samples(records: list[dict[str, Any]]) -> Counter[int]:
     return found
 
 
-def test_to_the_end(training: TrainingProcess) -> None:
-    training.start(3, "--staleness", "2", "--checkpoint-every", "10")
-    code, out, err = training.end()
-    assert code == 0, err
-    assert out.startswith(
-        f"my_task: {EPOCHS} epochs, {STEPS} steps, 3 workers, server, staleness 2,"
-        " messages | accuracy 0."
-    )
-    steps = training.records()
-    assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
-    assert all(each["gradient_age"] >= 0 and len(each["samples_by_rank"]) == 3 for each in steps)
-    assert samples(steps) == {1: SAMPLES, 2: SAMPLES}
-    assert [each["step"] for each in training.records("evaluate")] == [23, 46]
-    assert (training.folder / "run" / "checkpoints" / "step-0000046").exists()
-
-
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.rest)])
 def test_a_killed_worker_restarts_the_run_from_its_checkpoint(
     training: TrainingProcess, rank: int
@@ -93,11 +77,17 @@ def test_a_killed_worker_restarts_the_run_from_its_checkpoint(
     assert code == 0, err
     assert "was killed by signal 9 (SIGKILL)" in err
     assert "resumed from step " in err
-    assert f"{STEPS} steps, " in out
-    assert sorted(each["step"] for each in training.records()) == list(range(1, STEPS + 1))
-    assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+    line = rf"my_task: {EPOCHS} epochs, {STEPS} steps, [23] workers, server, staleness 4, messages"
+    assert re.match(line + r" \| accuracy 0\.", out), out
+    steps = training.records()
+    assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
+    assert all(each["gradient_age"] >= 0 for each in steps)
+    assert samples(steps) == {1: SAMPLES, 2: SAMPLES}
+    assert [each["step"] for each in training.records("evaluate")] == [23, 46]
+    assert (training.folder / "run" / "checkpoints" / "step-0000046").exists()
 
 
+@pytest.mark.rest
 def test_a_workers_death_ends_a_run_with_a_fixed_number_of_workers(
     training: TrainingProcess,
 ) -> None:

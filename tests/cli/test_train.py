@@ -88,7 +88,8 @@ def test_the_main_job_from_another_folder(folder: Path, lockstep: Command) -> No
     assert main_job.out == expected
     progress = main_job.err.splitlines()
     assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[1])
-    epochs = [line.partition(",")[0] for line in progress[2:-1]]
+    # a slow training has lines between these
+    epochs = [line.partition(",")[0] for line in progress if ": accuracy" in line]
     assert epochs == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert progress[0] == progress[-1] == f"run directory: runs/{run.name}"
     assert (run / "rank-0.log").read_text().splitlines() == progress[:-1]
@@ -201,6 +202,7 @@ def interrupted(folder: Path, until: str, number: int, **variables: str) -> tupl
     return launcher.returncode, out, err
 
 
+@pytest.mark.rest  # waits until ranks that do not heed are ended
 def test_ctrl_c_while_a_rank_hangs(folder: Path) -> None:
     code, out, err = interrupted(folder, "hanging", signal.SIGINT)
     assert (code, out) == (130, "")
@@ -257,36 +259,6 @@ def test_a_task_that_ends_its_process_is_noticed(
     monkeypatch.setattr(supervise, "supervise", lambda *args, **options: supervise.Outcome(0))
     with refused("task-ended-its-process", task="my_task.py"):
         command("train", "my_task.py")
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "values"),
-    [
-        ({"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
-        ({"balance": "fast"}, "wrong-value", {"name": "balance", "value": "fast"}),
-        ({"balance": "2,1", "workers": "3"}, "balance-of-other-count", {"given": 2, "workers": 3}),
-        ({"balance": "2,1", "workers": "1:2"}, "range-of-workers", {"name": "balance"}),
-        ({"mesh": "data=2", "workers": "1:2"}, "range-of-workers", {"value": "data=2"}),
-        ({"workers": "0"}, "wrong-value", {"name": "workers", "value": "0"}),
-        ({"workers": "-2"}, "wrong-value", {"name": "workers", "value": "-2"}),
-        ({"set": ["lr"]}, "not-a-pair", {"where": "--set", "text": "lr"}),
-        ({"run": Path("file")}, "run-directory-not-writable", {"path": "file"}),
-        ({"run": Path("file/run")}, "run-directory-not-writable", {"path": "file/run"}),
-    ],
-)
-def test_mistakes_on_the_command_line_start_nothing(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, object],
-    code: str,
-    values: dict[str, object],
-) -> None:
-    monkeypatch.chdir(folder)
-    (folder / "file").touch()
-    before = sorted(folder.iterdir())
-    with refused(code, **values):
-        command("train", "digits", **options)
-    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
     assert any(isinstance(layer, nn.Dropout) for layer in layers)
 
 
+@pytest.mark.rest
 def test_it_learns() -> None:
     result = train(digits.task(), steps=40)
     assert result.headline[0] == "accuracy"

@@ -65,6 +65,7 @@ def test_torchrun(folder: Path) -> None:
     assert (run / "rank-1.log").exists()
 
 
+@pytest.mark.rest
 def test_mpiexec_and_an_exception_on_one_rank(folder: Path) -> None:
     line = "-m lockstep train mine.py --set fail=true --run run"
     done = start([*MPIEXEC], *line.split(), cwd=folder)

@@ -38,33 +38,17 @@ STEPS = 4  # a wrong state of the optimizer shows in the second loss
 HALF = 2  # steps before, and after, a checkpoint moves
 
 
-def small(**more):
-    settings = {
-        "train_bytes": 6000,
-        "eval_bytes": 600,
-        "width": 16,
-        "depth": 2,
-        "length": 8,
-        "lr": 1e-2,
-        "micro_batch": 4,
-    } | more
-    return text.task(**settings)
+def small():
+    size = {"width": 16, "depth": 2, "length": 8, "micro_batch": 4}
+    return text.task(train_bytes=6000, eval_bytes=600, lr=1e-2, **size)
 
 
-def run(world, mesh, directory, *, steps=STEPS, task=None, **more):
+def run(world, mesh, directory, task, steps):
     """Losses of all steps, as rank 0's metrics.jsonl has them, and the result."""
-    result = train(
-        task or small(),
-        steps=steps,
-        run=directory,
-        mesh=mesh,
-        world=world,
-        checkpoint_every=1000,
-        **more,
-    )
+    options = {"steps": steps, "mesh": mesh, "checkpoint_every": 1000}
+    result = train(task, run=directory, world=world, **options)
     world.barrier()
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "step"], result
+    return [step["loss"] for step in toy.records(directory, "step")], result
 
 
 def weights_of(directory):
@@ -80,20 +64,16 @@ def check_weights(one, other, **tolerance):
 
 
 def over(world, mesh, directory):
-    """A training, and one gradient, in one start of the ranks."""
-    losses, result = run(world, mesh, Path(directory) / "run")
-    run(
-        world,
-        mesh,
-        Path(directory) / "gradient",
-        steps=1,
-        task=replace(small(), optimizer=plain_sgd, scheduler=None, clip=None),
-    )
+    """A training, and one gradient, in one start of the ranks. After one step of plain SGD, the
+    difference of weights is the gradient.
+    """
+    losses, result = run(world, mesh, Path(directory) / "run", small(), STEPS)
+    plain = replace(small(), optimizer=plain_sgd, scheduler=None, clip=None)
+    run(world, mesh, Path(directory) / "gradient", plain, 1)
     return losses, result.sha256, result.metrics
 
 
 def plain_sgd(model):
-    """After one step of it, the difference of weights is the gradient."""
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -144,30 +124,14 @@ def check_shares(mesh, shares):
         assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
 
 
-def trainings(world, mesh, directory, **more):
-    """One that is walked by hand."""
+def training_of(world, mesh, directory):
+    """One that is walked by hand, at a constant learning rate and without evaluation."""
     directory.mkdir(exist_ok=True)
-    given = {
-        "task": "text",
-        "workers": world.size,
-        "steps": 2 * HALF,
-        "mesh": mesh,
-        "checkpoint_every": 1000,
-        "device": "cpu",
-    } | more
-    return Training(constant(), Settings(**given), world, RunDirectory.of_launcher(directory))
-
-
-def constant():
-    return replace(
-        small(),
-        scheduler=None,
-        eval_data=None,
-        metrics=None,
-        best=None,
-        best_mode=None,
-        eval_micro_batch=None,
-    )
+    options = {"steps": 2 * HALF, "mesh": mesh, "checkpoint_every": 1000, "device": "cpu"}
+    settings = Settings(task="text", workers=world.size, **options)
+    left_out = ("scheduler", "eval_data", "metrics", "best", "best_mode", "eval_micro_batch")
+    task = replace(small(), **dict.fromkeys(left_out))
+    return Training(task, settings, world, RunDirectory.of_launcher(directory))
 
 
 def walked(training, count):
@@ -181,14 +145,14 @@ def walked(training, count):
 
 
 def first_half(world, mesh, directory):
-    training = trainings(world, mesh, directory)
+    training = training_of(world, mesh, directory)
     losses = walked(training, HALF)
     training.saves.stop(training.state)
     return losses
 
 
 def second_half(world, mesh, directory):
-    training = trainings(world, mesh, directory)
+    training = training_of(world, mesh, directory)
     changed, found = training.resume()
     assert (changed, found.step) == ("", HALF)
     return walked(training, HALF)
@@ -220,7 +184,7 @@ def after_of(before):
 def straight(world, directory):
     """The losses of one process, which also leaves a checkpoint of the first half."""
     first_half(world, None, Path(directory) / "first")
-    return walked(trainings(world, None, Path(directory) / "whole"), 2 * HALF)
+    return walked(training_of(world, None, Path(directory) / "whole"), 2 * HALF)
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +210,8 @@ def check_saved(one, other):
     """Two checkpoints hold the same: files, weights, and the optimizer's state."""
     ours, theirs = (folders.newest(each / "checkpoints") for each in (one, other))
     check_weights(files.read(ours).tensors, files.read(theirs).tensors, rtol=1e-3, atol=1e-4)
-    check_weights(
-        read_all(files.read(ours).optimizer()),
-        read_all(files.read(theirs).optimizer()),
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    states = (read_all(files.read(folder).optimizer()) for folder in (ours, theirs))
+    check_weights(*states, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.rest  # eight trainings of four ranks

@@ -42,9 +42,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return now
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """stderr is one, of 80 columns."""
+def be_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make stderr one, of 80 columns."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     monkeypatch.setenv("TERM", "xterm")
@@ -77,10 +76,10 @@ def test_plain_lines_at_most_every_ten_seconds(
     assert last == "epoch 1/2: accuracy [0.9]"
 
 
-@pytest.mark.usefixtures("terminal")
 def test_a_terminal_gets_a_bar_and_lines_above_it(
-    time: Clock, capsys: pytest.CaptureFixture[str]
+    time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    be_a_terminal(monkeypatch)
     stderr = sys.stderr
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
@@ -97,10 +96,10 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
     assert "accuracy [0.9] " + "long " * 29 in err
 
 
-@pytest.mark.usefixtures("terminal")
 def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     time: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    be_a_terminal(monkeypatch)
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", Tee(sys.stderr, log))
     monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
@@ -125,10 +124,10 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     assert "from the task" in err
 
 
-@pytest.mark.usefixtures("terminal")
 def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(
     time: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    be_a_terminal(monkeypatch)
     shown = Live(Facts(1000, 1))
     drawn = []
     monkeypatch.setattr(shown._row, "refresh", lambda: drawn.append(time.now))
@@ -193,11 +192,11 @@ def test_facts_that_do_not_fit_take_turns() -> None:
     assert in_pages([], 20) == [""]
 
 
-@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_the_bar_is_one_row_whatever_the_width(
     width: int, time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    be_a_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", str(width))
     shown = progress.progress(Facts(20, 2, starts=1, newest=lambda: (1, 100.0)))
     train(shown, time, 1)
@@ -206,8 +205,8 @@ def test_the_bar_is_one_row_whatever_the_width(
     assert capsys.readouterr().err.count("\x1b[1A") == 1
 
 
-@pytest.mark.usefixtures("terminal")
 def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_a_terminal(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(progress.progress(Facts(None, None)), Plain)
 

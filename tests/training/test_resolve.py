@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -202,9 +202,8 @@ def test_values_that_an_annotation_does_not_allow(
         located(path, {"n": value})
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides"),
-    [
+def test_what_does_not_show_is_left_to_the_run(tmp_path: Path) -> None:
+    for text, overrides in (
         ("def task(lr=0.1, width: int | None = None): ...\n", {"lr": "1e-3", "width": "none"}),
         ("from elsewhere import task\n", {"rate": "1"}),
         ("from elsewhere import *\n", {}),
@@ -214,18 +213,15 @@ def test_values_that_an_annotation_does_not_allow(
         ("def make():\n    global task\n    task = 1\n", {}),
         ("globals()['task'] = make\n", {}),
         ("def task(kind: Kind = 1, rate=compute()): ...\n", {"kind": "any", "rate": "any"}),
-    ],
-)
-def test_what_does_not_show_is_left_to_the_run(
-    tmp_path: Path, text: str, overrides: Mapping[str, str]
-) -> None:
-    place = write(tmp_path, HEAD + text)
-    assert located(place, overrides) == place
+    ):
+        path = write(tmp_path, HEAD + text)
+        assert located(path, overrides) == path
 
 
-@pytest.mark.parametrize(
-    "annotation",
-    [
+def test_no_annotation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power of this size would be computed for longer than a test may take."""
+    monkeypatch.chdir(tmp_path)
+    for annotation in (
         "typing.sys.modules['os'].mkdir('ran')",
         "\"typing.sys.modules['os'].mkdir('ran')\"",
         "typing.Literal[typing.sys.modules['os'].mkdir('ran')]",
@@ -234,16 +230,10 @@ def test_what_does_not_show_is_left_to_the_run(
         "Optional[9 ** 9 ** 9 ** 9]",
         "'('",
         "list[int]",
-    ],
-)
-def test_no_annotation_runs(
-    tmp_path: Path, annotation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power of this size would be computed for longer than a test may take."""
-    monkeypatch.chdir(tmp_path)
-    place = write(tmp_path, HEAD + f"def task(n: {annotation} = 1): ...\n")
-    assert located(place, {"n": "any"}) == place
-    assert not (tmp_path / "ran").exists()
+    ):
+        path = write(tmp_path, HEAD + f"def task(n: {annotation} = 1): ...\n")
+        assert located(path, {"n": "any"}) == path
+        assert not (tmp_path / "ran").exists()
 
 
 def test_the_bundled_tasks_are_looked_at_too() -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, de
 
 import lockstep
 from lockstep.errors import ReplicaDivergence
+from lockstep.testing import run_ranks
 from lockstep.training.resolve import resolve
 from lockstep.training.task_digest import (
     MODULES,
@@ -31,7 +32,6 @@ from lockstep.training.task_digest import (
 )
 from lockstep.training.train import train
 from tests.refused import refused
-from tests.teams import on_team
 from tests.training import toy
 
 FILE = '''
@@ -298,7 +298,7 @@ def doubled(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return 2 * loss, weight
 
 
-def differing(world: lockstep.World) -> dict[str, Any]:
+def differing(world: lockstep.World, folder: str) -> dict[str, Any]:
     odd = world.rank == 1
     told: dict[str, Any] = {}
     for name, task in {
@@ -309,7 +309,7 @@ def differing(world: lockstep.World) -> dict[str, Any]:
         ),
     }.items():
         with refused("task-differs-between-ranks", ReplicaDivergence, others="rank 1") as caught:
-            train(task, epochs=1, world=world)
+            train(task, run=f"{folder}/{name}", epochs=1, world=world)
         told[name] = caught.value.values["ranks"], caught.value.values["parameter"]
     sources = {**task_digests(toy.task()), "training/toy.py": f"sha256:{odd}"}
     with refused("task-differs-between-ranks", ReplicaDivergence, parameter="training/toy.py"):
@@ -319,8 +319,8 @@ def differing(world: lockstep.World) -> dict[str, Any]:
     return told
 
 
-def test_a_rank_with_another_task_is_named_at_the_start() -> None:
-    first, *others = on_team(differing, 3)
+def test_a_rank_with_another_task_is_named_at_the_start(tmp_path: Path) -> None:
+    first, *others = run_ranks(differing, 3, (str(tmp_path),))
     for result in (first, *others):
         assert [result[name][0] for name in ("loss", "samples", "collate")] == [[1]] * 3
     assert (first["loss"][1], first["collate"][1]) == ("loss", "collate")

@@ -39,21 +39,6 @@ from tests.teams import on_team
 from tests.training import toy
 
 
-def by_hand() -> torch.nn.Module:
-    """What DESIGN's example writes, without training/."""
-    with lockstep.init(backend="gloo"):
-        lockstep.runtime.randomness.shared(0)
-        model = toy.Net()
-        stepper = lockstep.Stepper(model, toy.sgd(model))
-        loader = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
-        for epoch in loader.epochs(2):
-            for window in epoch:
-                for batch in stepper.micro_batches(window):
-                    stepper.backward(*toy.loss(model(batch[0]), batch))
-                stepper.step()
-    return model
-
-
 @pytest.fixture(scope="module")
 def alone() -> Result:
     """The task trained by one process."""
@@ -61,7 +46,9 @@ def alone() -> Result:
 
 
 def test_it_is_the_loop_that_a_user_would_write(alone: Result) -> None:
-    assert alone.sha256 == sha256(weights(by_hand())) == sha256(weights(alone.model))
+    with lockstep.init(backend="gloo"):
+        by_hand = toy.by_hand()
+    assert alone.sha256 == sha256(weights(by_hand)) == sha256(weights(alone.model))
     assert (alone.task, alone.epochs, alone.steps, alone.workers) == ("toy", 2, 8, 1)
     assert (alone.update, alone.reduce) == ("replicated", "native")
     assert (alone.run, alone.checkpoint) == (None, None)
@@ -105,10 +92,6 @@ def test_neither_the_number_of_ranks_nor_how_they_work_changes_what_is_learned(
     assert [step["weight"] for step in steps] == [11.0] * 8
     assert all(step["samples_by_rank"] == shares for step in steps)
     assert all(step["bytes_sent"] > 0 for step in steps)
-
-
-def test_loader_workers_change_nothing(alone: Result) -> None:
-    assert train(toy.task(), loader_workers=1).sha256 == alone.sha256
 
 
 def test_what_is_not_the_default_stands_in_the_first_and_the_last_line(tmp_path: Path) -> None:
@@ -177,12 +160,9 @@ def test_steps_may_end_inside_an_epoch_and_stderr_says_where(
         assert [record["step"] for record in toy.records(run, "evaluate")] == evaluated
         out, err = capsys.readouterr()
         assert out == ""
-        split, *lines = err.splitlines()
-        assert split == f"{cut}; replicated update"
-        places = [re.sub(r"accuracy 0.*", "accuracy", line) for line in lines]
-        assert [place.partition(", step ")[2] for place in places] == [
-            f"{step}: accuracy" for step in evaluated
-        ]
+        assert err.startswith(f"run directory: {run}\n")
+        assert f"\n{cut}; replicated update\n" in err
+        assert re.findall(r", step (\d+): accuracy 0\.", err) == [str(step) for step in evaluated]
     without = train(toy.task(eval_data=None, metrics=None), steps=2)
     assert (without.metrics, without.headline) == ({}, ("loss", without.loss))
 
@@ -453,3 +433,36 @@ def test_an_order_of_the_task_is_used() -> None:
     one = train(toy.task(order=order), steps=1)
     assert seen == [len(toy.task().train_data)]  # type: ignore[arg-type]
     assert one.loss != train(toy.task(), steps=1).loss
+
+
+def unequal(world: World, run: str | None, balance: str | None) -> str:
+    return train(toy.task(epochs=3), exact=True, run=run, balance=balance).sha256
+
+
+def test_a_run_records_its_shares_and_its_bits_do_not_depend_on_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    digests = run_ranks(unequal, 2, (str(run), "1,2"))
+    assert {*digests} == {toy.alone(unequal, None, None)}
+    start, *_ = toy.records(run, "event")
+    split = "global batch 11 = 3 micro-batches x 4, the last 3; 2 ranks: 1, 2; "
+    assert start["line"].startswith(split)
+    assert [step["samples_by_rank"] for step in toy.records(run, "step")] == [[4, 7]] * 12
+
+
+def in_a_loop_of_ones_own(world: World) -> list[tuple[int, ...]]:
+    data, model = toy.data(12, 1), toy.Net()
+    loader = lockstep.Loader(data, global_batch=6, micro_batch=2, balance="2,1")
+    stepper = lockstep.Stepper(model, toy.sgd(model), sync_every=2)
+    samples = []
+    for window in next(loader.epochs(1)):
+        for batch in stepper.micro_batches(window):
+            stepper.backward(*toy.loss(model(batch[0]), batch))
+        samples.append(stepper.step().samples_by_rank)
+    server = lockstep.Stepper(model, toy.sgd(model), update="server")
+    with refused("balance-with-server", balance="2,1", update="server"):
+        server.draws(loader)
+    return samples
+
+
+def test_replicas_that_step_alone_keep_to_given_numbers_and_a_server_is_refused() -> None:
+    assert run_ranks(in_a_loop_of_ones_own, 2) == [[(4, 2)] * 2] * 2

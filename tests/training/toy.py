@@ -91,3 +91,25 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     """The records of a kind in a run's metrics.jsonl."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [record for record in lines if record["kind"] == kind]
+
+
+def by_hand(
+    epochs: int = 2,
+    *,
+    exact: bool = False,
+    after_step: Callable[[nn.Module], object] = lambda model: None,
+    after_epoch: Callable[[nn.Module, int], object] = lambda model, epoch: None,
+) -> nn.Module:
+    """The loop that a user would write in an open world, without `lockstep.train`."""
+    lockstep.seed(0)
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), exact=exact)
+    loader = lockstep.Loader(data(SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
+    for epoch in loader.epochs(epochs):
+        for window in epoch:
+            for batch in stepper.micro_batches(window):
+                stepper.backward(*loss(model(batch[0]), batch))
+            stepper.step()
+            after_step(model)
+        after_epoch(model, epoch.number)
+    return model

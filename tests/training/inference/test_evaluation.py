@@ -255,7 +255,7 @@ def test_metrics_of_a_task_that_cannot_work_are_refused() -> None:
         ),
         ({"batch": 0}, "wrong-value", {"name": "batch", "value": 0}),
         ({"dataset": []}, "empty-dataset", {}),
-        ({"dataset": [{"x": 1.0}]}, "batch-needs-inputs", {"type": "dict"}),
+        ({"dataset": [{"x": 1.0}]}, "batch-needs-inputs", {}),
         ({"metrics": {"a": sum}}, "not-a-metric", {"name": "a"}),
     ],
 )

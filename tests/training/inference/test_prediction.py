@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def test_it_is_the_models_output() -> None:
     assert (model.training, model.norm.training) == (True, True)
 
 
+class Function(nn.Module):
+    """A model without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, **others: Tensor) -> Any:
+        return self.function(x, **others)
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
         return x + more, x - more
@@ -158,9 +170,8 @@ def test_ranks_without_a_common_file_system_are_named(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/*")) == [old]
 
 
-class Half(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.bfloat16()
+def half() -> nn.Module:
+    return Function(lambda x: x.bfloat16())
 
 
 def test_bfloat16_is_written_as_float32_and_said(tmp_path: Path) -> None:
@@ -169,7 +180,7 @@ def test_bfloat16_is_written_as_float32_and_said(tmp_path: Path) -> None:
         lockstep.init(backend="gloo"),
         pytest.warns(LockstepWarning, match="bfloat16"),
     ):
-        file = lockstep.predict(Half(), x, out=tmp_path / "x.npy")
+        file = lockstep.predict(half(), x, out=tmp_path / "x.npy")
     assert np.load(file).tolist() == x.bfloat16().float().tolist()
 
 
@@ -178,23 +189,21 @@ def grown(world: lockstep.World, folder: str) -> float:
     is its own.
     """
     x = torch.zeros(3 * 2**10, 1)
-    lockstep.predict(Wide(), x[:64], batch=64, out=Path(folder) / "warm.npy")
+    lockstep.predict(wide(), x[:64], batch=64, out=Path(folder) / "warm.npy")
     lockstep.evaluate(
-        Wide(), TensorDataset(x[:64]), lambda output, batch: {"x": (output.sum(), 1)}, batch=64
+        wide(), TensorDataset(x[:64]), lambda output, batch: {"x": (output.sum(), 1)}, batch=64
     )
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now
     before = psutil.Process().memory_info().rss
-    lockstep.predict(Wide(), x, batch=64, out=Path(folder) / "out.npy")
+    lockstep.predict(wide(), x, batch=64, out=Path(folder) / "out.npy")
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(line for line in status if line.startswith("VmHWM"))
     return (int(peak.split()[1]) * 1024 - before) / 2**20
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """64 KiB a row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.arange(2.0**14)
+    return Function(lambda x: x + torch.arange(2.0**14))
 
 
 def test_a_rank_does_not_hold_its_rows(tmp_path: Path) -> None:
@@ -205,38 +214,28 @@ def test_a_rank_does_not_hold_its_rows(tmp_path: Path) -> None:
 # -- refused -------------------------------------------------------------------------------------
 
 
-class Pools(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(0, keepdim=True)
-
-
-class Ragged(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if len(x) == 4 else x.double()
-
-
-class Nothing(nn.Module):
-    def forward(self, x: Tensor) -> None:
-        return None
-
-
 @pytest.mark.parametrize(
     ("model", "options", "code", "message"),
     [
-        (Pools(), {}, "rows-are-not-samples", "1 rows as 'prediction' for the 4 samples 0 to 3"),
         (
-            Ragged(),
+            Function(lambda x: x.mean(0, keepdim=True)),
+            {},
+            "rows-are-not-samples",
+            "1 rows as 'prediction' for the 4 samples 0 to 3",
+        ),
+        (
+            Function(lambda x: x if len(x) == 4 else x.double()),
             {},
             "columns-differ",
             "float64[6]) for samples 8 to 9 but a tensor (prediction float32[6]) for those before",
         ),
         (
-            Nothing(),
+            Function(lambda x: None),
             {},
             "wrong-return-type",
             "the model, as 'prediction', returned a NoneType",
         ),
-        (Half, {}, "not-a-module", "model is a type"),
+        (Function, {}, "not-a-module", "model is a type"),
         (nn.Identity(), {"batch": 0}, "wrong-value", "batch=0: "),
         (nn.Identity(), {"out": "x.csv"}, "wrong-ending", "out x.csv has another ending"),
         (nn.Identity(), {"out": "file/x.npy"}, "cannot-write", "predictions file/x.npy cannot"),
@@ -313,7 +312,7 @@ def test_nothing_half_written_is_left_under_the_name(tmp_path: Path) -> None:
 
 
 def differ(world: lockstep.World, what: str) -> tuple[str, str]:
-    model: nn.Module = Half() if what == "dtype" and world.rank == 2 else nn.Identity()
+    model = half() if what == "dtype" and world.rank == 2 else nn.Identity()
     rows = 9 + (what == "rows" and world.rank == 1)
     with pytest.raises(UsageError) as refusal:
         lockstep.predict(model, torch.zeros(rows, 2), batch=2)
