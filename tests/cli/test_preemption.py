@@ -22,11 +22,11 @@ from tests.training import toy
 
 class Net(toy.Net):
     def forward(self, x):
-        if not self.training and Path("slowly").exists():
+        if not self.training and Path("slow evaluation").exists():
             with open("evaluated", "a") as file:
                 file.write("x")
             time.sleep(0.3)
-        elif Path("slowly").exists():
+        if self.training and Path("slowly").exists():
             time.sleep(0.1)
         return super().forward(x)
 
@@ -83,7 +83,8 @@ def hit(training: Training, who: str, number: signal.Signals) -> None:
 
 def check_resumed(training: Training, undisturbed: object) -> str:
     """The same command on one rank ends as if nothing had happened. Returns what it says."""
-    (training.folder / "slowly").unlink()
+    for name in ("slowly", "slow evaluation"):
+        (training.folder / name).unlink(missing_ok=True)
     training.start(workers=1)
     ended, _, err = training.end()
     assert ended == 0, err
@@ -125,7 +126,7 @@ def test_in_a_step(
 
 def test_in_an_evaluation_which_is_made_up_for(training: Training, undisturbed: object) -> None:
     """21 samples, of which every one takes its time."""
-    (training.folder / "slowly").touch()
+    (training.folder / "slow evaluation").touch()
     training.start()
     training.until((training.folder / "evaluated").exists)
     hit(training, "rank", signal.SIGTERM)
