@@ -96,13 +96,18 @@ def last(text: str) -> str:
     return text.splitlines()[-1]
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The weights of one process on one host."""
+    return train(toy.task(epochs=4), exact=True).sha256
+
+
 def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
-    pair: list[Host], folder: Path
+    pair: list[Host], folder: Path, undisturbed: str
 ) -> None:
-    """Started with options, and resumed with the variables of a TrainJob."""
-    command = ["train", "my_task.py", "--exact", "--run", "run"]
+    command = ["train", "my_task.py", "--exact", "--workers", "4", "--run", "run"]
     anna, bert = (
-        host.lockstep(*command, "--workers", "4", *options(rank), cwd=folder, GATED="1")
+        host.lockstep(*command, *options(rank), cwd=folder, GATED="1")
         for rank, host in enumerate(pair)
     )
     for rank in range(3):  # with three micro-batches a step the fourth rank has no forward
@@ -114,16 +119,27 @@ def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
     assert (code, other_code) == (75, 75), err + other_err
     assert re.search(r"^stopped after step \d+ of 16, saved: ", err, re.MULTILINE)
     anna, bert = (
-        host.lockstep(*command, cwd=folder, **pet(rank, workers=2))
-        for rank, host in enumerate(pair)
+        host.lockstep(*command, *options(rank), cwd=folder) for rank, host in enumerate(pair)
     )
     (code, out, err), (other_code, other_out, other_err) = anna.end(), bert.end()
     assert (code, other_code, other_out) == (0, 0, ""), err + other_err
     assert "resumed from step " in err
-    of_one_process = train(toy.task(epochs=4), exact=True).sha256
-    assert out.endswith(f" | weights sha256 {of_one_process}\n")
+    assert out.endswith(f" | weights sha256 {undisturbed}\n")
     assert "16 steps, 4 workers, replicated, " in out
     assert json.loads((folder / "run" / "settings.json").read_text())["workers"] == 4
+
+
+def test_the_variables_of_a_train_job_make_two_nodes_train_together(
+    pair: list[Host], folder: Path, undisturbed: str
+) -> None:
+    command = ["train", "my_task.py", "--exact", "--run", "run"]
+    anna, bert = (
+        host.lockstep(*command, cwd=folder, **pet(rank)) for rank, host in enumerate(pair)
+    )
+    (code, out, err), (other_code, other_out, other_err) = anna.end(), bert.end()
+    assert (code, other_code, other_out) == (0, 0, ""), err + other_err
+    assert "16 steps, 2 workers, replicated, " in out
+    assert out.endswith(f" | weights sha256 {undisturbed}\n")
 
 
 @pytest.mark.parametrize("here", [0, 1])
