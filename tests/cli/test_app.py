@@ -1,126 +1,103 @@
-"""The command's frame: help without torch, the version, and a user's mistake as one sentence."""
+"""The command's frame: help, the version, and a user's mistake as one sentence. No command imports
+more than it needs.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import lockstep as package
 from lockstep.cli import app
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
+from tests.cli.command import Answer, Command, exit_code, in_a_fresh_interpreter
+from tests.tools.report.runs import make
 
-
-def _python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--help"],
-        ["run", "--help"],
-        ["plan", "--help"],
-        ["show", "--help"],
-        ["show", "data", "--help"],
-        ["--version"],
-    ],
+HELP = (
+    "--help",
+    "--version",
+    "run --help",
+    "plan --help",
+    "show --help",
+    "show data --help",
+    "lint --help",
 )
-def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    done = _python("-X", "importtime", "-m", "lockstep", *args)
-    assert done.returncode == 0
-    imported = {
-        line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()
-    }
-    assert "typer" in imported
-    assert imported.isdisjoint({"torch", "numpy", "rich", "sklearn"})
+STARTS = (
+    "run --workers 2 script.py",
+    "run -m json.tool",
+    "train digits --device cpu --run run",
+    "train digits --device cpu --workers 2 --run copied --checkpoints elsewhere",
+    "evaluate digits --run trained --device cpu",
+    "predict digits --run trained --device cpu --out predictions.npy",
+)
+ALONE = ("report finished", "lint script.py")
 
 
-def test_help_names_every_command() -> None:
-    done = _python("-m", "lockstep", "--help")
-    assert {"run", "show", "plan"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
-    assert done.stderr == ""
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Answer]:
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "script.py").touch()
+    (folder / "trained" / "checkpoints" / "step-0000002").mkdir(parents=True)
+    Settings(task="digits", workers=1).write(folder / "trained")
+    make(folder / "finished")
+    return in_a_fresh_interpreter(["run -h", *HELP, *STARTS, *ALONE], folder)
+
+
+def test_help_imports_nothing_heavy_and_its_own_command_only(answers: Mapping[str, Answer]) -> None:
+    for line in HELP:
+        assert (answers[line].code, answers[line].heavy) == (0, []), line
+    assert "lockstep.cli.run" in answers["run -h"].commands
+    assert "lockstep.cli.train" not in answers["run -h"].commands
+    assert {"run", "show", "plan"} <= set(re.findall(r"^  (\w+) ", answers["--help"].text, re.M))
+    assert answers["--version"].text == f"lockstep {package.__version__}\n"
+
+
+def test_a_command_that_starts_ranks_does_not_import_torch_itself(
+    answers: Mapping[str, Answer],
+) -> None:
+    for line in STARTS:
+        assert (answers[line].code, answers[line].heavy) == (None, []), answers[line].text
+
+
+def test_a_report_and_a_lint_need_no_torch(answers: Mapping[str, Answer]) -> None:
+    for line in ALONE:
+        assert answers[line].code == 0, answers[line].text
+        assert "torch" not in answers[line].heavy
 
 
 @pytest.mark.parametrize("name", sorted(app.COMMANDS))
-def test_every_command_that_help_names_is_there(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["lockstep", name, "-h"])
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert not left.value.code
-    assert capsys.readouterr().out.startswith(f"Usage: lockstep {name} ")
+def test_every_command_that_help_names_is_there(name: str, lockstep: Command) -> None:
+    ended = lockstep(f"{name} -h")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"Usage: lockstep {name} ")
 
 
-def test_a_command_imports_its_own_module_only() -> None:
-    done = _python(
-        "-c",
-        "import sys; from lockstep.cli.app import app; app(['run', '-h'], standalone_mode=False);"
-        " print([*sys.modules])",
-    )
-    assert "'lockstep.cli.run'" in done.stdout
-    assert "'lockstep.cli.train'" not in done.stdout
-
-
-TO_THE_RANKS = """
-import json, sys
-from lockstep.cli.app import main
-from lockstep.launcher import supervise
-class Started(BaseException): pass
-def start(*args, **options): raise Started
-supervise.supervise = start
-found = {}
-for line in json.load(sys.stdin):
-    sys.argv = ["lockstep", *line.split()]
-    try:
-        main()
-    except Started:
-        found[line] = sorted({"torch", "numpy", "rich"} & set(sys.modules))
-json.dump(found, sys.stdout)
-"""
-
-
-def test_a_command_that_starts_ranks_does_not_import_torch_itself(tmp_path: Path) -> None:
-    (tmp_path / "script.py").touch()
-    (tmp_path / "trained" / "checkpoints" / "step-0000002").mkdir(parents=True)
-    Settings(task="digits", workers=1).write(tmp_path / "trained")
-    lines = [
-        "run --workers 2 script.py",
-        "run -m json.tool",
-        "train digits --device cpu --run run",
-        "train digits --device cpu --workers 2 --run copied --checkpoints elsewhere",
-        "evaluate digits --run trained --device cpu",
-        "predict digits --run trained --device cpu --out predictions.npy",
-    ]
-    command = [sys.executable, "-c", TO_THE_RANKS]
-    done = subprocess.run(
-        command, cwd=tmp_path, input=json.dumps(lines), capture_output=True, text=True, check=False
-    )
-    assert json.loads(done.stdout) == {line: [] for line in lines}, done.stderr
-
-
-def test_the_version() -> None:
-    assert _python("-m", "lockstep", "--version").stdout == f"lockstep {package.__version__}\n"
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&- >&- 2>&-",
+        pytest.param(">&-", marks=pytest.mark.rest),
+        pytest.param("2>&-", marks=pytest.mark.rest),
+    ],
+)
 def test_closed_streams_change_nothing(tmp_path: Path, closed: str) -> None:
-    command = (
-        f'"{sys.executable}" -m lockstep train digits --steps 2 --workers 2 --run run {closed}'
+    line = f'"{sys.executable}" -m lockstep train digits --steps 2 --workers 2 --run run {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
-    assert ("digits: " in done.stdout) == (closed == "2>&-")
-    assert ("global batch" in done.stderr) == (closed == ">&-")
+    assert ("digits: " in ended.stdout) == (closed == "2>&-")
+    assert ("global batch" in ended.stderr) == (closed == ">&-")
 
 
 def test_a_usage_error_is_one_line_and_2(
@@ -130,7 +107,49 @@ def test_a_usage_error_is_one_line_and_2(
         raise UsageError("workers=0: give at least 1")
 
     monkeypatch.setattr(app, "app", refuse)
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert left.value.code == 2
+    assert exit_code("") == 2
     assert capsys.readouterr() == ("", "error: workers=0: give at least 1\n")
+
+
+# -- what help offers to try ---------------------------------------------------------------------
+
+
+def parsed(line: str) -> str:
+    """The command's name. Raises what the parser refuses."""
+    root = get_command(app.app)
+    with root.make_context("lockstep", shlex.split(line)[1:]) as context:
+        name, command, rest = root.resolve_command(context, shlex.split(line)[1:])  # type: ignore[attr-defined]
+        with command.make_context(name, rest, parent=context):
+            return str(name)
+
+
+def test_lockstep_alone_offers_three_commands_to_try(lockstep: Command) -> None:
+    text = lockstep("").out
+    tried = re.findall(r"^  (lockstep .+?)  ", text, re.MULTILINE)
+    assert [parsed(line) for line in tried] == ["train", "verify", "show"]
+    for title, names in app.SECTIONS.items():
+        section = text.partition(f"{title}:\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^  (\w+)  ", section, re.MULTILINE) == list(names)
+    assert max(map(len, text.splitlines())) < 80
+
+
+@pytest.mark.parametrize("name", ["run", "train", "verify", "plan"])
+def test_the_examples_of_a_help_are_commands(name: str, lockstep: Command) -> None:
+    text = lockstep(f"{name} --help").out
+    examples = re.findall(r"^    (lockstep .+?)   ?\S", text, re.MULTILINE)
+    assert len(examples) >= 3
+    assert {parsed(line) for line in examples} == {name}
+
+
+@pytest.mark.parametrize("group", ["bench", "checkpoints"])
+def test_summaries_are_whole_sentences_as_wide_as_the_terminal(
+    group: str, lockstep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = lockstep(f"{group} --help").out
+    monkeypatch.setenv("COLUMNS", "110")
+    wide = lockstep(f"{group} --help").out
+    assert not re.search(r"\.\.\.$", wide.partition("Commands:")[2], re.MULTILINE)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert max(map(len, wide.splitlines())) <= 110
+    assert len(wide.splitlines()) < len(narrow.splitlines())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,24 +40,3 @@ def test_without_a_run_it_is_refused(folder: Path) -> None:
     with refused("option-missing", option="--run latest", needed="--resume"):
         new_run(Path("latest"))
     assert new_run(Path("mine")) == Path("mine")
-
-
-def test_a_training_says_where_its_run_is_and_latest_finds_it(folder: Path) -> None:
-    done = command("train", "digits", "--steps", "2", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()  # the last line alone
-    assert line.startswith("digits: ")
-    named = [line for line in done.stderr.splitlines() if line.startswith("run directory: ")]
-    assert len(named) == 2  # at the start and at the end
-    (named,) = set(named)
-    assert named == f"run directory: {next((folder / 'runs').iterdir()).relative_to(folder)}"
-    assert "step-0000002" in command("checkpoints", "ls", "latest").stdout
-    assert command(
-        "train", "digits", "--steps", "2", "--resume", "--run", "latest"
-    ).stdout.splitlines() == [line]
-
-
-def command(*line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *line], capture_output=True, text=True, check=False
-    )

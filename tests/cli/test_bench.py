@@ -1,46 +1,22 @@
-"""`lockstep bench` from the outside: a table, JSON with every column, a picture, and a sentence for every mistake."""
+"""`lockstep bench` from the outside: tables, JSON with every column, a picture, and a refusal for
+every mistake.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from lockstep.cli.app import app
-from lockstep.cli.bench import _sizes
-from lockstep.errors import UsageError, WorkerFailed
+from lockstep.cli import bench
+from lockstep.errors import WorkerFailed
 from lockstep.tools.bench import collectives as measured
-from lockstep.tools.bench import training_step
+from lockstep.tools.bench import scaling, training_step
 from lockstep.tools.timing.output_files import check_writable
-from tests.cli.command import command
+from tests.cli.command import Command, command
 from tests.refused import refused
-
-COLUMNS = {
-    "collective",
-    "algorithm",
-    "size",
-    "workers",
-    "runs",
-    "p50",
-    "p99",
-    "wrong",
-    "algbw",
-    "busbw",
-}
-
-
-def bench(*args: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *args])
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (measured, training_step):
-        monkeypatch.setattr(each, "launch", None)
 
 
 def figures(
@@ -66,128 +42,83 @@ def figures(
 # -- collectives ---------------------------------------------------------------------------------
 
 
-def test_collectives_prints_a_table_and_writes_json_and_a_picture(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "bench",
-        "collectives",
-        "--workers",
-        "2",
-        "--sizes",
-        "1K..4K",
-        "--runs",
-        "2",
-    ]
-    command += [
-        "--collective",
-        "all_reduce",
-        "--algorithms",
-        "native,ring",
-        "--json",
-        "figures.json",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_collectives_prints_a_table_and_writes_json(tmp_path: Path, lockstep: Command) -> None:
+    ended = lockstep(
+        "bench collectives --workers 2 --sizes 1K..4K --runs 2 --collective all_reduce"
+        " --algorithms native,ring --json figures.json"
+    )
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line.split() for line in ended.out.splitlines()]
     assert [line[:3] for line in lines[2:]] == [
         ["all_reduce", name, size] for size in ("1024", "4096") for name in ("native", "ring")
     ]
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [(row["algorithm"], row["size"]) for row in rows] == [
-        (line[1], int(line[2])) for line in lines[2:]
-    ]
-    for row in rows:
-        assert set(row) == COLUMNS
-        assert (row["collective"], row["workers"], row["runs"], row["wrong"]) == (
-            "all_reduce",
-            2,
-            2,
-            0,
-        )
+    columns = "collective algorithm size workers runs p50 p99 wrong algbw busbw"
+    for row, line in zip(rows, lines[2:], strict=True):
+        assert set(row) == set(columns.split())
+        assert [row["collective"], row["algorithm"], str(row["size"])] == line[:3]
+        assert (row["workers"], row["runs"], row["wrong"]) == (2, 2, 0)
         assert row["busbw"] == row["algbw"]  # of two ranks
 
 
-def test_several_collectives_with_all_their_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_collectives_with_all_their_algorithms(
+    monkeypatch: pytest.MonkeyPatch, lockstep: Command
+) -> None:
     monkeypatch.setattr(measured, "measure", figures)
-    done = bench(
-        "collectives", "--collective", "broadcast,all_to_all", "--sizes", "64", "--workers", "3"
-    )
-    assert done.exit_code == 0, done.output
-    found = [tuple(line.split()[:2]) for line in done.stdout.splitlines()[2:]]
-    expected = [
-        (kind, name)
-        for kind in ("broadcast", "all_to_all")
-        for name in ("native", *measured.algorithms_of(kind))
+    kinds = ("broadcast", "all_to_all")
+    ended = lockstep("bench collectives --collective broadcast,all_to_all --sizes 64 --workers 3")
+    assert ended.code == 0, ended.err
+    assert [tuple(line.split()[:2]) for line in ended.out.splitlines()[2:]] == [
+        (kind, name) for kind in kinds for name in ("native", *measured.algorithms_of(kind))
     ]
-    assert found == expected
+
+
+def test_sizes_go_up_by_four() -> None:
+    for text, sizes in {
+        "4K..64K": [4096, 16384, 65536],
+        "4K..60K": [4096, 16384],
+        "100": [100],
+        "1..20": [1, 4, 16],
+        "512k..2m": [2**19, 2**21],
+        "1G": [2**30],
+    }.items():
+        assert bench._sizes(text) == sizes
+    for text in ("4X..8X", "0..4K", "-4K", "4K..", "1.5K", "64K..4K", "1..2..3"):
+        with refused("wrong-value", value=text):
+            bench._sizes(text)
 
 
 # -- train ---------------------------------------------------------------------------------------
 
 TASK = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
-import lockstep
-from tests.refused import refused
+from tests.training import toy
 
-
-def task(lr: float = 0.1, broken: bool = False) -> lockstep.Task:
-    random = torch.Generator().manual_seed(0)
-    return lockstep.Task(
-        model=lambda: nn.Linear(6, 3),
-        train_data=TensorDataset(torch.randn(64, 6, generator=random), torch.randint(0, 3, (64,), generator=random)),
-        loss=lambda output, batch: F.cross_entropy(output, batch[1]) if broken else (F.cross_entropy(output, batch[1], reduction="sum"), 4),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
-        global_batch=16,
-        micro_batch=4,
-    )
+def task(lr: float = 0.1, broken: bool = False, global_batch: int = 8):
+    wrong = {"loss": lambda output, batch: output.sum()} if broken else {}
+    return toy.task(name=None, global_batch=global_batch, micro_batch=2, **wrong)
 """
 
 
-def test_train_times_a_task_of_ones_own(tmp_path: Path) -> None:
+def test_train_times_a_task_of_ones_own(tmp_path: Path, lockstep: Command) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "bench",
-        "train",
-        "mine.py",
-        "--workers",
-        "2",
-        "--steps",
-        "2",
-        "--set",
-        "lr=0.5",
-    ]
-    command += [
-        "--device",
-        "cpu",
-        "--variants",
-        "ddp:5,stepper:native",
-        "--json",
-        "figures.json",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("mine: global batch 16 = 4 micro-batches x 4; 2 ranks x 2; ")
-    assert [line.split()[0] for line in lines[2:5]] == ["variant", "ddp:5", "stepper:native"]
-    command_of_fastest = (
-        "lockstep train mine.py --workers 2 --device cpu --set lr=0.5 --reduce native"
+    ended = lockstep(
+        "bench train mine.py --workers 2 --steps 2 --set lr=0.5 --device cpu"
+        " --variants ddp:5,stepper:native --json figures.json"
     )
-    assert lines[5:] == ["", command_of_fastest]
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines[0].startswith("mine: global batch 8 = 4 micro-batches x 2; 2 ranks x 2; ")
+    assert [line.split()[0] for line in lines[2:5]] == ["variant", "ddp:5", "stepper:native"]
+    fastest = "lockstep train mine.py --workers 2 --device cpu --set lr=0.5 --reduce native"
+    assert lines[-2:] == ["", fastest]
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert [(row["variant"], len(row["seconds"])) for row in report["rows"]] == [
         ("ddp:5", 2),
         ("stepper:native", 2),
     ]
-    assert (found["best"], found["workers"], found["device"]) == ("ddp:5", 2, "cpu")
-    assert found["rows"][1]["apart"] < 1e-4
+    assert (report["workers"], report["device"]) == (2, "cpu")
+    assert report["best"] in ("ddp:5", "stepper:native")
+    assert report["rows"][1]["apart"] < 1e-4
 
 
 def of_rank(
@@ -200,170 +131,125 @@ def of_rank(
 
 
 def test_train_says_what_trained_something_else_and_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep: Command
 ) -> None:
     monkeypatch.setattr(training_step, "launch", lambda fn, workers, args: [of_rank(*args)])
     (tmp_path / "mine.py").write_text(TASK)
-    file = tmp_path / "figures.json"
-    done = bench(
-        "train",
-        str(tmp_path / "mine.py"),
-        "--device",
-        "cpu",
-        "--variants",
-        "ddp:5,stepper:native",
-        "--json",
-        str(file),
+    ended = lockstep(
+        "bench train mine.py --device cpu --variants ddp:5,stepper:native --json figures.json"
     )
-    assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1].startswith(
+    assert ended.code == 1
+    assert ended.out.splitlines()[-1].startswith(
         "stepper:native trained something else: its weights lie 0.9 of the way"
     )
-    assert json.loads(file.read_text())["workers"] == 2  # without GPUs
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert report["workers"] == 2  # without GPUs
 
 
-def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
+def test_train_tells_what_failed_on_a_rank(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    done = bench(
-        "train",
-        str(tmp_path / "mine.py"),
-        "-n",
-        "1",
-        "--device",
-        "cpu",
-        "--variants",
-        "local",
-        "--set",
-        "broken=true",
+    line = "-n 1 --device cpu --variants local --set broken=true"
+    with pytest.raises(WorkerFailed, match=r"Task: loss returned a Tensor.*\[wrong-return-type\]"):
+        command("bench", "train", str(tmp_path / "mine.py"), *line.split())
+    assert capsys.readouterr().out == ""
+
+
+# -- scaling -------------------------------------------------------------------------------------
+
+
+def test_weak_scaling_with_json_and_a_picture(tmp_path: Path, lockstep: Command) -> None:
+    (tmp_path / "small.py").write_text(TASK)
+    ended = lockstep(
+        "bench scaling small.py --workers 1,2 --weak --set global_batch=16 --steps 2 --rounds 2"
+        " --threads 1 --device cpu --no-loading --json figures.json --out scaling.svg"
     )
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert isinstance(done.exception, WorkerFailed)
-    assert "Task: loss returned a Tensor" in str(done.exception)
-    assert "[wrong-return-type]" in str(done.exception)
+    assert (ended.code, ended.err) == (0, "")
+    assert "weak scaling: the batch of a rank stays 16 (8 micro-batches of 2)" in ended.out
+    assert "loading is not timed" in ended.out
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert report["mode"] == "weak"
+    assert [row["workers"] for row in report["rows"]] == [1, 2]
+    columns = "workers samples_per_s low high speedup efficiency threads step_ms"
+    for row in report["rows"]:
+        assert set(row) == set(columns.split())
+        assert row["speedup"] == row["samples_per_s"] / report["rows"][0]["samples_per_s"]
+        assert row["efficiency"] == row["speedup"] / row["workers"]
+    assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["digist"],
-            "task 'digist' is unknown: the bundled tasks are digits, text (did you mean 'digits'?)",
-        ),
-        (
-            ["text", "--variants", "ddp:25,stepper"],
-            "variant='stepper' is unknown. Choose one of ddp:MB",
-        ),
-        (["text", "--variants", ""], "variant='' is unknown. Choose one of ddp:MB"),
-        (["text", "--set", "widht=3"], "--set widht"),
-        (["text", "--set", "width"], "--set: 'width' is not a pair. Write name=value"),
-        (
-            ["text", "--workers", "9"],
-            (
-                "9 workers: a step of task text (global_batch=16, micro_batch=2) has no micro-batch"
-                " for some"
-            ),
-        ),
-        (["text", "--workers", "0"], "workers=0: give a whole number of at least 1"),
-        (["text", "--steps", "0"], "steps=0: give a whole number of at least 1"),
-        (["text", "--device", "gpu"], "device='gpu' is unknown. Choose one of auto, cpu, cuda"),
-    ],
-)
-def test_mistakes_in_train_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
-    done = bench("train", *args)
-    assert isinstance(done.exception, UsageError)
-    assert str(done.exception).startswith(message)
-    assert done.stdout == ""
+class Noted(Exception):
+    """The command has asked for its measurement."""
 
 
-# -- refused -------------------------------------------------------------------------------------
+def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def instead(task: str, workers: list[int], **options: Any) -> None:
+        seen.update(options, task=task, workers=workers)
+        raise Noted
+
+    def options_of(line: str) -> dict[str, Any]:
+        with pytest.raises(Noted):
+            command("bench", "scaling", "digits", *line.split())
+        return seen
+
+    monkeypatch.setattr(scaling, "benchmark_scaling", instead)
+    line = (
+        "--workers 2,1 --weak --steps 7 --rounds 3 --threads 2 --no-loading --loader-workers 1"
+        " --set lr=1 --device cpu --reduce native --compress bf16 --update sharded"
+    )
+    assert options_of(line) == {
+        "task": "digits",
+        "workers": [2, 1],
+        "mode": "weak",
+        "steps": 7,
+        "rounds": 3,
+        "threads": 2,
+        "loading": False,
+        "loader_workers": 1,
+        "overrides": {"lr": "1"},
+        "device": "cpu",
+        "reduce": "native",
+        "compress": "bf16",
+        "update": "sharded",
+        "exact": False,
+    }
+    exact = options_of("--exact")
+    assert (exact["exact"], exact["compress"]) == (True, None)
+    defaults = options_of("")
+    assert (defaults["mode"], defaults["workers"][:2], defaults["loading"]) == (
+        "strong",
+        [1, 2],
+        True,
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("4K..64K", [4096, 16384, 65536]),
-        ("4K..60K", [4096, 16384]),
-        ("100", [100]),
-        ("1..20", [1, 4, 16]),
-        ("512k..2m", [2**19, 2**21]),
-        ("1G", [2**30]),
-    ],
-)
-def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
-    assert _sizes(text) == sizes
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["--algorithms", "rign"],
-            (
-                "all_reduce: algorithm='rign' is unknown. Choose one of native, auto,"
-                " shared_memory, central, ring"
-            ),
-        ),
-        (["--algorithms", "native,"], "all_reduce: algorithm='' is unknown"),
-        (
-            ["--collective", "all_redcue"],
-            "collective='all_redcue' is unknown. Choose one of all_reduce, broadcast",
-        ),
-        (
-            ["--collective", "broadcast", "--algorithms", "recursive_doubling"],
-            "broadcast: algorithm='recursive_doubling' is unknown",
-        ),
-    ],
-)
-def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
-    done = bench("collectives", *args)
-    assert isinstance(done.exception, UsageError)
-    assert str(done.exception).startswith(message)
-    assert done.stdout == ""
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("sizes", ["4X..8X", "0..4K", "-4K", "4K..", "1.5K", "64K..4K", "1..2..3"])
-def test_sizes_that_are_no_range(sizes: str) -> None:
-    with refused("wrong-value", value=sizes):
-        command("bench", "collectives", f"--sizes={sizes}")
-
-
-@pytest.mark.parametrize(("option", "value"), [("--runs", 0), ("--runs", -1), ("--workers", 0)])
-def test_at_least_one_of_each(option: str, value: int) -> None:
-    with refused("wrong-value", name=option[2:].replace("-", "_"), value=value):
-        command("bench", "collectives", f"{option}={value}")
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (["collectives"], "--json"),
-        (["train", "digits"], "--json"),
-        (["scaling", "digits"], "--json"),
-        (["scaling", "digits"], "--out"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, command: list[str], option: str
+def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = tmp_path / "missing" / "out.svg"
-    done = bench(*command, option, str(file))
-    assert isinstance(done.exception, UsageError)
-    said = f"{option} {file} cannot be written: No such file or directory [cannot-write]"
-    assert str(done.exception) == said
+    for cores, gpus, device, workers in (
+        (6, 0, "auto", [1, 2, 4]),
+        (6, 8, "auto", [1, 2, 4, 8]),
+        (6, 8, "cpu", [1, 2, 4]),
+        (1, 8, "cpu", [1, 2]),
+    ):
+        monkeypatch.setattr("lockstep.runtime.cores.cores", lambda cores=cores: cores)
+        monkeypatch.setattr("lockstep.launcher.start.gpus", lambda gpus=gpus: gpus)
+        assert bench._powers_of_two(device) == workers
 
 
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("ending", ["", ".txt", ".png"])
-def test_a_picture_of_no_kind(tmp_path: Path, ending: str) -> None:
-    done = bench("scaling", "digits", "--plot", str(tmp_path / f"times{ending}"))
-    assert isinstance(done.exception, UsageError)
-    assert done.exception.code == "wrong-ending"
-    assert done.exception.values["endings"] == [".svg"]
-    assert list(tmp_path.iterdir()) == []
+def test_collectives_that_do_not_exist_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, "launch", None)
+    for line, value in (
+        ("--algorithms rign", "rign"),
+        ("--algorithms native,", ""),
+        ("--collective all_redcue", "all_redcue"),
+        ("--collective broadcast --algorithms recursive_doubling", "recursive_doubling"),
+    ):
+        with refused("unknown-choice", value=value):
+            command("bench", "collectives", *line.split())
 
 
 def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Path) -> None:

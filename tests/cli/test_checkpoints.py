@@ -44,6 +44,11 @@ def called(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=True)
 
 
+def refuses(line: str, code: str, **values: Any) -> None:
+    with refused(code, **values):
+        raise called(*line.split()).exception or AssertionError(line)
+
+
 def test_ls(run: Path, tmp_path: Path) -> None:
     found = called("ls", run, "--json", tmp_path / "rows.json")
     first, second = found.stdout.splitlines()
@@ -115,58 +120,20 @@ def test_export(run: Path, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "model.pt", weights_only=True)["n"].item() == 8
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "values"),
-    [
-        (("ls", "{}/nowhere"), "not-a-run-directory", {"directory": "{}/nowhere"}),
-        (("ls", "{}"), "no-checkpoint", {"run": "{}"}),
-        (
-            ("export", "{}/run", "--out", "{}/x.pt", "--step", "5"),
-            "no-such-step",
-            {"step": 5, "there": ["step-0000004", "step-0000008"]},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/x.pt", "--step", "4", "--best"),
-            "options-exclude-each-other",
-            {"one": "--best", "other": "--step 4"},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/nowhere/x.safetensors"),
-            "cannot-write",
-            {"name": "--out", "file": "{}/nowhere/x.safetensors"},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/nowhere/x.pt"),
-            "cannot-write",
-            {"name": "--out", "file": "{}/nowhere/x.pt"},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/model.bin"),
-            "wrong-ending",
-            {"file": "{}/model.bin", "endings": [".safetensors", ".pt", ".pth"]},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/new", "--format", "onnx"),
-            "unknown-choice",
-            {"name": "--format", "value": "onnx", "choices": ["hf", "dcp"]},
-        ),
-        (
-            ("export", "{}/run", "--out", "{}/run", "--format", "dcp"),
-            "cannot-write",
-            {"name": "--out", "file": "{}/run"},
-        ),
-        (("export", "{}/run", "--out", "{}/new", "--format", "hf"), "no-model-config", {}),
-    ],
-)
-def test_what_cannot_work_is_refused(
-    run: Path, tmp_path: Path, words: tuple[str, ...], code: str, values: dict[str, Any]
-) -> None:
-    found = called(*(word.format(tmp_path) for word in words))
-    values = {
-        name: Path(value.format(tmp_path)) if name in ("run", "file") else value
-        for name, value in values.items()
-    }
-    if "directory" in values:
-        values["directory"] = values["directory"].format(tmp_path)
-    with refused(code, **values):
-        raise found.exception
+def test_what_cannot_work_is_refused(run: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    refuses(f"ls {nowhere}", "not-a-run-directory", directory=str(nowhere))
+    refuses(f"ls {tmp_path}", "no-checkpoint", run=tmp_path)
+    export = f"export {run} --out"
+    steps = ["step-0000004", "step-0000008"]
+    refuses(f"{export} x.pt --step 5", "no-such-step", step=5, there=steps)
+    both = {"one": "--best", "other": "--step 4"}
+    refuses(f"{export} x.pt --step 4 --best", "options-exclude-each-other", **both)
+    for file in (nowhere / "x.safetensors", nowhere / "x.pt"):
+        refuses(f"{export} {file}", "cannot-write", name="--out", file=file)
+    endings = [".safetensors", ".pt", ".pth"]
+    refuses(f"{export} model.bin", "wrong-ending", file=Path("model.bin"), endings=endings)
+    formats = {"name": "--format", "value": "onnx", "choices": ["hf", "dcp"]}
+    refuses(f"{export} {nowhere} --format onnx", "unknown-choice", **formats)
+    refuses(f"{export} {run} --format dcp", "cannot-write", name="--out", file=run)
+    refuses(f"{export} {nowhere} --format hf", "no-model-config")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.command import process
 
 ASKED = """
 import contextlib, io, json, os, sys
@@ -42,6 +43,13 @@ ANSWERS = {
     "lockstep explain unknown-cod": {"unknown-code"},
     "lockstep run ": set(),  # a script: the shell completes files
 }
+BASH = """
+source <(_LOCKSTEP_COMPLETE=source_bash ./lockstep)
+COMP_WORDS=(./lockstep train digits --reduce ha)
+COMP_CWORD=4
+"$(complete -p lockstep | sed "s/.*-F //; s/ .*//")" ./lockstep
+echo "${COMPREPLY[@]}"
+"""
 
 
 @pytest.fixture
@@ -54,54 +62,35 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_names_and_values_are_completed_without_torch(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED],
-        input=json.dumps(list(ANSWERS)),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+def output(command: list[str], folder: Path, text: str = "") -> str:
+    ended = subprocess.run(
+        command, cwd=folder, input=text, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.pop("heavy") == []
-    assert {line: set(answer) for line, answer in found.items()} == ANSWERS
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
 
 
-BASH = """
-source <(_LOCKSTEP_COMPLETE=source_bash ./lockstep)
-COMP_WORDS=(./lockstep train digits --reduce ha)
-COMP_CWORD=4
-"$(complete -p lockstep | sed "s/.*-F //; s/ .*//")" ./lockstep
-echo "${COMPREPLY[@]}"
-"""
+def test_names_and_values_are_completed_without_torch(folder: Path) -> None:
+    answers = json.loads(output([sys.executable, "-c", ASKED], folder, json.dumps(list(ANSWERS))))
+    assert answers.pop("heavy") == []
+    assert {line: set(answer) for line, answer in answers.items()} == ANSWERS
 
 
 def test_bash_completes_with_the_script_that_it_is_given(folder: Path) -> None:
     command = folder / "lockstep"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep "$@"\n')
     command.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "--norc", "-c", BASH], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("halving_doubling\n", "")
+    assert output(["bash", "--norc", "-c", BASH], folder) == "halving_doubling\n"
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_the_help_beside_the_name(shell: str, folder: Path) -> None:
-    asked = {
-        "_LOCKSTEP_COMPLETE": f"complete_{shell}",
-        "_TYPER_COMPLETE_ARGS": "lockstep ver",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep"],
-        env=os.environ | asked,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+    ended = process(
+        "",
+        folder,
+        _LOCKSTEP_COMPLETE=f"complete_{shell}",
+        _TYPER_COMPLETE_ARGS="lockstep ver",
+        _TYPER_COMPLETE_FISH_ACTION="get-args",
     )
-    assert "verify" in done.stdout
-    assert "Check that the number of workers" in done.stdout
+    assert "verify" in ended.out
+    assert "Check that the number of workers" in ended.out

@@ -1,23 +1,23 @@
-"""`lockstep evaluate` from the outside: a run that was trained gives its own numbers again, on
-any number of ranks.
+"""`lockstep evaluate` and `lockstep predict`: a run that was trained gives its own numbers again, on
+any number of ranks; one file of predictions, in the order of the data set.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-import lockstep
+import lockstep as package
+from lockstep.checkpoints import files, folders
 from lockstep.config.settings import Settings
+from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
-from tests.checkpoints.model_alone import write_model
-from tests.cli.command import command as given
-from tests.refused import refused
+from tests.cli.command import Command
+from tests.training import toy
 
 TASK = """
 from torch import nn
@@ -35,106 +35,94 @@ def task(other: bool = False, held_out: bool = True):
 """
 
 
-def command(name: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "lockstep", name, *args]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory, made without a launcher, beside its task."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "run_task.py").write_text(TASK)
+    task = str(folder / "run_task.py")
+    with package.init(backend="gloo"):
+        package.train(resolve(task), epochs=1, run=folder / "run", device="cpu")
+    # what `lockstep train` leaves
+    Settings(task=task, epochs=1, device="cpu").write(folder / "run")
+    return folder / "run"
 
 
-def trained(folder: Path) -> Path:
-    """A run directory, made without a launcher."""
-    file = folder / "run_task.py"
-    file.write_text(TASK)
-    run = folder / "run"
-    with lockstep.init(backend="gloo"):
-        lockstep.train(resolve(str(file)), epochs=1, run=run, device="cpu")
-    Settings(task=str(file), epochs=1, device="cpu").write(run)  # what `lockstep train` leaves
-    return run
-
-
-def test_the_runs_own_numbers_again_on_three_ranks(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    expected = json.loads((run / "result.json").read_text())["metrics"]
-    done = command(
-        "evaluate",
-        "run_task.py",
-        "--run",
-        "run",
-        "--workers",
-        "3",
-        "--device",
-        "cpu",
-        "--json",
-        "found.json",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, last = done.stdout.splitlines()
+def test_the_runs_own_numbers_again_on_three_ranks(
+    trained: Path, tmp_path: Path, lockstep: Command
+) -> None:
+    expected = json.loads((trained / "result.json").read_text())["metrics"]
+    task = trained.with_name("run_task.py")
+    ended = lockstep(f"evaluate {task} --run {trained} -n 3 --device cpu --json metrics.json")
+    assert ended.code == 0, ended.err
+    first, second, last = ended.out.splitlines()
     assert first.split() == ["accuracy", repr(expected["accuracy"])]
     assert second.split()[0] == "loss"
     start = "run_task: 21 samples, 3 workers, newest checkpoint (step 4)"
     assert last == f"{start} | accuracy {expected['accuracy']:.4f} | loss {expected['loss']:.4f}"
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["metrics"]["accuracy"] == expected["accuracy"]
-    assert found["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert found["checkpoint"].endswith("step-0000004")
+    report = json.loads((tmp_path / "metrics.json").read_text())
+    assert report["metrics"]["accuracy"] == expected["accuracy"]
+    assert report["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert report["checkpoint"].endswith("step-0000004")
 
 
-def test_weights_of_another_model_are_named_once(tmp_path: Path) -> None:
-    trained(tmp_path)
-    done = command(
-        "evaluate",
-        "run_task.py",
-        "--run",
-        "run",
-        "--set",
-        "other=true",
-        "--device",
-        "cpu",
-        "-n",
-        "2",
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+def test_the_same_predictions_from_one_rank_and_from_three(
+    trained: Path, tmp_path: Path, lockstep: Command
+) -> None:
+    task = trained.with_name("run_task.py")
+    options = f"predict {task} --run {trained} --device cpu"
+    assert lockstep(f"{options} --workers 1").code == 0
+    ended = lockstep(f"{options} --workers 3 --out three.npy")
+    start = "run_task: 21 samples, 3 workers, newest checkpoint (step 4)"
+    assert ended.out == f"{start} | predictions in three.npy\n"
+    assert (tmp_path / "three.npy").read_bytes() == (trained / "predictions.npy").read_bytes()
+    rows = np.load(tmp_path / "three.npy")
+    assert rows.shape == (toy.HELD_OUT, 3)
+    x, _ = toy.data(toy.HELD_OUT, 2)[:]
+    model = resolve(str(task)).model()
+    newest = folders.newest(trained / "checkpoints")
+    assert newest is not None
+    fill(model, files.read(newest).tensors, "", "")
+    assert np.allclose(rows, model.eval()(x).detach().numpy(), atol=1e-6)
+
+
+def test_what_only_the_ranks_see_is_said_once(trained: Path, lockstep: Command) -> None:
+    """Weights of another model, and a task without evaluation data."""
+    line = f"evaluate {trained.with_name('run_task.py')} --run {trained} --device cpu -n 2"
+    other = lockstep(f"{line} --set other=true")
+    assert (other.code, other.out) == (2, "")
+    (sentence,) = other.err.splitlines()
     assert re.match(
-        r"error: checkpoint .*step-0000004 \(of task 'run_task'\) .* task 'run_task': ",
-        line,
+        r"error: checkpoint .*step-0000004 \(of task 'run_task'\) .* task 'run_task': ", sentence
     )
-    assert "missing: first.bias; of another shape: last.bias, last.weight" in line
-    assert line.endswith(" [checkpoint-of-another-model]")
+    assert "missing: first.bias; of another shape: last.bias, last.weight" in sentence
+    assert sentence.endswith(" [checkpoint-of-another-model]")
+    without = lockstep(f"{line} --set held_out=false")
+    assert (without.code, without.out) == (2, "")
+    assert re.fullmatch(r"error: task 'run_task' .* evaluate .*\[no-eval-data\]\n", without.err)
 
 
-def test_a_task_without_eval_data(tmp_path: Path) -> None:
-    trained(tmp_path)
-    done = command(
-        "evaluate",
-        "run_task.py",
-        "--run",
-        "run",
-        "--set",
-        "held_out=false",
-        "--device",
-        "cpu",
-        cwd=tmp_path,
+SMALL = "--set train_bytes=3000 --set eval_bytes=600 --set width=16 --set depth=2 --set length=8"
+
+
+def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path, lockstep: Command) -> None:
+    options = "--mesh pipeline=2 --schedule gpipe --steps 3 --device cpu"
+    trained = lockstep(f"train text --run run {options} {SMALL}")
+    assert trained.code == 0, trained.err
+    last = trained.out.splitlines()[-1]
+    assert re.match(
+        r"text: 3 steps, 2 workers, mesh pipeline=2 gpipe, replicated, .* \| weights sha256"
+        r" [0-9a-f]{64}$",
+        last,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: task 'run_task' .* evaluate .*\[no-eval-data\]\n", done.stderr)
-
-
-def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with refused("not-a-run-directory", directory=str(run)):
-        given("evaluate", "digits", run=run)
-    run.mkdir()
-    with refused("not-a-run-directory", directory=str(run)):
-        given("evaluate", "digits", run=run)
-    Settings(task="digits").write(run)
-    with refused("no-checkpoint", run=run):
-        given("evaluate", "digits", run=run)
-    write_model(run / "checkpoints", 1, {}, {})
-    with refused("no-best-checkpoint", run=run):
-        given("evaluate", "digits", run=run, best=True)
-    with refused("wrong-value", name="workers", value=0):
-        given("evaluate", "digits", run=run, workers=0)
-    with refused("unknown-choice", name="device", value="tpu"):
-        given("evaluate", "digits", run=run, device="tpu")
+    assert "mesh pipeline=2: a rank holds" in trained.err
+    ranks = json.loads((tmp_path / "run" / "mesh.json").read_text())["ranks"]
+    assert [rank["pipeline"] for rank in ranks] == [0, 1]
+    stages = [*ranks[0]["stages"].values(), *ranks[1]["stages"].values()]
+    names = [name for stage in stages for name in stage]
+    assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
+    evaluated = lockstep(f"evaluate text --run run --device cpu {SMALL}")
+    assert evaluated.code == 0, evaluated.err
+    metric = re.search(r"bits_per_byte ([\d.]+)", last)
+    assert metric is not None
+    assert metric[1] in evaluated.out

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from lockstep.errors import UsageError, catalog
@@ -25,11 +22,14 @@ def test_an_entry_with_its_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> 
     words = " ".join(text.split())
     assert f"Cause: {entry['cause']}" in words
     assert f"Fix: {entry['fix']}" in words
+    # a value that is counted, and braces of the sentence itself
+    assert "<gpus> GPUs" in explained(capsys, "too-few-gpus")
+    words = " ".join(explained(capsys, "nothing-to-measure").split())
+    assert "fn=(output, batch) -> {name: (sum, weight)}" in words
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
+def test_a_code_however_it_was_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    for copied in (
         ["[no-sbatch]"],
         ["error:", "no-sbatch"],
         ["error: no-sbatch"],
@@ -37,12 +37,8 @@ def test_an_entry_with_its_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> 
         ["`no-sbatch`."],
         [f"error: {UsageError('no-sbatch')}"],
         ["error: a [list] of files is missing [no-sbatch]\n  its stack"],
-    ],
-)
-def test_a_code_however_it_was_copied(
-    copied: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert explained(capsys, *copied).startswith("no-sbatch\n")
+    ):
+        assert explained(capsys, *copied).startswith("no-sbatch\n"), copied
 
 
 @pytest.mark.parametrize("columns", [40, 72, 300])
@@ -52,18 +48,7 @@ def test_the_text_fits_into_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = explained(capsys, "no-gpu-here").splitlines()
     assert max(map(len, lines)) <= min(columns, 88)
-    words = " ".join(" ".join(lines).split())
-    assert catalog()["no-gpu-here"]["fix"] in words
-
-
-def test_a_counted_value_is_shown_with_its_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "<gpus> GPUs" in explained(capsys, "too-few-gpus")
-
-
-def test_braces_of_the_sentence_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fn=(output, batch) -> {name: (sum, weight)}" in " ".join(
-        explained(capsys, "nothing-to-measure").split()
-    )
+    assert catalog()["no-gpu-here"]["fix"] in " ".join(" ".join(lines).split())
 
 
 def test_an_unknown_code_names_the_nearest() -> None:
@@ -73,14 +58,6 @@ def test_an_unknown_code_names_the_nearest() -> None:
         assert caught.value.values["near"].startswith(f" (did you mean {near}")
     with refused("unknown-code", value="qqq", near=""):
         command("explain", "qqq")
-
-
-def test_an_unknown_code_leaves_with_2() -> None:
-    line = [sys.executable, "-m", "lockstep", "explain", "no-sbach"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith("[unknown-code]\n")
 
 
 def test_all_of_them_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:

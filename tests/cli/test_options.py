@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import pytest
 
-from lockstep.cli import app
 from lockstep.cli.options import GivenNames, Only
 from lockstep.config.launching import Launch, RunChoice
 from lockstep.config.settings import Config
-from tests.cli.command import taken
+from tests.cli.command import Command, taken
 from tests.refused import refused
 
 
@@ -27,27 +26,11 @@ def test_what_is_not_given_is_the_defaults() -> None:
 
 
 def test_options_become_the_fields_of_their_configuration() -> None:
-    found = taken(
-        asked,
-        "-n",
-        "2:4",
-        "--set",
-        "a=1",
-        "--set",
-        "b=2",
-        "--mesh",
-        "data=2",
-        "--no-compile",
-        "--exact",
-        "--stall-after",
-        "5",
-    )
-    assert (found["choice"].workers, found["choice"].overrides) == ("2:4", {"a": "1", "b": "2"})
-    assert (str(found["config"].mesh), found["config"].compile, found["config"].exact) == (
-        "data=2",
-        False,
-        True,
-    )
+    line = "-n 2:4 --set a=1 --set b=2 --mesh data=2 --no-compile --exact --stall-after 5"
+    found = taken(asked, *line.split())
+    choice, config = found["choice"], found["config"]
+    assert (choice.workers, choice.overrides) == ("2:4", {"a": "1", "b": "2"})
+    assert (str(config.mesh), config.compile, config.exact) == ("data=2", False, True)
     assert found["launch"].stall_after == 5
     assert found["given"] == {"workers", "overrides", "mesh", "compile", "exact", "stall_after"}
 
@@ -61,35 +44,17 @@ def test_only_some_knobs() -> None:
         taken(some, "--epochs", "3")
 
 
-def _help(*line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr("sys.argv", ["lockstep", *line])
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert not left.value.code
-    return capsys.readouterr().out
-
-
 def test_help_shows_the_common_options_and_help_all_every_one_in_groups(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lockstep: Command,
 ) -> None:
-    short = _help("train", "--help", monkeypatch=monkeypatch, capsys=capsys)
-    whole = _help("train", "--help-all", monkeypatch=monkeypatch, capsys=capsys)
+    short, whole = lockstep("train --help").out, lockstep("train --help-all").out
     options = [line.split()[0] for line in short.splitlines() if line.startswith("  -")]
     assert len(options) == 12  # ten, --help-all and --help
     assert "--sync-every" not in short
     assert "--sync-every" in whole
     titles = [line for line in whole.splitlines() if line.startswith("Options: ")]
-    groups = [
-        "run",
-        "training",
-        "gradients",
-        "model split",
-        "faults",
-        "checkpoints",
-        "cluster",
-        "debug",
-    ]
-    assert titles == [f"Options: {group}:" for group in groups]
+    groups = "run, training, gradients, model split, faults, checkpoints, cluster, debug"
+    assert titles == [f"Options: {group}:" for group in groups.split(", ")]
 
 
 # -- --config ------------------------------------------------------------------------------------
@@ -112,21 +77,8 @@ def test_a_file_says_what_options_say(
     tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = taken(asked, "--config", written(tmp_path, name, text))
-    line = [
-        "--workers",
-        "2",
-        "--sync-every",
-        "8",
-        "--mesh",
-        "data=2",
-        "--stall-after",
-        "5",
-        "--run",
-        "runs/mine",
-        "--set",
-        "lr=0.05",
-    ]
-    expected = taken(asked, *line)
+    line = "--workers 2 --sync-every 8 --mesh data=2 --stall-after 5 --run runs/mine --set lr=0.05"
+    expected = taken(asked, *line.split())
     assert found["config"] == expected["config"]
     assert found["launch"] == expected["launch"]
     assert (found["choice"].run, found["choice"].overrides) == (Path("runs/mine"), {"lr": "0.05"})
@@ -147,51 +99,27 @@ def test_the_command_line_comes_first_and_says_so_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, "a.toml", 'sync_every = 8\nreduce = "native"\nsteps = 3\n')
-    found = taken(
-        asked, "--config", file, "--sync-every", "4", "--reduce", "central", "--steps", "3"
-    )
-    assert (found["config"].sync_every, found["config"].reduce) == (4, "central")
-    assert (
-        capsys.readouterr().err
-        == f"{file}: the command line overrides this file: sync_every=4 replaces 8; reduce=central replaces"
-        " native\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "values"),
-    [
-        (
-            "sync_evry = 4\n",
-            "unknown-name",
-            {"name": "sync_evry", "meant": "did you mean sync_every?"},
-        ),
-        (
-            'sync_every = "four"\n',
-            "wrong-value",
-            {
-                "name": "sync_every",
-                "value": "four",
-                "expected": "a whole number of steps of at least 1",
-            },
-        ),
-        ("mesh = 2\n", "wrong-value", {"name": "mesh", "value": 2, "expected": "AXIS=N,..."}),
-        ("exact = 1\n", "wrong-value", {"name": "exact", "value": 1, "expected": "true or false"}),
-        ("set = 3\n", "wrong-value", {"name": "overrides", "value": 3, "expected": "KEY=VALUE"}),
-    ],
-)
-def test_a_wrong_file_is_named_with_what_is_wrong(
-    tmp_path: Path, text: str, code: str, values: dict[str, Any]
-) -> None:
-    file = written(tmp_path, "a.toml", text)
-    with refused(code, **values) as caught:
-        taken(asked, "--config", file)
-    assert file in str(caught.value)
+    line = f"--config {file} --sync-every 4 --reduce central --steps 3"
+    config = taken(asked, *line.split())["config"]
+    assert (config.sync_every, config.reduce) == (4, "central")
+    replaced = "sync_every=4 replaces 8; reduce=central replaces native"
+    expected = f"{file}: the command line overrides this file: {replaced}\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
     ("name", "text", "code", "values"),
     [
+        ("a.toml", "sync_evry = 4\n", "unknown-name", {"meant": "did you mean sync_every?"}),
+        (
+            "a.toml",
+            'sync_every = "four"\n',
+            "wrong-value",
+            {"value": "four", "expected": "a whole number of steps of at least 1"},
+        ),
+        ("a.toml", "mesh = 2\n", "wrong-value", {"value": 2, "expected": "AXIS=N,..."}),
+        ("a.toml", "exact = 1\n", "wrong-value", {"value": 1, "expected": "true or false"}),
+        ("a.toml", "set = 3\n", "wrong-value", {"name": "overrides", "expected": "KEY=VALUE"}),
         ("a.toml", "steps = \n", "config-file-not-parsed", {"language": "TOML"}),
         ("a.yaml", "[1, 2]\n", "config-file-without-names", {"kind": "list"}),
         ("a.yaml", "a: [\n", "config-file-not-parsed", {"language": "YAML"}),
@@ -199,15 +127,19 @@ def test_a_wrong_file_is_named_with_what_is_wrong(
         ("a.toml", "#" * (2**20 + 1), "config-file-too-large", {"most": 2**20}),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(
+def test_a_wrong_file_is_named_with_what_is_wrong(
     tmp_path: Path, name: str, text: str, code: str, values: dict[str, Any]
 ) -> None:
     file = written(tmp_path, name, text)
-    with refused(code, file=Path(file), **values):
+    with refused(code, **values) as refusal:
         taken(asked, "--config", file)
+    assert file in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     with refused("cannot-read", name="--config", file=missing, reason="No such file or directory"):
-        taken(asked, "--config", f"{tmp_path}/missing.toml")
+        taken(asked, "--config", str(missing))
 
 
 def test_yaml_is_refused_where_its_package_is_missing(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
-from lockstep.errors import UsageError
-from tests.refused import refused
 from tests.tools.report.runs import anatomy, make, metrics
 
 
@@ -78,56 +73,9 @@ def test_a_run_of_one_rank_and_a_run_without_a_step(tmp_path: Path) -> None:
     assert report(str(none)).startswith("No step was recorded")
 
 
-def test_the_page_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_the_page_goes_where_it_is_asked_to_and_can_be_written_again(tmp_path: Path) -> None:
     run, out = make(tmp_path / "run", parts={}), tmp_path / "elsewhere.html"
     assert f"page: {out}" in report(str(run), "--out", str(out))
     assert out.exists()
     assert not (run / "report.html").exists()
-
-
-def test_it_can_be_written_again(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", parts={})
     assert report(str(run)) == report(str(run))
-
-
-@pytest.mark.parametrize(
-    ("option", "file", "reason"),
-    [
-        ("--out", "/nowhere/page.html", "No such file"),
-        ("--out", "{tmp}", "Is a directory"),
-        ("--json", "/nowhere/page.json", "No such file"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused(
-    tmp_path: Path, option: str, file: str, reason: str
-) -> None:
-    make(tmp_path / "run", parts={})
-    file = file.format(tmp=tmp_path)
-    with pytest.raises(UsageError, match=f"{option} {file} cannot be written: {reason}"):
-        report(str(tmp_path / "run"), option, file)
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with refused("not-a-run-directory", directory=str(tmp_path)):
-        report(str(tmp_path))
-
-
-def test_it_needs_no_torch(tmp_path: Path) -> None:
-    """A page is written in a second or two, also on a machine that trains nothing."""
-    run = make(tmp_path / "run", parts=anatomy(2, 4))
-    program = (
-        "import sys; sys.modules['torch'] = None; from lockstep.cli.app import app; app(['report',"
-        " sys.argv[1]], standalone_mode=False)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert (run / "report.html").exists()
-
-
-@pytest.mark.parametrize("place", ["nowhere", "run/settings.json"])
-def test_what_is_no_folder_is_refused(tmp_path: Path, place: str) -> None:
-    make(tmp_path / "run", parts={})
-    with refused("not-a-run-directory", directory=str(tmp_path / place)):
-        report(str(tmp_path / place))

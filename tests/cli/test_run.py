@@ -1,13 +1,13 @@
-"""`lockstep run` from the outside: arguments, codes, sentences."""
+"""`lockstep run` from the outside: arguments, codes, logs."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.command import Command, process
 
 _COLLECTIVES = """
 import os, torch, lockstep
@@ -23,51 +23,29 @@ torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_maste
 """
 
 
-def lockstep(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_arguments_pass_through_untouched(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv)")
-    theirs = [
-        "--workers",
-        "3",
-        "-m",
-        "--help",
-        "a b",
-        "",
-        "$HOME",
-        "$$",
-        "${local_rank}",
-        "--",
-        "-x",
-        "*",
-    ]
-    done = lockstep("run", "--workers", "2", "script.py", *theirs, cwd=tmp_path)
-    assert done.stderr.startswith("warning: the 2 ranks never joined")
-    assert sorted(done.stdout.splitlines()) == [
+    theirs = ["--workers", "3", "-m", "--help", "a b", "", "$HOME", "$$", "${local_rank}"]
+    theirs += ["--", "-x", "*"]
+    ended = process(["run", "--workers", "2", "script.py", *theirs], tmp_path)
+    assert ended.err.startswith("warning: the 2 ranks never joined")
+    assert sorted(ended.out.splitlines()) == [
         f"[{rank}] {rank} {['script.py', *theirs]}" for rank in (0, 1)
     ]
 
 
-def test_a_module_and_one_worker_by_default(tmp_path: Path) -> None:
+def test_a_module_and_one_worker_by_default(tmp_path: Path, lockstep: Command) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(
         "import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)"
     )
-    done = lockstep("run", "--workers", "1", "-m", "package.train", "--workers", "5", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1 ['--workers', '5'] __main__\n", "")
+    ended = lockstep("run --workers 1 -m package.train --workers 5")
+    assert (ended.code, ended.out, ended.err) == (0, "1 ['--workers', '5'] __main__\n", "")
 
 
-def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
+def test_the_exit_code_is_the_ranks_own(tmp_path: Path, lockstep: Command) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit(5)")
-    assert lockstep("run", "-n", "1", "script.py", cwd=tmp_path).returncode == 5
+    assert lockstep("run -n 1 script.py").code == 5
 
 
 def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
@@ -78,10 +56,10 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
     """
     (tmp_path / "script.py").write_text(_COLLECTIVES)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    done = lockstep("run", "-n", "2", "--log", "logs", "--debug", "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] WARN None INFO 0", "[1] WARN None INFO 1"]
-    assert not done.stderr
+    ended = process("run -n 2 --log logs --debug script.py", tmp_path)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["[0] WARN None INFO 0", "[1] WARN None INFO 1"]
+    assert not ended.err
     for rank in (0, 1):
         lines = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert any("[c10d]" in line for line in lines)
@@ -99,35 +77,3 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
                 " waited for"
             ),
         ]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["run"], "error: nothing to run. Give a script (lockstep run train.py) or a module"),
-        (["run"], "[nothing-to-run]"),
-        (["run", "nowhere.py"], "[script-not-found]"),
-        (
-            ["run", "--workers", "0", "-m", "this"],
-            "--workers 0: give a whole number of at least 1. [wrong-value]",
-        ),
-        (
-            ["run", "--log", "/dev/null/x", "-m", "this"],
-            "error: --log /dev/null/x cannot be made (Not a directory). Choose another folder."
-            " [cannot-make-folder]",
-        ),
-        (
-            ["run", "--debug", "-m", "this"],
-            "error: --debug needs --log DIR too: ",
-        ),
-        (["run", "--wrokers", "2", "x.py"], "error: --wrokers is not an option of `lockstep run`"),
-        (["run", "--wrokers", "2", "x.py"], "[unknown-option]"),
-        (["run", "--workers", "two", "x.py"], "two: give a whole number [wrong-argument]"),
-    ],
-)
-def test_mistakes_are_sentences_with_code_2(args: list[str], message: str, tmp_path: Path) -> None:
-    done = lockstep(*args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""

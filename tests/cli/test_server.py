@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.command import Command
 from tests.cli.training_process import TrainingProcess, nobody_left
 
 EPOCHS, SAMPLES, STEPS = 2, 250, 46
@@ -36,8 +35,26 @@ def task():
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[TrainingProcess]:
-    with nobody_left(TrainingProcess(tmp_path, TASK)) as made:
+    with nobody_left(TrainingProcess(tmp_path, TASK, "--update", "server")) as made:
         yield made
+
+
+def start_slowly(training: TrainingProcess, steps: int, workers: int | str, *options: str) -> None:
+    """Return when it has trained so many steps."""
+    (training.folder / "slowly").touch()
+    training.start(workers, *options)
+    training.until(lambda: len(training.records()) >= steps)
+
+
+def check_resumed(training: TrainingProcess, workers: int, *options: str) -> str:
+    """The same command goes to the end, and every sample has counted once. Returns what it says."""
+    (training.folder / "slowly").unlink()
+    training.start(workers, *options)
+    code, out, err = training.end()
+    assert code == 0, err
+    assert f"{STEPS} steps, {workers} workers" in out
+    assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+    return err
 
 
 def samples(records: list[dict[str, Any]]) -> Counter[int]:
@@ -48,29 +65,11 @@ def samples(records: list[dict[str, Any]]) -> Counter[int]:
     return found
 
 
-def test_to_the_end(training: TrainingProcess) -> None:
-    training.start(3, "--update", "server", "--staleness", "2", "--checkpoint-every", "10")
-    code, out, err = training.end()
-    assert code == 0, err
-    assert out.startswith(
-        f"my_task: {EPOCHS} epochs, {STEPS} steps, 3 workers, server, staleness 2,"
-        " messages | accuracy 0."
-    )
-    steps = training.records()
-    assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
-    assert all(each["gradient_age"] >= 0 and len(each["samples_by_rank"]) == 3 for each in steps)
-    assert samples(steps) == {1: SAMPLES, 2: SAMPLES}
-    assert [each["step"] for each in training.records("evaluate")] == [23, 46]
-    assert (training.folder / "run" / "checkpoints" / "step-0000046").exists()
-
-
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.rest)])
 def test_a_killed_worker_restarts_the_run_from_its_checkpoint(
     training: TrainingProcess, rank: int
 ) -> None:
-    (training.folder / "slowly").touch()
-    training.start("2:3", "--update", "server", "--checkpoint-every", "5")
-    training.until(lambda: len(training.records()) >= 12)
+    start_slowly(training, 12, "2:3", "--checkpoint-every", "5")
     killed = training.rank(rank)
     (training.folder / "slowly").unlink()
     killed.kill()
@@ -78,36 +77,32 @@ def test_a_killed_worker_restarts_the_run_from_its_checkpoint(
     assert code == 0, err
     assert "was killed by signal 9 (SIGKILL)" in err
     assert "resumed from step " in err
-    assert f"{STEPS} steps, " in out
-    assert sorted(each["step"] for each in training.records()) == list(range(1, STEPS + 1))
-    assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+    line = rf"my_task: {EPOCHS} epochs, {STEPS} steps, [23] workers, server, staleness 4, messages"
+    assert re.match(line + r" \| accuracy 0\.", out), out
+    steps = training.records()
+    assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
+    assert all(each["gradient_age"] >= 0 for each in steps)
+    assert samples(steps) == {1: SAMPLES, 2: SAMPLES}
+    assert [each["step"] for each in training.records("evaluate")] == [23, 46]
+    assert (training.folder / "run" / "checkpoints" / "step-0000046").exists()
 
 
+@pytest.mark.rest
 def test_a_workers_death_ends_a_run_with_a_fixed_number_of_workers(
     training: TrainingProcess,
 ) -> None:
-    (training.folder / "slowly").touch()
-    training.start(3, "--update", "server", "--checkpoint-every", "5")
-    training.until(lambda: len(training.records()) >= 12)
+    start_slowly(training, 12, 3, "--checkpoint-every", "5")
     killed = training.rank(1)
     killed.kill()
     code, out, err = training.end()
     assert (code, out) == (137, "")
     assert f"rank 1 (pid {killed.pid}" in err.splitlines()[-1]
     assert "was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
-    (training.folder / "slowly").unlink()
-    training.start(2, "--update", "server", "--checkpoint-every", "5")
-    code, out, err = training.end()
-    assert code == 0, err
-    assert "resumed from step " in err
-    assert f"{STEPS} steps, 2 workers" in out
-    assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+    assert "resumed from step " in check_resumed(training, 2, "--checkpoint-every", "5")
 
 
 def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
-    (training.folder / "slowly").touch()
-    training.start(3, "--update", "server", "--staleness", "inf")
-    training.until(lambda: len(training.records()) >= 6)
+    start_slowly(training, 6, 3, "--staleness", "inf")
     assert training.process is not None
     training.process.send_signal(signal.SIGTERM)
     code, out, err = training.end()
@@ -116,25 +111,22 @@ def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
     step = int(line.split()[3])
     assert sorted(each["step"] for each in training.records()) == list(range(1, step + 1))
     assert (training.folder / "run" / "checkpoints" / f"step-{step:07d}").exists()
-    (training.folder / "slowly").unlink()
-    training.start(4, "--update", "server", "--staleness", "inf")
-    code, out, err = training.end()
-    assert code == 0, err
-    assert f"resumed from step {step} of {STEPS}" in err
-    assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+    resumed = check_resumed(training, 4, "--staleness", "inf")
+    assert f"resumed from step {step} of {STEPS}" in resumed
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+OTHER_RANKS = [pytest.param(rank, marks=pytest.mark.rest) for rank in (1, 2)]
+
+
+@pytest.mark.parametrize("rank", [0, *OTHER_RANKS])
 def test_a_stopped_worker_is_the_one_that_is_blamed(training: TrainingProcess, rank: int) -> None:
-    (training.folder / "slowly").touch()
-    training.start(3, "--update", "server", "--stall-after", "3")
-    training.until(lambda: len(training.records()) >= 6)
+    start_slowly(training, 6, 3, "--stall-after", "3")
     training.rank(rank).suspend()
     code, _, err = training.end()
     assert code == 76, err
     (line,) = [line for line in err.splitlines() if line.startswith("STALL")]
-    others = [each for each in range(3) if each != rank]
-    assert re.search(rf"ranks {others[0]} and {others[1]} wait .*\. Rank {rank} .*: stopped", line)
+    one, other = (number for number in range(3) if number != rank)
+    assert re.search(rf"ranks {one} and {other} wait .*\. Rank {rank} .*: stopped", line)
     assert line.endswith(f"rank-{rank}.log")
 
 
@@ -159,11 +151,10 @@ with lockstep.init() as world:
 """
 
 
-def test_a_worker_that_leaves_silently_is_named(tmp_path: Path) -> None:
+def test_a_worker_that_leaves_silently_is_named(tmp_path: Path, lockstep: Command) -> None:
     """It leaves with code 0: what the others report of it is all there is."""
     (tmp_path / "script.py").write_text(LEAVES)
-    command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "PeerFailed: rank 1 has ended" in ended.stderr, ended.stderr
-    assert "[peer-gone]" in ended.stderr
+    ended = lockstep("run --workers 2 script.py")
+    assert ended.code == 1
+    assert "PeerFailed: rank 1 has ended" in ended.err, ended.err
+    assert "[peer-gone]" in ended.err

@@ -43,76 +43,60 @@ def test_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_file_with_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"lockstep train {tmp_path}/mine.py --run {tmp_path}/runs/mine-"
+    for text in (
         "def task(): ...",
         "from others import make as task",
         "task = make",
         "if True:\n    task = 1",
         "from others import task",
-    ],
-)
-def test_a_file_with_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "mine.py").write_text(text)
-    assert f"lockstep train {tmp_path}/mine.py --run {tmp_path}/runs/mine-" in printed(
-        capsys, "mine.py"
-    )
+    ):
+        (tmp_path / "mine.py").write_text(text)
+        assert line in printed(capsys, "mine.py"), text
 
 
-@pytest.mark.parametrize(
-    "text", ["print(1)", "def other():\n    def task(): ...", "class A:\n    def task(self): ..."]
-)
-def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "script.py").write_text(text)
-    found = printed(capsys, "script.py", "--lr", "0.1 0.2")
-    assert f"lockstep run {tmp_path}/script.py --lr '0.1 0.2'\ncode=" in found
-    assert "--job-name=script\n" in found
+def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (
+        "print(1)",
+        "def other():\n    def task(): ...",
+        "class A:\n    def task(self): ...",
+    ):
+        (tmp_path / "script.py").write_text(text)
+        batch = printed(capsys, "script.py", "--lr", "0.1 0.2")
+        assert f"lockstep run {tmp_path}/script.py --lr '0.1 0.2'\ncode=" in batch
+        assert "--job-name=script\n" in batch
 
 
 def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        printed(capsys, "digits", "--run", "here")
-        .partition("train digits ")[2]
-        .startswith("--run here\n")
-    )
+    text = printed(capsys, "digits", "--run", "here")
+    assert text.partition("train digits ")[2].startswith("--run here\n")
 
 
-@pytest.mark.parametrize(
-    ("target", "code"),
-    [
+def test_mistakes_in_the_task(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def task(:")
+    for target, code in (
         ("digit", "unknown-task"),
         ("nowhere.py", "task-file-missing"),
         ("broken.py", "not-python"),
-    ],
-)
-def test_mistakes_in_the_task(tmp_path: Path, target: str, code: str) -> None:
-    (tmp_path / "broken.py").write_text("def task(:")
-    with refused(code, TaskError) as caught:
-        command("slurm", target)
-    assert target in str(caught.value)
+    ):
+        with refused(code, TaskError) as caught:
+            command("slurm", target)
+        assert target in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["broken.py"]
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "values"),
-    [
-        (["--exat"], "unknown-option", {"option": "--exat", "command": "lockstep train"}),
-        (["--epochs", "x"], "wrong-argument", {"name": "--epochs", "given": " x"}),
-        (["more"], "wrong-command-line", {"command": "lockstep train"}),
-        (["--workers", "4"], "option-not-for-a-job", {"option": "--workers 4"}),
-        (["--max-restarts", "1"], "option-not-for-a-job", {"option": "--max-restarts 1"}),
-    ],
-)
-def test_mistakes(
-    tmp_path: Path,
-    args: list[str],
-    code: str,
-    values: dict[str, object],
-) -> None:
-    with refused(code, **values) as caught:
-        command("slurm", "digits", "--", *args)
-    assert str(caught.value).startswith("after --: ")
+def test_mistakes_in_the_options_after_the_dashes(tmp_path: Path) -> None:
+    for line, code, values in (
+        ("--exat", "unknown-option", {"option": "--exat", "command": "lockstep train"}),
+        ("--epochs x", "wrong-argument", {"name": "--epochs", "given": " x"}),
+        ("more", "wrong-command-line", {"command": "lockstep train"}),
+        ("--workers 4", "option-not-for-a-job", {"option": "--workers 4"}),
+        ("--max-restarts 1", "option-not-for-a-job", {"option": "--max-restarts 1"}),
+    ):
+        with refused(code, **values) as caught:
+            command("slurm", "digits", "--", *line.split())
+        assert str(caught.value).startswith("after --: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,42 +202,25 @@ def test_in_a_shell_nothing_of_it_is_run(
     folder.mkdir()
     script = folder / "$(touch g).py"
     script.write_text("print(1)")
-    nasty = [
-        "$(touch a)",
-        "`touch b`",
-        "; touch c",
-        "'; touch d; '",
-        '"$(touch e)"',
-        "$HOME",
-        "*",
-        "\\",
-        "two\nlines",
-    ]
+    nasty = ["$(touch a)", "`touch b`", "; touch c", "'; touch d; '", '"$(touch e)"']
+    nasty += ["$HOME", "*", "\\", "two\nlines"]
     text = printed(capsys, str(script), *nasty)
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     done = bash(text, stubs, 3)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
-    assert sorted(path.name for path in stubs.iterdir()) == [
-        "cpus.txt",
-        "scontrol",
-        "srun",
-        "srun.txt",
-    ]
+    names = sorted(path.name for path in stubs.iterdir())
+    assert names == ["cpus.txt", "scontrol", "srun", "srun.txt"]
     words = "".join(f"<{word}>" for word in ["run", str(script), *nasty])
     assert (stubs / "srun.txt").read_text().endswith(words)
 
 
 def test_only_what_was_preempted_and_saved_is_queued_again(tmp_path: Path) -> None:
+    """And the cores that the job gives a task reach it."""
     assert bash(TEXT, tmp_path, 75).returncode == 75
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
-    (tmp_path / "scontrol.txt").unlink()
-    assert bash(TEXT, tmp_path, 1).returncode == 1
-    assert not (tmp_path / "scontrol.txt").exists()
-
-
-def test_cores_of_the_job_reach_its_tasks(tmp_path: Path) -> None:
-    bash(TEXT, tmp_path, 0, SLURM_CPUS_PER_TASK="6")
-    assert (tmp_path / "cpus.txt").read_text() == "6\n"
-    bash(TEXT, tmp_path, 0)
     assert (tmp_path / "cpus.txt").read_text() == "\n"
+    (tmp_path / "scontrol.txt").unlink()
+    assert bash(TEXT, tmp_path, 1, SLURM_CPUS_PER_TASK="6").returncode == 1
+    assert not (tmp_path / "scontrol.txt").exists()
+    assert (tmp_path / "cpus.txt").read_text() == "6\n"

@@ -46,24 +46,11 @@ class TrainingProcess:
         (folder / "my_task.py").write_text(task + _KNOWN)
 
     def start(self, workers: int | str = 2, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "train",
-            "my_task.py",
-            "--workers",
-            str(workers),
-            "--run",
-            "run",
-            *self._options,
-            *options,
-        ]
-        env = {**os.environ, "TMPDIR": str(self.temporary)}
+        line = f"-m lockstep train my_task.py --workers {workers} --run run"
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, *line.split(), *self._options, *options],
             cwd=self.folder,
-            env=env,
+            env={**os.environ, "TMPDIR": str(self.temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets  # sets environment variables, which no test shall be blamed for
 import torch
 from torch import nn
 
@@ -17,8 +17,18 @@ from lockstep.tasks import digits
 from tests.refused import refused
 
 
-def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced() -> None:
-    labels = sklearn.datasets.load_digits().target
+@pytest.fixture(scope="module")
+def bundle() -> Any:
+    """scikit-learn's digits. Its import sets environment variables, so no test does it."""
+    import sklearn.datasets
+
+    return sklearn.datasets.load_digits()
+
+
+def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(
+    bundle: Any,
+) -> None:
+    labels = bundle.target
     training, evaluation = digits.split(labels)
     assert not set(training) & set(evaluation)
     assert sorted([*training, *evaluation]) == list(range(1797))
@@ -29,16 +39,13 @@ def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced()
     assert np.array_equal(again[1], evaluation)
 
 
-def test_the_data_are_those_of_the_split() -> None:
+def test_the_data_are_those_of_the_split(bundle: Any) -> None:
     training, evaluation = digits.datasets()
-    found = sklearn.datasets.load_digits()
-    chosen = digits.split(found.target)[1]
+    chosen = digits.split(bundle.target)[1]
     assert (len(training), len(evaluation)) == (1797 - len(chosen), len(chosen))
-    assert torch.equal(evaluation.tensors[1], torch.tensor(found.target[chosen]))
-    assert torch.equal(
-        evaluation.tensors[0],
-        torch.tensor(found.images[chosen] / 16, dtype=torch.float32).unsqueeze(1),
-    )
+    assert torch.equal(evaluation.tensors[1], torch.tensor(bundle.target[chosen]))
+    images = torch.tensor(bundle.images[chosen] / 16, dtype=torch.float32)
+    assert torch.equal(evaluation.tensors[0], images.unsqueeze(1))
 
 
 def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
@@ -50,6 +57,7 @@ def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
     assert any(isinstance(layer, nn.Dropout) for layer in layers)
 
 
+@pytest.mark.rest
 def test_it_learns() -> None:
     result = train(digits.task(), steps=40)
     assert result.headline[0] == "accuracy"

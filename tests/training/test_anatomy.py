@@ -31,6 +31,7 @@ from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail, memory_
 from lockstep.training.timeline import read
 from lockstep.updates.update import Applied
 from lockstep.world.world import World
+from tests.teams import on_team
 from tests.training import toy
 
 _DAWDLES = 0.15  # s
@@ -80,66 +81,64 @@ def train(
     testing.no_faults()
 
 
-@pytest.mark.parametrize("reduce", ["auto", "native"])
 @pytest.mark.parametrize(
-    ("phase", "where"), [("forward", "forward"), ("reduce", "moving"), ("optimizer", "optimizer")]
+    ("phase", "where", "reduce"),
+    [
+        ("forward", "forward", "auto"),
+        ("reduce", "moving", "auto"),
+        ("optimizer", "optimizer", "native"),
+        pytest.param("optimizer", "optimizer", "auto", marks=pytest.mark.rest),
+        pytest.param("forward", "forward", "native", marks=pytest.mark.rest),
+        pytest.param("reduce", "moving", "native", marks=pytest.mark.rest),
+    ],
 )
 def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(
     tmp_path: Path, phase: str, where: str, reduce: str
 ) -> None:
-    testing.run_ranks(train, 3, (str(tmp_path), 8, (1, phase), reduce))
+    on_team(train, 3, (str(tmp_path), 8, (1, phase), reduce))
+    phases = ("data", "forward", "backward", "exposed", "optimizer", "checks", "other")
     for rank in range(3):
-        found = [line for line in lines(tmp_path, rank) if line["kind"] == "steps"]
-        assert [(line["first"], line["last"]) for line in found] == [
+        steps = [line for line in lines(tmp_path, rank) if line["kind"] == "steps"]
+        assert [(line["first"], line["last"]) for line in steps] == [
             (step, step) for step in range(1, 9)
         ]
-        assert all(line["samples"] == 4 and line["micro_batches"] == 2 for line in found)
-        later = found[2:7]
+        assert all(line["samples"] == 4 and line["micro_batches"] == 2 for line in steps)
+        later = steps[2:7]
         assert (median(line[where] for line in later) > _DAWDLES) == (rank == 1)
         if rank != 1:
             assert median(line.get("lost", {}).get("1", 0.0) for line in later) > 0.5 * _DAWDLES
-        for line in found:
-            parts = sum(
-                line[name]
-                for name in (
-                    "data",
-                    "forward",
-                    "backward",
-                    "exposed",
-                    "optimizer",
-                    "checks",
-                    "other",
-                )
-            )
+        for line in steps:
+            parts = sum(line[phase] for phase in phases)
             assert parts == pytest.approx(line["seconds"], abs=1e-6)
             assert line["exposed"] == pytest.approx(line["moving"] + line["waits"], abs=1e-6)
         kinds = Counter(line["kind"] for line in lines(tmp_path, rank))
         assert (kinds["begin"], kinds["memory"], kinds["end"]) == (1, 2, 1)
 
 
-def alone(world: World, run: str) -> list[dict[str, Any]]:
-    train(world, run, 8, None)
-    return []
-
-
 def test_one_rank_waits_for_nobody_and_spans_fill_its_steps(tmp_path: Path) -> None:
-    testing.run_ranks(alone, 1, (str(tmp_path),))
-    found = [line for line in lines(tmp_path, 0) if line["kind"] == "steps"]
-    assert all("lost" not in line for line in found)
-    for line in found[1:]:
+    toy.alone(train, str(tmp_path), 8, None)
+    steps = [line for line in lines(tmp_path, 0) if line["kind"] == "steps"]
+    assert all("lost" not in line for line in steps)
+    for line in steps[1:]:
         spans = line["spans"]
         assert all(end == begin for (_, _, end), (_, begin, _) in itertools.pairwise(spans))
         assert spans[-1][2] - spans[0][1] == pytest.approx(line["seconds"], abs=1e-5)
         assert {name for name, _, _ in spans} >= {"data", "forward", "backward", "optimizer"}
 
 
+def slow_to_evaluate(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
+    time.sleep(_DAWDLES)
+    return toy.metrics(output, batch)
+
+
 def run_toy(world: World, run: str, blocked: bool) -> list[str]:
     def block(record: Any) -> None:
         Path(run, "timeline.json").mkdir(exist_ok=True)
 
+    task = toy.task(on_step=block if blocked else None, metrics=slow_to_evaluate)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        lockstep.train(toy.task(on_step=block if blocked else None), steps=4, run=run, world=world)
+        lockstep.train(task, steps=4, run=run, world=world)
     return [str(each.message) for each in said if issubclass(each.category, LockstepWarning)]
 
 
@@ -151,27 +150,29 @@ def test_a_training_by_whatever_launcher_leaves_a_timeline_of_all_ranks(tmp_path
     )
     # spans are asked for as a step ends
     assert steps == dict.fromkeys(((rank, step) for rank in range(3) for step in range(2, 5)), 1)
+    for rank in range(3):  # the evaluation after the last step is told too
+        *before, last = lines(tmp_path, rank)
+        pauses = [line for line in before if line["kind"] == "pause"]
+        evaluations = [line for line in pauses if line["what"] == "evaluate"]
+        assert [line["step"] for line in evaluations] == [4]
+        assert evaluations[0]["seconds"] > _DAWDLES
+        assert last["kind"] == "end"
 
 
 def test_a_timeline_that_cannot_be_written_costs_a_warning_and_no_training(tmp_path: Path) -> None:
-    (warning,), *others = testing.run_ranks(run_toy, 2, (str(tmp_path), True))
+    (warning,) = toy.alone(run_toy, str(tmp_path), True)
     assert "timeline.json cannot be written" in warning
-    assert others == [[]]
     assert (tmp_path / "result.json").exists()
 
 
-def keep_half_a_line(world: World, run: str) -> None:
-    file = Path(run) / "anatomy" / "rank-0.jsonl"
+def test_a_rank_that_begins_again_does_not_write_into_half_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "anatomy" / "rank-0.jsonl"
     file.parent.mkdir()
     file.write_text('{"kind": "begin"}\n{"kind": "ste')
-    train(world, run, 4, None)
-
-
-def test_a_rank_that_begins_again_does_not_write_into_half_a_line(tmp_path: Path) -> None:
-    testing.run_ranks(keep_half_a_line, 1, (str(tmp_path),))
-    text = (tmp_path / "anatomy" / "rank-0.jsonl").read_text().splitlines()
-    assert text[1] == '{"kind": "ste'
-    assert json.loads(text[2])["kind"] == "begin"
+    toy.alone(train, str(tmp_path), 4, None)
+    _, half, begin, *_ = file.read_text().splitlines()
+    assert half == '{"kind": "ste'
+    assert json.loads(begin)["kind"] == "begin"
 
 
 def lagging(world: World, run: str) -> None:
@@ -206,7 +207,7 @@ def lagging(world: World, run: str) -> None:
 
 
 def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
-    testing.run_ranks(lagging, 1, (str(tmp_path),))
+    toy.alone(lagging, str(tmp_path))
     found = lines(tmp_path, 0)
     assert [
         (line["first"], line["seconds"], line["hidden"])
@@ -230,32 +231,11 @@ def counted(world: World) -> dict[str, int | None]:
 
 
 def test_memory_is_counted_by_what_it_is_for() -> None:
-    (use,) = testing.run_ranks(counted, 1)
+    use = toy.alone(counted)
     weights = 4 * (100 * 50 + 50 * 10)
     assert use["parameters"] == weights
     assert use["gradients"] >= weights
     assert 2 * weights <= (use["optimizer"] or 0) <= 2 * weights + 16
-
-
-def slow_to_evaluate(world: World, run: str) -> None:
-    def metrics(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
-        time.sleep(_DAWDLES)
-        return toy.metrics(output, batch)
-
-    lockstep.train(toy.task(metrics=metrics), epochs=1, run=run, world=world)
-
-
-def test_the_last_evaluation_is_told_too(tmp_path: Path) -> None:
-    testing.run_ranks(slow_to_evaluate, 2, (str(tmp_path),))
-    for rank in range(2):
-        pauses = [
-            line
-            for line in lines(tmp_path, rank)
-            if line["kind"] == "pause" and line["what"] == "evaluate"
-        ]
-        assert [pause["step"] for pause in pauses] == [4]
-        assert pauses[0]["seconds"] > _DAWDLES
-        assert lines(tmp_path, rank)[-1]["kind"] == "end"
 
 
 def stopped(world: World, run: str) -> bool:

@@ -14,11 +14,11 @@ import pytest
 
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.testing import run_ranks
 from lockstep.training.as_rank import train_as_rank
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world.world import World
 from tests.refused import refused
+from tests.teams import on_team
 from tests.test_launchers import MPIEXEC
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
@@ -65,18 +65,10 @@ def test_torchrun(folder: Path) -> None:
     assert (run / "rank-1.log").exists()
 
 
+@pytest.mark.rest
 def test_mpiexec_and_an_exception_on_one_rank(folder: Path) -> None:
-    done = start(
-        [*MPIEXEC, "-m"],
-        "lockstep",
-        "train",
-        "mine.py",
-        "--set",
-        "fail=true",
-        "--run",
-        "run",
-        cwd=folder,
-    )
+    line = "-m lockstep train mine.py --set fail=true --run run"
+    done = start([*MPIEXEC], *line.split(), cwd=folder)
     assert done.returncode == 1, done.stderr
     assert "toy: " not in done.stdout
     assert 'raise ArithmeticError("in my task")' in done.stderr
@@ -105,7 +97,7 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
         "--steps differs: rank 0 has 1, rank 1 has 2\n--run differs: rank 0 has"
         f" {tmp_path}/run-0, rank 1 has {tmp_path}/run-1"
     )
-    assert run_ranks(_differently, 2, args=(tmp_path,)) == [expected, expected]
+    assert on_team(_differently, 2, args=(tmp_path,)) == [expected, expected]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,7 +109,7 @@ def _refused(world: World, folder: Path, resume: bool) -> tuple[str, str]:
 
 def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> None:
     with RunDirectory.claim(tmp_path / "run", "x"):
-        first, second = run_ranks(_refused, 2, args=(tmp_path, False))
+        first, second = on_team(_refused, 2, args=(tmp_path, False))
     assert first[0] == "UsageError"
     assert f"{tmp_path}/run is in use by process {os.getpid()} on " in first[1]
     assert first[1].endswith(" [run-directory-in-use]")
@@ -125,7 +117,7 @@ def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> N
 
 
 def test_resume_without_a_checkpoint_is_77_on_all(tmp_path: Path) -> None:
-    assert run_ranks(_refused, 2, args=(tmp_path, True)) == [
+    assert on_team(_refused, 2, args=(tmp_path, True)) == [
         ("SystemExit", "77"),
         ("SystemExit", "77"),
     ]

@@ -9,6 +9,8 @@ import pytest
 
 import lockstep
 
+pytestmark = pytest.mark.rest
+
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
 
 

@@ -5,8 +5,7 @@ hyper-parameters and the SHA-256 of the weights.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.training.loggers import LOGGERS, LoggedRun, Loggers
+from tests.cli.command import process
 from tests.refused import refused
 from tests.training import logged, toy
 
@@ -43,45 +43,34 @@ STEP = {
 EVALUATE = {"kind": "evaluate", "step": 3, "epoch": 1, "metrics": {"accuracy": 0.75}}
 
 
-def quiet(variables: dict[str, str]) -> dict[str, str]:
-    """The environment, without the loggers' own variables but for these."""
-    theirs = ("WANDB_", "MLFLOW_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-    return {**kept, "WANDB_MODE": "offline", **variables}
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of two ranks that were killed after step 6 and resumed from step 3."""
     folder = tmp_path_factory.mktemp("loggers")
     (folder / "mine.py").write_text(KILLED)
     # one reduction: both starts must have the same bits, and "auto" may choose another one
-    options = "--workers 2 --run run --checkpoint-every 3 --max-restarts 1 --set width=7"
-    options += " --reduce native"
-    command = f"-m lockstep train mine.py {options} --log wandb,mlflow --log tensorboard --log csv"
-    done = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=folder,
-        env=quiet({"WANDB_PROJECT": "theirs", "MLFLOW_EXPERIMENT_NAME": "theirs"}),
-        capture_output=True,
-        text=True,
-        check=False,
+    ended = process(
+        "train mine.py --workers 2 --run run --checkpoint-every 3 --max-restarts 1 --set width=7"
+        " --reduce native --log wandb,mlflow --log tensorboard --log csv",
+        folder,
+        WANDB_MODE="offline",
+        WANDB_PROJECT="theirs",
+        MLFLOW_EXPERIMENT_NAME="theirs",
     )
-    assert done.returncode == 0, done.stderr
+    assert ended.code == 0, ended.err
     assert (folder / "killed").exists()
     assert "logger failed" not in (folder / "run" / "metrics.jsonl").read_text()
-    assert done.stdout.count("\n") == 1, "one line, for all that the loggers print"
+    assert ended.out.count("\n") == 1, "one line, for all that the loggers print"
     return folder / "run"
 
 
-def same(found: dict[str, Any], run: Path, rel: float = 0.0) -> None:
+def same(logged_values: dict[str, Any], run: Path, rel: float = 0.0) -> None:
     """Each step and each evaluation once, with the journal's numbers."""
     expected = logged.of_journal(run)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 9))
     for name, values in expected.items():
-        assert found[name] == [(step, pytest.approx(value, rel=rel)) for step, value in values], (
-            name
-        )
+        approximate = [(step, pytest.approx(value, rel=rel)) for step, value in values]
+        assert logged_values[name] == approximate, name
 
 
 def result(run: Path) -> dict[str, Any]:
@@ -89,13 +78,13 @@ def result(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rest
 def test_wandb_has_one_run_and_the_last_file_is_all_of_it(killed: Path) -> None:
     before, after = logged.of_wandb(killed)
     assert (after["id"], after["project"]) == (before.get("id", after["id"]), "theirs")
     assert after["id"] == json.loads((killed / "loggers.json").read_text())["wandb"]
-    assert {path.name.rpartition("-")[2] for path in killed.glob("wandb/offline-run-*")} == {
-        after["id"]
-    }
+    files = {path.name.rpartition("-")[2] for path in killed.glob("wandb/offline-run-*")}
+    assert files == {after["id"]}
     assert after["steps"] == list(range(1, 9))
     history: dict[str, Any] = {}
     for step, values in after["history"].items():
@@ -108,6 +97,7 @@ def test_wandb_has_one_run_and_the_last_file_is_all_of_it(killed: Path) -> None:
     assert after["exit"] == 0
 
 
+@pytest.mark.rest
 def test_mlflow_has_one_run_and_each_step_once(killed: Path) -> None:
     run, history = logged.of_mlflow(f"sqlite:///{killed}/mlflow.db")
     same(history, killed)
@@ -117,17 +107,33 @@ def test_mlflow_has_one_run_and_each_step_once(killed: Path) -> None:
     assert run.data.tags["sha256"] == result(killed)["sha256"]
 
 
-def test_tensorboard_shows_each_step_once(killed: Path) -> None:
+@pytest.mark.rest
+def test_tensorboard_and_csv_have_each_step_once_after_a_kill(killed: Path) -> None:
     assert len(list(killed.glob("events.out.tfevents.*"))) == 2
-    events, found = logged.of_tensorboard(killed)
-    same(found, killed, rel=1e-6)
+    check_files(killed)
+
+
+def test_tensorboard_and_csv_have_each_step_once_after_an_error(tmp_path: Path) -> None:
+    def on_step(record: Any) -> None:
+        if record["step"] == 6 and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise ArithmeticError
+
+    task = toy.task(clip=1.0, on_step=on_step)
+    run = tmp_path / "run"
+    with pytest.raises(ArithmeticError):
+        lockstep.train(task, run=run, checkpoint_every=3, log=["csv", "tensorboard"])
+    lockstep.train(task, run=run, checkpoint_every=3, log=["csv", "tensorboard"])
+    check_files(run)
+
+
+def check_files(run: Path) -> None:
+    events, found = logged.of_tensorboard(run)
+    same(found, run, rel=1e-6)
     (text,) = events.Tensors("sha256/text_summary")
-    assert text.tensor_proto.string_val == [result(killed)["sha256"].encode()]
+    assert text.tensor_proto.string_val == [result(run)["sha256"].encode()]
     assert "_hparams_/session_start_info" in events.summary_metadata
-
-
-def test_csv_has_a_row_for_each_step(killed: Path) -> None:
-    same(logged.of_csv(killed), killed)
+    same(logged.of_csv(run), run)
 
 
 def test_one_that_fails_is_left_out_and_training_ends_well(tmp_path: Path) -> None:
@@ -165,6 +171,7 @@ def test_without_a_key_the_way_without_a_server_is_named(
     assert "WANDB_MODE=offline" in refusal.value.values["reason"]
 
 
+@pytest.mark.rest  # imports MLflow
 def test_a_store_that_does_not_answer_is_told_at_the_start_and_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,3 +227,30 @@ def test_a_run_whose_records_stayed_elsewhere_is_logged_from_there_on(tmp_path: 
     loggers = Loggers(["csv"], new(tmp_path, step=5))  # only its checkpoint was copied here
     loggers.close("FINISHED")
     assert loggers.problems == []
+
+
+def test_tensorboard_reads_what_is_written_without_its_writer(tmp_path: Path) -> None:
+    """Any name, any step, and values that 32 bits cannot hold."""
+    beyond = {"large": 1e300, "small": -1e300, "infinite": math.inf, "none": math.nan}
+    written: dict[int, dict[str, Any]] = {
+        1: {"loss": 0.5},
+        128: {"loss": -1.25, "über": 2},
+        129: beyond,
+        2**40: {"a" * 300: 1e-3},
+    }
+    board = Loggers((), new(tmp_path))
+    for step, values in written.items():
+        board.add({**EVALUATE, "step": step, "metrics": values})
+    board.close("FINISHED")
+    events, found = logged.of_tensorboard(tmp_path)
+    assert all(event.wall_time > 1e9 for event in events.Scalars("evaluate/loss"))
+    read: dict[int, dict[str, float]] = {}
+    for tag, values_by_step in found.items():
+        for step, value in values_by_step:
+            read.setdefault(step, {})[tag.removeprefix("evaluate/")] = value
+    assert read.keys() == written.keys()
+    large, small, infinite, none = (read[129][name] for name in beyond)
+    assert (large, small, infinite) == (math.inf, -math.inf, math.inf)
+    assert math.isnan(none)
+    for step in written.keys() - {129}:
+        assert read[step] == pytest.approx(written[step], rel=1e-6)

@@ -16,27 +16,15 @@ from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.training.metrics import MetricsFile, TelemetryFile, finite, typed
 from tests.refused import refused
 
-STEP = {
-    "kind": "step",
-    "step": 3,
-    "epoch": 1,
-    "loss": 0.5,
-    "lr": 0.1,
-    "samples_per_s": 7.0,
-    "samples_by_rank": [1, 2],
-}
+STEP = {"kind": "step", "step": 3, "epoch": 1, "loss": 0.5, "samples_by_rank": [1, 2]}
 
 
 def test_a_line_each_readable_at_once(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.write(STEP)
         file.write({"kind": "event", "event": "start"})
-        assert [
-            json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-        ] == [
-            STEP,
-            {"kind": "event", "event": "start"},
-        ]
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [STEP, {"kind": "event", "event": "start"}]
 
 
 def test_what_json_cannot_say_becomes_text() -> None:
@@ -55,16 +43,10 @@ def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with (
-        MetricsFile(tmp_path / "metrics.jsonl") as file,
-        refused(
-            "metrics-not-written",
-            LockstepError,
-            file=str(tmp_path / "metrics.jsonl"),
-            reason="No space left on device",
-        ),
-    ):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    values = {"file": str(path), "reason": "No space left on device"}
+    with MetricsFile(path) as file, refused("metrics-not-written", LockstepError, **values):
         file.write(STEP)
 
 

@@ -19,8 +19,9 @@ from lockstep.testing import run_ranks
 from lockstep.training.loop import Training
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.train import train
+from tests.training import toy
 
-MESHES = (
+EVERY = (
     "data=4",
     "pipeline=4",
     "data=2,pipeline=2",
@@ -28,40 +29,26 @@ MESHES = (
     "tensor=2,pipeline=2",
     "shard=4",
     "data=2,shard=2",
+    "shard=2,tensor=2",
 )
-MORE = ("shard=2,tensor=2",)
-EVERY = (*MESHES, *MORE)
+FAST = ("pipeline=4", "data=2,tensor=2", "data=2,shard=2")
+"""Of each way to split a model, one."""
+CASES = [pytest.param(mesh, marks=[] if mesh in FAST else pytest.mark.rest) for mesh in EVERY]
 STEPS = 4  # a wrong state of the optimizer shows in the second loss
 HALF = 2  # steps before, and after, a checkpoint moves
 
 
-def small(**more):
-    settings = {
-        "train_bytes": 6000,
-        "eval_bytes": 600,
-        "width": 16,
-        "depth": 2,
-        "length": 8,
-        "lr": 1e-2,
-        "micro_batch": 4,
-    } | more
-    return text.task(**settings)
+def small():
+    size = {"width": 16, "depth": 2, "length": 8, "micro_batch": 4}
+    return text.task(train_bytes=6000, eval_bytes=600, lr=1e-2, **size)
 
 
-def run(world, mesh, directory, *, steps=STEPS, task=None, **more):
+def run(world, mesh, directory, task, steps):
     """Losses of all steps, as rank 0's metrics.jsonl has them, and the result."""
-    result = train(
-        task or small(),
-        steps=steps,
-        run=directory,
-        mesh=mesh,
-        world=world,
-        checkpoint_every=1000,
-        **more,
-    )
+    options = {"steps": steps, "mesh": mesh, "checkpoint_every": 1000}
+    result = train(task, run=directory, world=world, **options)
     world.barrier()
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "step"], result
+    return [step["loss"] for step in toy.records(directory, "step")], result
 
 
 def weights_of(directory):
@@ -77,20 +64,16 @@ def check_weights(one, other, **tolerance):
 
 
 def over(world, mesh, directory):
-    """A training, and one gradient, in one start of the ranks."""
-    losses, result = run(world, mesh, Path(directory) / "run")
-    run(
-        world,
-        mesh,
-        Path(directory) / "gradient",
-        steps=1,
-        task=replace(small(), optimizer=plain_sgd, scheduler=None, clip=None),
-    )
+    """A training, and one gradient, in one start of the ranks. After one step of plain SGD, the
+    difference of weights is the gradient.
+    """
+    losses, result = run(world, mesh, Path(directory) / "run", small(), STEPS)
+    plain = replace(small(), optimizer=plain_sgd, scheduler=None, clip=None)
+    run(world, mesh, Path(directory) / "gradient", plain, 1)
     return losses, result.sha256, result.metrics
 
 
 def plain_sgd(model):
-    """After one step of it, the difference of weights is the gradient."""
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -103,76 +86,52 @@ def trained(tmp_path_factory):
     @cache
     def of(mesh):
         directory = tmp_path_factory.mktemp("trained")
-        return run_ranks(over, 1 if mesh is None else 4, (mesh, str(directory))), directory
+        if mesh is None:
+            return [toy.alone(over, mesh, str(directory))], directory
+        return run_ranks(over, 4, (mesh, str(directory))), directory
 
     return of
 
 
-@pytest.mark.parametrize("mesh", EVERY)
-def test_losses_weights_and_metrics_are_those_of_one_process(mesh, trained):
-    ((losses, _, mine),), alone = trained(None)
-    found, directory = trained(mesh)
-    assert found[0][0] == pytest.approx(losses, rel=1e-4)
-    assert len({sha256 for _, sha256, _ in found}) == 1
-    assert (
-        files.read(folders.newest(directory / "run" / "checkpoints")).state["sha256"] == found[0][1]
-    )
-    check_weights(weights_of(alone / "run"), weights_of(directory / "run"), rtol=1e-3, atol=1e-4)
-    assert json.loads((alone / "run" / "result.json").read_text())["metrics"] == mine
-    for _, _, metrics in found:
-        assert metrics == pytest.approx(mine, rel=1e-4)
+@pytest.mark.parametrize("mesh", CASES)
+def test_losses_gradients_weights_and_metrics_are_those_of_one_process(mesh, trained):
+    ((losses, _, metrics),), alone = trained(None)
+    ranks, directory = trained(mesh)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-4)
+    (digest,) = {digest for _, digest, _ in ranks}
+    checkpoint = files.read(folders.newest(directory / "run" / "checkpoints"))
+    assert checkpoint.state["sha256"] == digest
+    check_weights(weights_of(alone / "run"), checkpoint.tensors, rtol=1e-3, atol=1e-4)
+    assert json.loads((alone / "run" / "result.json").read_text())["metrics"] == metrics
+    for _, _, of_rank in ranks:
+        assert of_rank == pytest.approx(metrics, rel=1e-4)
+    gradients = weights_of(directory / "gradient")
+    check_weights(weights_of(alone / "gradient"), gradients, rtol=1e-5, atol=2e-7)
+    if mesh in ("pipeline=4", "shard=4", "tensor=2,pipeline=2"):
+        check_shares(mesh, json.loads((directory / "run" / "mesh.json").read_text()))
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=4", "shard=4", "pipeline=2,tensor=2"])
-def test_no_rank_of_a_split_mesh_held_the_whole_model(mesh, trained):
-    given = {"pipeline=2,tensor=2": "tensor=2,pipeline=2"}.get(mesh, mesh)
-    said = json.loads((trained(given)[1] / "run" / "mesh.json").read_text())
-    assert said["mesh"] == mesh
-    held = [each["parameters"] for each in said["ranks"]]
-    whole = said["ranks"][0]["of"]
+def check_shares(mesh, shares):
+    """No rank has held the whole model."""
+    assert shares["mesh"] == mesh.replace("tensor=2,pipeline=2", "pipeline=2,tensor=2")
+    held = [rank["parameters"] for rank in shares["ranks"]]
+    whole = shares["ranks"][0]["of"]
     assert max(held) < 0.75 * whole
     assert sum(held) >= whole
     if mesh == "pipeline=4":
-        names = [
-            name for rank in said["ranks"] for stage in rank["stages"].values() for name in stage
-        ]
+        stages = [stage for rank in shares["ranks"] for stage in rank["stages"].values()]
+        names = [name for stage in stages for name in stage]
         assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
 
 
-@pytest.mark.parametrize("mesh", EVERY)
-def test_gradients_are_those_of_one_process(mesh, trained):
-    check_weights(
-        weights_of(trained(None)[1] / "gradient"),
-        weights_of(trained(mesh)[1] / "gradient"),
-        rtol=1e-5,
-        atol=2e-7,
-    )
-
-
-def trainings(world, mesh, directory, **more):
-    """One that is walked by hand."""
+def training_of(world, mesh, directory):
+    """One that is walked by hand, at a constant learning rate and without evaluation."""
     directory.mkdir(exist_ok=True)
-    given = {
-        "task": "text",
-        "workers": world.size,
-        "steps": 2 * HALF,
-        "mesh": mesh,
-        "checkpoint_every": 1000,
-        "device": "cpu",
-    } | more
-    return Training(constant(), Settings(**given), world, RunDirectory.of_launcher(directory))
-
-
-def constant():
-    return replace(
-        small(),
-        scheduler=None,
-        eval_data=None,
-        metrics=None,
-        best=None,
-        best_mode=None,
-        eval_micro_batch=None,
-    )
+    options = {"steps": 2 * HALF, "mesh": mesh, "checkpoint_every": 1000, "device": "cpu"}
+    settings = Settings(task="text", workers=world.size, **options)
+    left_out = ("scheduler", "eval_data", "metrics", "best", "best_mode", "eval_micro_batch")
+    task = replace(small(), **dict.fromkeys(left_out))
+    return Training(task, settings, world, RunDirectory.of_launcher(directory))
 
 
 def walked(training, count):
@@ -186,14 +145,14 @@ def walked(training, count):
 
 
 def first_half(world, mesh, directory):
-    training = trainings(world, mesh, directory)
+    training = training_of(world, mesh, directory)
     losses = walked(training, HALF)
     training.saves.stop(training.state)
     return losses
 
 
 def second_half(world, mesh, directory):
-    training = trainings(world, mesh, directory)
+    training = training_of(world, mesh, directory)
     changed, found = training.resume()
     assert (changed, found.step) == ("", HALF)
     return walked(training, HALF)
@@ -225,29 +184,24 @@ def after_of(before):
 def straight(world, directory):
     """The losses of one process, which also leaves a checkpoint of the first half."""
     first_half(world, None, Path(directory) / "first")
-    return walked(trainings(world, None, Path(directory) / "whole"), 2 * HALF)
-
-
-def goes_on(world, directory):
-    return second_half(world, None, Path(directory))
+    return walked(training_of(world, None, Path(directory) / "whole"), 2 * HALF)
 
 
 @pytest.fixture(scope="module")
 def straightly(tmp_path_factory):
     """One process's losses, and the folder with its checkpoint."""
     folder = tmp_path_factory.mktemp("straight")
-    (losses,) = run_ranks(straight, 1, (str(folder),))
-    return losses, folder
+    return toy.alone(straight, str(folder)), folder
 
 
-@pytest.mark.parametrize("before", EVERY)
+@pytest.mark.parametrize("before", CASES)
 def test_a_checkpoint_moves_to_other_meshes_and_to_one_process(before, straightly, tmp_path):
     losses, alone = straightly
     for first, found in run_ranks(moves, 4, (str(tmp_path), before)):
         assert first == pytest.approx(losses[:HALF], rel=1e-4)
         for after, rest in found.items():
             assert rest == pytest.approx(losses[HALF:], rel=1e-4), f"{before} -> {after}"
-    (rest,) = run_ranks(goes_on, 1, (str(tmp_path / "first"),))
+    rest = toy.alone(second_half, None, tmp_path / "first")
     assert rest == pytest.approx(losses[HALF:], rel=1e-4)
     check_saved(alone / "first", tmp_path / "first")
 
@@ -256,16 +210,12 @@ def check_saved(one, other):
     """Two checkpoints hold the same: files, weights, and the optimizer's state."""
     ours, theirs = (folders.newest(each / "checkpoints") for each in (one, other))
     check_weights(files.read(ours).tensors, files.read(theirs).tensors, rtol=1e-3, atol=1e-4)
-    check_weights(
-        read_all(files.read(ours).optimizer()),
-        read_all(files.read(theirs).optimizer()),
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    states = (read_all(files.read(folder).optimizer()) for folder in (ours, theirs))
+    check_weights(*states, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.rest  # eight trainings of four ranks
 def test_a_checkpoint_of_one_process_goes_on_over_every_mesh(straightly):
-    """Takes seconds: eight trainings of four ranks."""
     losses, folder = straightly
     for _, found in run_ranks(moves, 4, (str(folder), None)):
         assert list(found) == list(EVERY)

@@ -39,9 +39,8 @@ def needs(depth: int, *, lr: float = 0.1) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
+def test_by_annotation() -> None:
+    for key, text, value in (
         ("lr", "1e-3", 1e-3),
         ("epochs", " 12 ", 12),
         ("name", "007", "007"),
@@ -56,11 +55,10 @@ def needs(depth: int, *, lr: float = 0.1) -> None:
         ("either", "five", "five"),
         ("anything", "5", "5"),
         ("layers", "None", None),
-    ],
-)
-def test_by_annotation(key: str, text: str, value: object) -> None:
-    found = arguments(typed, {key: text}, "t.py")[key]
-    assert (found, type(found)) == (value, type(value))
+    ):
+        given = arguments(typed, {key: text}, "t.py")[key]
+        assert (given, type(given)) == (value, type(value)), (key, text)
+    assert arguments(typed, {}, "t.py") == {}
 
 
 def test_by_default_where_nothing_is_annotated() -> None:
@@ -69,64 +67,26 @@ def test_by_default_where_nothing_is_annotated() -> None:
     assert isinstance(found["lr"], float)
 
 
-def test_nothing_set_passes_nothing() -> None:
-    assert arguments(typed, {}, "t.py") == {}
+def test_what_does_not_fit_is_refused() -> None:
+    def wrong(key: str, value: str, choices: str) -> None:
+        values = {"key": key, "value": value, "choices": choices}
+        with refused("override-wrong-value", TaskError, **values):
+            arguments(typed, {key: value}, "t.py")
 
-
-@pytest.mark.parametrize(
-    ("function", "overrides", "code", "values"),
-    [
-        (
-            untyped,
-            {"epoch": "1"},
-            "override-unknown",
-            {
-                "key": "epoch",
-                "value": "1",
-                "file": "t.py",
-                "known": "it takes lr, epochs, flag, name (did you mean 'epochs'?)",
-            },
-        ),
-        (lambda: None, {"lr": "1"}, "override-unknown", {"key": "lr", "known": "it takes nothing"}),
-        (
-            typed,
-            {"epochs": "1.5"},
-            "override-wrong-value",
-            {"key": "epochs", "value": "1.5", "choices": "a whole number"},
-        ),
-        (
-            typed,
-            {"lr": "fast"},
-            "override-wrong-value",
-            {"key": "lr", "value": "fast", "choices": "a number"},
-        ),
-        (
-            typed,
-            {"flag": "maybe"},
-            "override-wrong-value",
-            {"key": "flag", "choices": "true or false"},
-        ),
-        (typed, {"mode": "c"}, "override-wrong-value", {"key": "mode", "choices": "a or b or 3"}),
-        (
-            typed,
-            {"clip": "x"},
-            "override-wrong-value",
-            {"key": "clip", "choices": "a number or none"},
-        ),
-        (
-            typed,
-            {"layers": "1,2"},
-            "override-wrong-value",
-            {"key": "layers", "choices": "a list, which --set cannot give or none"},
-        ),
-        (needs, {"lr": "1"}, "task-argument-missing", {"key": "depth", "file": "t.py"}),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    function: Any, overrides: dict[str, str], code: str, values: dict[str, str]
-) -> None:
-    with refused(code, TaskError, **values):
-        arguments(function, overrides, "t.py")
+    wrong("epochs", "1.5", "a whole number")
+    wrong("lr", "fast", "a number")
+    wrong("flag", "maybe", "true or false")
+    wrong("mode", "c", "a or b or 3")
+    wrong("clip", "x", "a number or none")
+    wrong("layers", "1,2", "a list, which --set cannot give or none")
+    known = "it takes lr, epochs, flag, name (did you mean 'epochs'?)"
+    values = {"key": "epoch", "value": "1", "file": "t.py", "known": known}
+    with refused("override-unknown", TaskError, **values):
+        arguments(untyped, {"epoch": "1"}, "t.py")
+    with refused("override-unknown", TaskError, key="lr", known="it takes nothing"):
+        arguments(lambda: None, {"lr": "1"}, "t.py")
+    with refused("task-argument-missing", TaskError, key="depth", file="t.py"):
+        arguments(needs, {"lr": "1"}, "t.py")
 
 
 @dataclass(frozen=True)
@@ -189,9 +149,8 @@ def test_inside_a_parameter_what_is_there_says_the_type(key: str, text: str, val
     assert PLAIN["lr"] == 0.1, "the default itself was changed"
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "code", "values"),
-    [
+def test_what_does_not_fit_inside_is_refused() -> None:
+    for key, text, code, values in (
         (
             "plain.inner.dep",
             "1",
@@ -207,13 +166,9 @@ def test_inside_a_parameter_what_is_there_says_the_type(key: str, text: str, val
         ("plain.lr", "fast", "override-wrong-value", {"choices": "a number"}),
         ("conf.adam.clip", "x", "override-wrong-value", {"choices": "a number or none"}),
         ("conf.adam", "x", "override-wrong-value", {"choices": "a Adam, which --set cannot give"}),
-    ],
-)
-def test_what_does_not_fit_inside_is_refused(
-    key: str, text: str, code: str, values: dict[str, str]
-) -> None:
-    with refused(code, TaskError, **values):
-        arguments(nested, {key: text}, "t.py")
+    ):
+        with refused(code, TaskError, **values):
+            arguments(nested, {key: text}, "t.py")
 
 
 def test_the_settings_see_what_is_set_inside() -> None:

@@ -20,30 +20,10 @@ Made = dict[int, list[dict[str, Any]]]
 
 
 def step(number: int = 1, **changes: Any) -> dict[str, Any]:
-    times = dict.fromkeys(
-        (
-            "data",
-            "forward",
-            "backward",
-            "exposed",
-            "optimizer",
-            "checks",
-            "other",
-            "hidden",
-            "moving",
-            "waits",
-        ),
-        0.0,
-    )
-    counts = {
-        "kind": "steps",
-        "first": number,
-        "last": number,
-        "seconds": 0.0,
-        "micro_batches": 1,
-        "samples": 1,
-    }
-    return {**times, **counts, **changes}
+    times = "data forward backward exposed optimizer checks other hidden moving waits seconds"
+    line = dict.fromkeys(times.split(), 0.0)
+    counts = {"first": number, "last": number, "micro_batches": 1, "samples": 1}
+    return {"kind": "steps", **line, **counts, **changes}
 
 
 def complete(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,12 +40,9 @@ def assert_valid(found: dict[str, Any]) -> None:
         assert event["ph"] in "MX"
         assert all(type(event[name]) is int for name in ("pid", "tid"))
         if event["ph"] == "M":
-            assert event["name"] in (
-                "process_name",
-                "thread_name",
-                "process_sort_index",
-                "thread_sort_index",
-            )
+            what, _, aspect = event["name"].partition("_")
+            assert what in ("process", "thread")
+            assert aspect in ("name", "sort_index")
             continue
         assert isinstance(event["name"], str)
         assert event["ts"] >= 0
@@ -84,64 +61,34 @@ def assert_nests(events: Iterable[dict[str, Any]]) -> None:
         ends.append(event["ts"] + event["dur"])
 
 
+def named(found: dict[str, Any], kind: str) -> list[Any]:
+    """What the events of this kind name."""
+    return [event["args"]["name"] for event in found["traceEvents"] if event["name"] == kind]
+
+
 def test_a_lane_for_phases_and_one_for_buckets() -> None:
     found = trace(anatomy(lines(2, 2, spans=True)))
     assert_valid(found)
-    names = {
-        (each["pid"], each["tid"]): each["args"]["name"]
-        for each in found["traceEvents"]
-        if each["name"] == "thread_name"
-    }
-    assert names == {
-        (rank, lane): name for rank in (0, 1) for lane, name in ((1, "phases"), (2, "buckets"))
-    }
-    assert [
-        each["args"]["name"] for each in found["traceEvents"] if each["name"] == "process_name"
-    ] == ["rank 0 (anna)", "rank 1 (anna)"]
+    assert named(found, "thread_name") == ["phases", "buckets"] * 2
+    assert named(found, "process_name") == ["rank 0 (anna)", "rank 1 (anna)"]
     first = [event for event in complete(found) if event["pid"] == 0 and event["args"]["step"] == 1]
-    assert [(event["name"], event["ts"], event["dur"]) for event in first if event["tid"] == 1][
-        :3
-    ] == [
-        ("step 1", 0, 75000),
-        ("data", 0, 4000),
-        ("forward", 4000, 20000),
-    ]
-    assert [
-        (event["name"], event["dur"], event["args"]["bytes"])
-        for event in first
-        if event["tid"] == 2
-    ] == [
+    phases = [(event["name"], event["ts"], event["dur"]) for event in first if event["tid"] == 1]
+    assert phases[:3] == [("step 1", 0, 75000), ("data", 0, 4000), ("forward", 4000, 20000)]
+    buckets = [event for event in first if event["tid"] == 2]
+    assert [(event["name"], event["dur"], event["args"]["bytes"]) for event in buckets] == [
         ("bucket 0", 40000, 40000),
         ("bucket 1", 3000, 120000),
     ]
 
 
 def test_buckets_that_overlap_in_part_lie_side_by_side() -> None:
-    made = {
-        0: [
-            begin(0, 1),
-            step(
-                buckets=[
-                    [0, 100.0, 100.3],
-                    [1, 100.1, 100.4],
-                    [2, 100.2, 100.5],
-                    [3, 100.35, 100.6],
-                    [4, 100.5, None],
-                ]
-            ),
-        ]
-    }
-    found = trace(anatomy(made))
+    buckets: list[list[Any]] = [[0, 100.0, 100.3], [1, 100.1, 100.4], [2, 100.2, 100.5]]
+    buckets += [[3, 100.35, 100.6], [4, 100.5, None]]
+    found = trace(anatomy({0: [begin(0, 1), step(buckets=buckets)]}))
     assert_valid(found)
-    assert [(event["name"], event["tid"]) for event in complete(found)] == [
-        ("bucket 0", 2),
-        ("bucket 1", 4),
-        ("bucket 2", 6),
-        ("bucket 3", 2),
-    ]
-    assert [
-        each["args"]["name"] for each in found["traceEvents"] if each["name"] == "thread_name"
-    ] == ["buckets", "buckets 2", "buckets 3"]
+    lanes = [(event["name"], event["tid"]) for event in complete(found)]
+    assert lanes == [("bucket 0", 2), ("bucket 1", 4), ("bucket 2", 6), ("bucket 3", 2)]
+    assert named(found, "thread_name") == ["buckets", "buckets 2", "buckets 3"]
 
 
 def two_hosts(apart: float) -> Made:
@@ -187,13 +134,8 @@ def test_generations_follow_each_other_on_one_lane() -> None:
     found = trace(anatomy(made))
     assert_valid(found)
     steps = [event for event in complete(found) if event["cat"] == "step" and event["pid"] == 0]
-    assert [(event["args"]["step"], event["args"]["generation"]) for event in steps] == [
-        (1, 0),
-        (2, 0),
-        (3, 0),
-        (3, 1),
-        (4, 1),
-    ]
+    numbers = [(event["args"]["step"], event["args"]["generation"]) for event in steps]
+    assert numbers == [(1, 0), (2, 0), (3, 0), (3, 1), (4, 1)]
 
 
 def test_without_times_it_is_empty_and_valid() -> None:

@@ -12,18 +12,12 @@ import pytest
 from lockstep.launcher.logs import Tee
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.training import progress
-from lockstep.training.progress import Facts, Live, Plain, clock, in_pages
+from lockstep.training.progress import Facts, Live, Plain, Progress, clock, in_pages
 
 
 def record(step: int) -> dict[str, Any]:
-    samples = [32, 32]
-    return {
-        "step": step,
-        "epoch": 1 + (step - 1) // 10,
-        "loss": 0.123456,
-        "samples_by_rank": samples,
-        "samples_per_s": 5210.4,
-    }
+    speed = {"samples_by_rank": [32, 32], "samples_per_s": 5210.4}
+    return {"step": step, "epoch": 1 + (step - 1) // 10, "loss": 0.123456, **speed}
 
 
 def times(step: int, waits: float = 0.25) -> list[StepTimes]:
@@ -48,39 +42,48 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return now
 
 
+def be_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make stderr one, of 80 columns."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def train(shown: Progress, time: Clock, seconds: float, steps: int = 20) -> None:
+    """Show so many steps, of so many seconds each."""
+    for step in range(1, steps + 1):
+        time.now += seconds
+        shown.step(record(step), times(step))
+
+
 def test_plain_lines_at_most_every_ten_seconds(
     time: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Plain)
-    for step in range(1, 21):
-        time.now += 3
-        shown.step(record(step), times(step))
+    train(shown, time, 3)
     shown.say("epoch 1/2: accuracy [0.9]")
     shown.close()
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
+    *steps, last = err.splitlines()
+    assert steps == [
         f"epoch {1 + step // 11}/2, step {step}/20: {60 - 3 * step} s left, loss 0.1235,"
         " 5,210 samples/s, communication 25 %"
         for step in (4, 8, 12, 16, 20)
-    ] + [
-        "epoch 1/2: accuracy [0.9]",
     ]
+    assert last == "epoch 1/2: accuracy [0.9]"
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it(
     time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    be_a_terminal(monkeypatch)
     stderr = sys.stderr
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
-    for step in range(1, 21):
-        time.now += 1
-        shown.step(record(step), times(step))
+    train(shown, time, 1)
     shown.say("epoch 1/2: accuracy [0.9] " + "long " * 30)
     shown.close()
     assert sys.stderr is stderr
@@ -96,30 +99,24 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
 def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     time: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    monkeypatch.setenv("TERM", "xterm")
-    terminal, log = sys.stderr, io.StringIO()
-    monkeypatch.setattr(sys, "stderr", Tee(terminal, log))
+    be_a_terminal(monkeypatch)
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", Tee(sys.stderr, log))
     monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
-    for step in range(1, 21):
-        time.now += 6
-        shown.step(record(step), times(step))
+    train(shown, time, 6)
     shown.say("epoch 1/2: accuracy [0.9]")
     print("from the task", file=sys.stderr)
     print("to a file")
     shown.close()
     print("after it", file=sys.stderr)
-    lines = log.getvalue().splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        *(f"epoch {1 + step // 11}/2, step {step}/20" for step in range(2, 21, 2)),
-        "epoch 1/2",
-        "from the task",
-        "to a file",
-        "after it",
+    *steps, said, task, to_file, after = log.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in steps] == [
+        f"epoch {1 + step // 11}/2, step {step}/20" for step in range(2, 21, 2)
     ]
+    assert said.partition(":")[0] == "epoch 1/2"
+    assert (task, to_file, after) == ("from the task", "to a file", "after it")
     out, err = capsys.readouterr()
     assert out == "to a file\n"
     assert "step 20/20" in err
@@ -130,14 +127,11 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
 def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(
     time: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    be_a_terminal(monkeypatch)
     shown = Live(Facts(1000, 1))
     drawn = []
     monkeypatch.setattr(shown._row, "refresh", lambda: drawn.append(time.now))
-    for step in range(1, 1001):
-        time.now += 0.001
-        shown.step(record(step), times(step))
+    train(shown, time, 0.001, steps=1000)
     shown.close()
     assert 4 <= len(drawn) <= 7
 
@@ -202,28 +196,21 @@ def test_facts_that_do_not_fit_take_turns() -> None:
 def test_the_bar_is_one_row_whatever_the_width(
     width: int, time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    be_a_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", str(width))
     shown = progress.progress(Facts(20, 2, starts=1, newest=lambda: (1, 100.0)))
-    for step in range(1, 21):
-        time.now += 1
-        shown.step(record(step), times(step))
+    train(shown, time, 1)
     shown.close()
     # the cursor goes up a row once, when the bar is removed
     assert capsys.readouterr().err.count("\x1b[1A") == 1
 
 
 def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    be_a_terminal(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(progress.progress(Facts(None, None)), Plain)
 
 
 def test_durations() -> None:
-    assert [clock(seconds) for seconds in (0.4, 59.4, 185, 7385)] == [
-        "0 s",
-        "59 s",
-        "3:05",
-        "2:03:05",
-    ]
+    durations = {0.4: "0 s", 59.4: "59 s", 185: "3:05", 7385: "2:03:05"}
+    assert {seconds: clock(seconds) for seconds in durations} == durations

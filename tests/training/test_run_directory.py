@@ -15,7 +15,6 @@ import pytest
 
 import lockstep
 from lockstep.config.settings import Settings
-from lockstep.config.task import Record
 from lockstep.errors import LockstepError
 from lockstep.runtime import disk
 from lockstep.training.run_directory import RunDirectory, take_over
@@ -38,44 +37,40 @@ def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
         "import sys; from lockstep.training.run_directory import RunDirectory as R; r ="
         " R.claim(sys.argv[1], 'x'); print('claimed', flush=True); input()"
     )
+    run = tmp_path / "run"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
+        [sys.executable, "-c", code, str(run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == "claimed\n"
-        with refused(
-            "run-directory-in-use",
-            path=str(tmp_path / "run"),
-            owner=f"process {other.pid} on {socket.gethostname()}",
-        ):
-            RunDirectory.claim(tmp_path / "run", "x")
+        owner = f"process {other.pid} on {socket.gethostname()}"
+        with refused("run-directory-in-use", path=str(run), owner=owner):
+            RunDirectory.claim(run, "x")
         other.kill()
         other.wait()
-    RunDirectory.claim(tmp_path / "run", "x").release()  # a killed owner leaves no lock behind
+    with RunDirectory.claim(run, "x"):  # a killed owner leaves no lock behind
+        us = {"pid": os.getpid(), "host": socket.gethostname()}
+        assert json.loads((run / "lock").read_text()) == us
+        with refused("run-directory-in-use", owner=f"process {us['pid']} on {us['host']}"):
+            RunDirectory.claim(run, "x")
+    RunDirectory.claim(run, "x").release()
 
 
-def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path, "x"):
-        with refused(
-            "run-directory-in-use", owner=f"process {os.getpid()} on {socket.gethostname()}"
-        ):
-            RunDirectory.claim(tmp_path, "x")
-        assert json.loads((tmp_path / "lock").read_text()) == {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-    RunDirectory.claim(tmp_path, "x").release()
-
-
-def test_a_folder_that_holds_a_finished_run_is_refused_and_kept(tmp_path: Path) -> None:
-    for name in ("lock", "metrics.jsonl", "result.json"):
-        (tmp_path / name).touch()
-    with refused("run-finished", path=str(tmp_path)):
-        RunDirectory.claim(tmp_path, "x")
-    assert (tmp_path / "result.json").exists()
+def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    for code, names in (
+        ("run-finished", ["lock", "metrics.jsonl", "result.json"]),
+        ("run-directory-not-empty", ["thesis.tex"]),
+    ):
+        run = tmp_path / code
+        run.mkdir()
+        for name in names:
+            (run / name).touch()
+        with refused(code, path=str(run)):
+            RunDirectory.claim(run, "x")
+        assert sorted(path.name for path in run.iterdir()) == names
 
 
 def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) -> None:
@@ -85,11 +80,8 @@ def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) 
     with RunDirectory.claim(tmp_path, "x") as run:
         assert run.begun
         take_over(run, Settings(task="x", epochs=3, workers=4))
-        with refused(
-            "another-training",
-            place=f"unfinished run {tmp_path}",
-            differences="epochs was 3 and is 5",
-        ):
+        place = f"unfinished run {tmp_path}"
+        with refused("another-training", place=place, differences="epochs was 3 and is 5"):
             take_over(run, Settings(task="x", epochs=5, workers=4))
     assert Settings.read(tmp_path).workers == 4
 
@@ -100,19 +92,9 @@ def test_fresh_sets_aside_what_is_there(tmp_path: Path) -> None:
             (tmp_path / name).touch()
         (tmp_path / "checkpoints").mkdir()
         RunDirectory.claim(tmp_path, "x", fresh=True).release()
-        assert sorted(path.name for path in (tmp_path / f"before-{number}").iterdir()) == [
-            "checkpoints",
-            "metrics.jsonl",
-            "result.json",
-        ]
+        names = sorted(path.name for path in (tmp_path / f"before-{number}").iterdir())
+        assert names == ["checkpoints", "metrics.jsonl", "result.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before-1", "before-2", "lock"]
-
-
-def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with refused("run-directory-not-empty", path=str(tmp_path)):
-        RunDirectory.claim(tmp_path, "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,21 +167,20 @@ def test_a_folder_that_is_moved_as_it_is_claimed_or_released(
             RunDirectory.claim(tmp_path / "run", "x", fresh=True)
 
 
-def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path / "new", "x") as run:
-        (run.path / "settings.json").touch()
-        (run.path / "rank-0.log").touch()
-    assert not run.path.exists()
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rank-1.log"])
-def test_a_folder_in_which_something_happened_stays(tmp_path: Path, file: str) -> None:
-    with RunDirectory.claim(tmp_path / "new", "x") as run:
-        (run.path / file).write_text("something")
-    assert run.path.exists()
-
-
-def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+def test_a_folder_stays_if_something_happened_or_it_was_there_before(tmp_path: Path) -> None:
+    for file, text, stays in (
+        ("settings.json", "", False),
+        ("rank-0.log", "", False),
+        ("metrics.jsonl", "something", True),
+        ("rank-1.log", "something", True),
+    ):
+        with RunDirectory.claim(tmp_path / "new", "x") as run:
+            (run.path / file).write_text(text)
+        assert run.path.exists() is stays
+        if stays:
+            (run.path / file).unlink()
+            (run.path / "lock").unlink(missing_ok=True)
+            run.path.rmdir()
     with RunDirectory.claim(tmp_path, "x"):
         pass
     assert tmp_path.exists()
@@ -243,50 +224,35 @@ def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path:
         both("was removed, moved or emptied")
 
 
-def read_only(path: Path) -> None:
-    """As a disk with errors becomes, at once; what is open stays open. It is made read-only aside
-    and shown in its place: where it lies, a save that writes just then would keep it busy.
-    """
-    aside = path.with_name("aside")
-    aside.mkdir()
-    for command in (
-        ["mount", "--bind", path, aside],
-        ["mount", "-o", "remount,ro,bind", aside],
-        ["mount", "--bind", aside, path],
-        ["umount", aside],
-    ):
-        subprocess.run(command, check=True, capture_output=True)
-    aside.rmdir()
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[None]:
-    try:
-        read_only(tmp_path)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("folders cannot be mounted here")
-    subprocess.run(["umount", str(tmp_path)], check=True)
-    yield
-    subprocess.run(["umount", str(tmp_path / "run")], check=False, capture_output=True)
-
-
-@pytest.mark.usefixtures("mounts")
-def test_a_folder_that_becomes_read_only_is_noticed_in_the_same_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_folder_that_becomes_read_only_is_noticed_in_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk with errors does, at once; what is open stays open."""
     steps: list[int] = []
-
-    def on_step(record: Record) -> None:
-        steps.append(record["step"])
-        if steps == [1, 2, 3, 4, 5]:  # the save after step 2 is whole, that after 4 may be
-            read_only(run)
-
-    options: dict[str, Any] = {"run": run, "steps": 8, "checkpoint_every": 2}
-    with refused("run-directory-read-only", LockstepError, path=str(run)):
-        lockstep.train(task(on_step=on_step), **options)
+    options: dict[str, Any] = {"run": tmp_path / "run", "steps": 8, "checkpoint_every": 2}
+    toy_task = task(on_step=lambda record: steps.append(record["step"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "writable", lambda path: len(steps) < 5)
+        with refused("run-directory-read-only", LockstepError, path=str(tmp_path / "run")):
+            lockstep.train(toy_task, **options)
     assert steps == [1, 2, 3, 4, 5]
-    subprocess.run(["umount", str(run)], check=True)
-    lockstep.train(task(on_step=on_step), **options)
+    lockstep.train(toy_task, **options)
+    # the save after step 2 is whole, that after 4 may be
     assert steps[5:] in ([3, 4, 5, 6, 7, 8], [5, 6, 7, 8])
+
+
+@pytest.mark.rest  # root alone may mount
+def test_a_mount_that_is_read_only_is_noticed(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x") as run:
+        try:
+            for options in (["--bind", str(run.path)], ["-o", "remount,ro,bind"]):
+                mount = ["mount", *options, str(run.path)]
+                if subprocess.run(mount, capture_output=True).returncode != 0:
+                    pytest.skip("folders cannot be mounted here")
+            with refused("run-directory-read-only", LockstepError, path=str(run.path)):
+                run.check()
+        finally:
+            subprocess.run(["umount", run.path], capture_output=True)
 
 
 def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:
@@ -314,58 +280,41 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(
         assert (tmp_path / "run" / "lock").exists()
 
 
-@pytest.mark.parametrize(
-    ("left", "stays"),
-    [
+def test_a_run_that_failed_before_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+    start = {
+        "rank-0.log": "Traceback",
+        "metrics.jsonl": '{"kind": "event"}\n',
+        "anatomy/rank-0.jsonl": "{}",
+        "events.out.tfevents.1": "x",
+    }
+    for number, left in enumerate(
         (
-            {
-                "rank-0.log": "Traceback",
-                "metrics.jsonl": '{"kind": "event"}\n',
-                "anatomy/rank-0.jsonl": "{}",
-                "events.out.tfevents.1": "x",
-            },
-            False,
-        ),
-        ({"metrics.jsonl": '{"kind": "step", "step": 1}\n'}, True),
-        ({"checkpoints/step-0000001/state.json": "{}"}, True),
-        ({"result.json": "{}"}, True),
-        ({"mine.txt": "of the task"}, True),
-    ],
-    ids=["start", "step", "checkpoint", "result", "other"],
-)
-def test_a_run_that_failed_before_its_first_step_leaves_nothing(
-    tmp_path: Path, left: dict[str, str], stays: bool
-) -> None:
-    run = RunDirectory.claim(tmp_path / "run", "x")
-    for name, text in left.items():
-        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (run.path / name).write_text(text)
-    run.release(failed=True)
-    assert run.path.exists() is stays
-
-
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lockstep.training.run_directory._sign",
-        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-    )
-    with refused("run-directory-not-writable", reason="No space left on device"):
-        RunDirectory.claim(tmp_path / "run", "x")
-    assert not (tmp_path / "run").exists()
-
-
-def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RunDirectory.claim(tmp_path / "run", "x") as run:
-        monkeypatch.setattr(
-            Path,
-            "write_text",
-            lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+            start,
+            {"metrics.jsonl": '{"kind": "step", "step": 1}\n'},
+            {"checkpoints/step-0000001/state.json": "{}"},
+            {"result.json": "{}"},
+            {"mine.txt": "of the task"},
         )
-        with refused(
-            "run-directory-not-writable",
-            path=str(tmp_path / "run"),
-            reason="No space left on device",
-        ):
+    ):
+        run = RunDirectory.claim(tmp_path / str(number), "x")
+        for name, text in left.items():
+            (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (run.path / name).write_text(text)
+        run.release(failed=True)
+        assert run.path.exists() is (left is not start), left
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    values = {"path": str(tmp_path / "run"), "reason": "No space left on device"}
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.training.run_directory._sign", full)
+        with refused("run-directory-not-writable", **values):
+            RunDirectory.claim(tmp_path / "run", "x")
+    assert not (tmp_path / "run").exists()
+    with RunDirectory.claim(tmp_path / "run", "x") as run:
+        monkeypatch.setattr(Path, "write_text", full)
+        with refused("run-directory-not-writable", **values):
             take_over(run, Settings(task="x"))

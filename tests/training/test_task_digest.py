@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
@@ -100,35 +99,28 @@ def importing() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    ("edits", "named"),
-    [
-        ({'reduction="sum"': 'reduction="mean"'}, ["mine.py has changed"]),
-        ({"SCALE = 0.5": "SCALE = 0.25"}, ["mine.py has changed"]),
+def test_what_changed_is_named(tmp_path: Path) -> None:
+    mine = "mine.py has changed"
+    before = digests(tmp_path / "before")
+    cases: list[tuple[dict[str, str], list[str]]] = [
+        ({'reduction="sum"': 'reduction="mean"'}, [mine]),
+        ({"SCALE = 0.5": "SCALE = 0.25"}, [mine]),
         ({"* 0.001": "* 0.002"}, ["parts.py has changed"]),
         (
             {"metrics=lambda output, batch:": "metrics=None and"},
-            ["metrics was task.<locals>.<lambda> and is NoneType", "mine.py has changed"],
+            ["metrics was task.<locals>.<lambda> and is NoneType", mine],
         ),
         (
             {"randn(20": "randn(21", "arange(20)": "arange(21)"},
-            ["mine.py has changed", "train_data was 20 samples and is 21 samples"],
+            [mine, "train_data was 20 samples and is 21 samples"],
         ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_changed_is_named(tmp_path: Path, edits: dict[str, str], named: list[str]) -> None:
-    words = changes(digests(tmp_path / "a"), digests(tmp_path / "b", edits))
-    assert sorted(word for word in words if not word.startswith("sample ")) == sorted(named)
-
-
-def test_samples_that_changed_are_named(tmp_path: Path) -> None:
-    words = changes(
-        digests(tmp_path / "a"), digests(tmp_path / "b", {"manual_seed(0)": "manual_seed(1)"})
-    )
-    # on a busy machine fewer than 8 are read
-    assert "mine.py has changed" in words
-    assert 2 <= len(words) <= 9
+    ]
+    for number, (edits, named) in enumerate(cases):
+        words = changes(before, digests(tmp_path / str(number), edits))
+        assert sorted(word for word in words if not word.startswith("sample ")) == sorted(named)
+    words = changes(before, digests(tmp_path / "seed", {"manual_seed(0)": "manual_seed(1)"}))
+    assert mine in words
+    assert 2 <= len(words) <= 9  # on a busy machine fewer than 8 samples are read
     assert all(re.fullmatch(r"mine.py has changed|sample \d+ has changed", word) for word in words)
 
 
@@ -284,9 +276,8 @@ def test_samples_that_cannot_be_compared_are_left_out() -> None:
     assert sample_digests([], 0) == {"train_data": "0 samples"}
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
+def test_every_kind_of_sample_is_told_apart() -> None:
+    for one, other in (
         (torch.zeros(2), torch.zeros(2, 1)),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (torch.zeros(1, dtype=torch.complex128), torch.ones(1, dtype=torch.complex128)),
@@ -295,14 +286,11 @@ def test_samples_that_cannot_be_compared_are_left_out() -> None:
         ({"a": 1}, {"b": 1}),
         (b"a", b"b"),
         (1.0, 2.0),
-    ],
-    ids=str,
-)
-def test_every_kind_of_sample_is_told_apart(pair: tuple[Any, Any]) -> None:
-    first, second = (sample_digests([value] * 4, 0) for value in pair)
-    assert first.keys() == second.keys()
-    assert changes(first, second)
-    assert not changes(first, first)
+    ):
+        first, second = (sample_digests([value] * 4, 0) for value in (one, other))
+        assert first.keys() == second.keys()
+        assert changes(first, second), (one, other)
+        assert not changes(first, first)
 
 
 def doubled(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -310,7 +298,7 @@ def doubled(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return 2 * loss, weight
 
 
-def found(world: lockstep.World, folder: str) -> dict[str, Any]:
+def differing(world: lockstep.World, folder: str) -> dict[str, Any]:
     odd = world.rank == 1
     told: dict[str, Any] = {}
     for name, task in {
@@ -332,10 +320,8 @@ def found(world: lockstep.World, folder: str) -> dict[str, Any]:
 
 
 def test_a_rank_with_another_task_is_named_at_the_start(tmp_path: Path) -> None:
-    results = run_ranks(found, 3, args=(str(tmp_path),))
-    for result in results:
+    first, *others = run_ranks(differing, 3, (str(tmp_path),))
+    for result in (first, *others):
         assert [result[name][0] for name in ("loss", "samples", "collate")] == [[1]] * 3
-    first = results[0]
-    assert first["loss"][1] == "loss"
+    assert (first["loss"][1], first["collate"][1]) == ("loss", "collate")
     assert first["samples"][1].startswith("sample ")
-    assert first["collate"][1] == "collate"

@@ -1,18 +1,37 @@
 """Files of killed, missing and restarted ranks are read as far as they go, and what is missing
-is known.
+is known. A line is one of the kinds, or none: nothing that it may hold raises.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from lockstep.training.timeline import Pause, read
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.training.timeline import (
+    Anatomy,
+    Begin,
+    End,
+    MemoryLine,
+    Pause,
+    StepsLine,
+    parse,
+    read,
+)
 from tests.training.synthetic import anatomy, begin, lines, write
 
 
 def file(run: Path, rank: int) -> Path:
     return run / "anatomy" / f"rank-{rank}.jsonl"
+
+
+def known(run: Path) -> Anatomy:
+    anatomy = read(run)
+    assert anatomy is not None
+    return anatomy
 
 
 def test_all_ranks_of_one_start(tmp_path: Path) -> None:
@@ -22,15 +41,10 @@ def test_all_ranks_of_one_start(tmp_path: Path) -> None:
             {"kind": "pause", "what": "evaluate", "step": 4, "seconds": 0.5},
             {"kind": "end", "step": 4},
         ]
-    found = read(write(tmp_path, made))
-    assert found is not None
+    found = known(write(tmp_path, made))
     (generation,) = found.generations
-    assert (generation.workers, generation.step, generation.last, generation.missing) == (
-        3,
-        0,
-        4,
-        (),
-    )
+    assert (generation.workers, generation.step, generation.last) == (3, 0, 4)
+    assert generation.missing == ()
     assert list(generation.lanes) == [0, 1, 2]
     lane = generation.lanes[1]
     assert [line.first for line in lane.steps] == [1, 2, 3, 4]
@@ -49,8 +63,7 @@ def test_a_killed_rank_leaves_half_a_line_and_no_end(tmp_path: Path) -> None:
     write(tmp_path, lines(2, 3))
     with file(tmp_path, 1).open("a") as stream:
         stream.write('{"kind":"steps","first":4,"la')
-    found = read(tmp_path)
-    assert found is not None
+    found = known(tmp_path)
     lane = found.generations[0].lanes[1]
     assert [line.first for line in lane.steps] == [1, 2, 3]
     assert not lane.ended
@@ -62,8 +75,7 @@ def test_who_starts_again_below_half_a_line_is_seen(tmp_path: Path) -> None:
     with file(tmp_path, 1).open("a") as stream:
         stream.write('{"kind":"steps","first":4,"la\n')
     write(tmp_path, lines(2, 3, first=3))
-    found = read(tmp_path)
-    assert found is not None
+    found = known(tmp_path)
     assert [(each.step, list(each.lanes), each.last) for each in found.generations] == [
         (0, [0, 1], 3),
         (2, [0, 1], 5),
@@ -74,8 +86,7 @@ def test_who_starts_again_below_half_a_line_is_seen(tmp_path: Path) -> None:
 def test_missing_ranks_are_told(tmp_path: Path) -> None:
     made = lines(4, 3)
     del made[0], made[2]
-    found = read(write(tmp_path, made))
-    assert found is not None
+    found = known(write(tmp_path, made))
     assert found.generations[0].missing == (0, 2)
     assert found.generations[0].begin.rank == 1
 
@@ -85,8 +96,7 @@ def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
     rows = file(tmp_path, 0).read_text().splitlines()
     rows[2] = rows[2][:20]
     file(tmp_path, 0).write_bytes("\n".join([*rows, "\x00garbage", ""]).encode() + b"\xff\xfe\n")
-    found = read(tmp_path)
-    assert found is not None
+    found = known(tmp_path)
     assert [line.first for line in found.generations[0].lanes[0].steps] == [1, 3]
     assert found.unread == {0: 3}
 
@@ -94,8 +104,7 @@ def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
 def test_another_ranks_file_under_this_name_is_no_lane(tmp_path: Path) -> None:
     write(tmp_path, {0: [begin(0, 2)], 1: [begin(0, 2)], 2: []})
     (tmp_path / "anatomy" / "rank-x.jsonl").write_text(json.dumps(begin(0, 1)))
-    found = read(tmp_path)
-    assert found is not None
+    found = known(tmp_path)
     assert list(found.generations[0].lanes) == [0]
 
 
@@ -103,8 +112,7 @@ def test_restarts_with_other_worker_counts(tmp_path: Path) -> None:
     """4 ranks die twice before the next checkpoint, 3 go on, then 4 again."""
     for workers, steps, first in ((4, 5, 1), (4, 3, 1), (3, 6, 4), (4, 2, 10)):
         write(tmp_path, lines(workers, steps, first=first))
-    found = read(tmp_path)
-    assert found is not None
+    found = known(tmp_path)
     assert [
         (each.workers, each.step, each.last, list(each.lanes)) for each in found.generations
     ] == [
@@ -116,44 +124,31 @@ def test_restarts_with_other_worker_counts(tmp_path: Path) -> None:
     assert found.longest is found.generations[2]
 
 
-def test_order_is_kept_where_the_first_rank_missed_a_start(tmp_path: Path) -> None:
-    """Rank 0 was killed before it could write in the second start; rank 1 took part in all, rank
-    2 in the first two.
+def test_order_is_kept_where_ranks_missed_a_start(tmp_path: Path) -> None:
+    """Rank 0 was killed before it could write in the second start. In the first run, rank 1 took
+    part in all starts, rank 2 in the first two; in the second run, no rank took part in all.
     """
     first, second, third = lines(3, 2), lines(3, 2, first=2), lines(2, 2, first=3)
-    write(
-        tmp_path,
-        {0: first[0] + third[0], 1: first[1] + second[1] + third[1], 2: first[2] + second[2]},
-    )
-    found = read(tmp_path)
-    assert found is not None
+    written = {0: first[0] + third[0], 1: first[1] + second[1] + third[1]}
+    found = known(write(tmp_path / "one", {**written, 2: first[2] + second[2]}))
     assert [(each.workers, each.step, list(each.lanes)) for each in found.generations] == [
         (3, 0, [0, 1, 2]),
         (3, 1, [1, 2]),
         (2, 2, [0, 1]),
     ]
+    first, second, third = lines(2, 2), lines(2, 2, first=2), lines(1, 2, first=3)
+    written = {0: first[0] + third[0], 1: first[1] + second[1]}
+    found = known(write(tmp_path / "other", written))
+    assert [(each.workers, each.step) for each in found.generations] == [(2, 0), (2, 1), (1, 2)]
 
 
 def test_only_steps_that_all_ranks_tell_of_are_common(tmp_path: Path) -> None:
     made = lines(2, 5)
     del made[1][-2:]
-    found = read(write(tmp_path, made))
-    assert found is not None
+    found = known(write(tmp_path, made))
     lanes = found.generations[0].common().lanes
-    assert (
-        [line.first for line in lanes[0].steps]
-        == [line.first for line in lanes[1].steps]
-        == [1, 2, 3]
-    )
-
-
-def test_order_is_kept_where_no_rank_took_part_in_every_start(tmp_path: Path) -> None:
-    """Rank 0 missed the second start, and rank 1 was no longer wanted in the third."""
-    first, second, third = lines(2, 2), lines(2, 2, first=2), lines(1, 2, first=3)
-    write(tmp_path, {0: first[0] + third[0], 1: first[1] + second[1]})
-    found = read(tmp_path)
-    assert found is not None
-    assert [(each.workers, each.step) for each in found.generations] == [(2, 0), (2, 1), (1, 2)]
+    for lane in lanes.values():
+        assert [line.first for line in lane.steps] == [1, 2, 3]
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
@@ -166,3 +161,83 @@ def test_hosts_of_one_name_are_told_apart() -> None:
         "anna (node 1)",
         "anna (node 1)",
     ]
+
+
+# -- lines ---------------------------------------------------------------------------------------
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+STEPS = lines(2, 1, spans=True)[0][1]
+
+
+def changed(line: dict[str, Any], **changes: Any) -> str:
+    return json.dumps({**line, **changes})
+
+
+def test_begin_and_steps() -> None:
+    found = parse(json.dumps(begin(3, 4, host="bob")))
+    assert isinstance(found, Begin)
+    assert (found.rank, found.workers, found.host, found.buckets, found.at) == (
+        3,
+        4,
+        "bob",
+        (40000, 120000),
+        100.0,
+    )
+    line = parse(changed(STEPS, first=7, last=8, lost={"3": 0.5}))
+    assert isinstance(line, StepsLine)
+    phases = "data forward backward exposed optimizer checks other"
+    assert set(line.phases) == set(phases.split())
+    assert line.spans[0][0] == "data"
+    assert line.buckets[0][0] == 0
+
+
+def test_what_is_not_known_is_none() -> None:
+    """On a device, what was hidden; of a sum that never came, its end."""
+    line = parse(changed(STEPS, hidden=None, buckets=[[0, 1.0, None]]))
+    assert isinstance(line, StepsLine)
+    assert (line.hidden, line.buckets) == (None, ((0, 1.0, None),))
+
+
+def test_the_other_kinds() -> None:
+    pause = '{"kind":"pause","what":"evaluate","step":3,"seconds":1.5}'
+    assert parse(pause) == Pause(what="evaluate", step=3, seconds=1.5)
+    memory = '{"kind":"memory","parameters":1,"gradients":2,"optimizer":3,"peak":null}'
+    assert parse(memory) == MemoryLine(parameters=1, gradients=2, optimizer=3, peak=None)
+    assert parse('{"kind":"end","step":4}') == End(step=4)
+
+
+def test_what_is_none() -> None:
+    for text in (
+        "",
+        "null",
+        "[]",
+        '{"kind":"steps"',
+        '{"kind":"unheard of"}',
+        changed(STEPS, seconds=-0.1),
+        changed(STEPS, forward=float("nan")),
+        changed(STEPS, data=True),
+        changed(STEPS, first=0),
+        changed(STEPS, first=3, last=2),
+        changed(STEPS, lost={"x": 1.0}),
+        changed(STEPS, lost=[1]),
+        changed(STEPS, spans=[["data", 1.0]]),
+        changed(begin(0, 1), workers="2"),
+        changed(begin(0, 1), buckets=3),
+        "[" * 100_000,
+    ):
+        assert parse(text) is None, text[:100]
+
+
+@given(st.sampled_from(["begin", "steps", "pause", "memory", "end"]), st.data())
+def test_nothing_that_a_line_may_hold_raises(kind: str, data: st.DataObject) -> None:
+    whole = {"begin": begin(0, 1), "steps": STEPS}.get(
+        kind, {"kind": kind, "what": "evaluate", "step": 1, "seconds": 1.0, "to": []}
+    )
+    name = data.draw(st.sampled_from(sorted(whole)))
+    parse(json.dumps({**whole, name: data.draw(ANY)}))

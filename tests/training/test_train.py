@@ -5,6 +5,7 @@ recorded of it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,86 +29,81 @@ from lockstep.errors import (
     PeerFailed,
     TaskError,
     UsageError,
-    WorkerFailed,
 )
 from lockstep.testing import run_ranks
 from lockstep.training.loop import Training
-from lockstep.training.result import last_line
+from lockstep.training.result import Result, last_line
 from lockstep.training.train import train
 from tests.refused import refused
+from tests.teams import on_team
 from tests.training import toy
 
 
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [
-        record
-        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if record["kind"] == kind
-    ]
+@pytest.fixture(scope="module")
+def alone() -> Result:
+    """The task trained by one process."""
+    return train(toy.task())
 
 
-def by_hand() -> torch.nn.Module:
-    """What DESIGN's example writes, without training/."""
+def test_it_is_the_loop_that_a_user_would_write(alone: Result) -> None:
     with lockstep.init(backend="gloo"):
-        lockstep.runtime.randomness.shared(0)
-        model = toy.Net()
-        stepper = lockstep.Stepper(model, toy.sgd(model))
-        loader = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
-        for epoch in loader.epochs(2):
-            for window in epoch:
-                for batch in stepper.micro_batches(window):
-                    stepper.backward(*toy.loss(model(batch[0]), batch))
-                stepper.step()
-    return model
-
-
-def test_it_is_the_loop_that_a_user_would_write() -> None:
-    result = train(toy.task())
-    assert result.sha256 == sha256(weights(by_hand())) == sha256(weights(result.model))
-    assert (result.task, result.epochs, result.steps, result.workers) == ("toy", 2, 8, 1)
-    assert (result.update, result.reduce, result.run, result.checkpoint) == (
-        "replicated",
-        "native",
-        None,
-        None,
-    )
-    assert result.headline == ("accuracy", result.metrics["accuracy"])
-    assert set(result.metrics) == {"accuracy", "loss"}
-
-
-def test_what_compresses_is_named_once(tmp_path: Path) -> None:
-    result = train(toy.task(), compress="int8", run=tmp_path / "run")
-    assert last_line(result.as_json()).startswith(
-        "toy: 2 epochs, 8 steps, 1 worker, replicated, int8 | "
-    )
-    assert (
-        "; gradients by int8, replicated update" in (tmp_path / "run" / "metrics.jsonl").read_text()
-    )
+        by_hand = toy.by_hand()
+    assert alone.sha256 == sha256(weights(by_hand)) == sha256(weights(alone.model))
+    assert (alone.task, alone.epochs, alone.steps, alone.workers) == ("toy", 2, 8, 1)
+    assert (alone.update, alone.reduce) == ("replicated", "native")
+    assert (alone.run, alone.checkpoint) == (None, None)
+    assert alone.headline == ("accuracy", alone.metrics["accuracy"])
+    assert set(alone.metrics) == {"accuracy", "loss"}
 
 
 def on_rank(
-    world: World, run: str | None = None, **options: Any
-) -> tuple[dict[str, float], dict[str, torch.Tensor], str]:
-    result = train(toy.task(), run=run, **options)
+    world: World, options: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, Tensor], str, list[Any]]:
+    steps: list[Any] = []
+    result = train(toy.task(on_step=steps.append), **options)
     assert World.current() is world  # the caller's world stays open
-    return result.metrics, weights(result.model), result.sha256
+    return result.metrics, weights(result.model), result.sha256, steps
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("reduce", ["native", "central"])
-def test_any_number_of_ranks_trains_the_same(workers: int, reduce: str, tmp_path: Path) -> None:
-    ranks = run_ranks(on_rank, workers, kwargs={"run": str(tmp_path / "run"), "reduce": reduce})
-    alone = train(toy.task())
-    assert len({sha for _, _, sha in ranks}) == 1
-    for metrics, found, _ in ranks:
+KNOBS = {"bucket_mb": 0.0005, "threads": 2, "loader_workers": 1}
+
+
+@pytest.mark.parametrize(
+    ("workers", "shares", "options"),
+    [
+        (2, [8, 3], {"reduce": "central"}),
+        (2, [8, 3], {"reduce": "native", "update": "sharded", **KNOBS}),
+        (2, [8, 3], {"reduce": "shared_memory", "update": "sharded", **KNOBS}),
+        (4, [4, 4, 3, 0], {"reduce": "native"}),
+    ],
+    ids=["central", "native-sharded", "shared-memory-sharded", "idle-rank"],
+)
+def test_neither_the_number_of_ranks_nor_how_they_work_changes_what_is_learned(
+    alone: Result, workers: int, shares: list[int], options: dict[str, Any]
+) -> None:
+    ranks = on_team(on_rank, workers, (options,))
+    assert len({digest for _, _, digest, _ in ranks}) == 1
+    for metrics, learned, *_ in ranks:
         assert metrics == ranks[0][0]
+        assert learned.keys() == weights(alone.model).keys()
         for name, tensor in weights(alone.model).items():
-            assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
-    steps = records(tmp_path / "run", "step")
+            assert torch.allclose(learned[name], tensor, rtol=1e-4, atol=1e-6), name
+    steps = ranks[0][3]
     assert [step["weight"] for step in steps] == [11.0] * 8
-    shares = {2: [8, 3], 4: [4, 4, 3, 0]}[workers]
     assert all(step["samples_by_rank"] == shares for step in steps)
     assert all(step["bytes_sent"] > 0 for step in steps)
+
+
+def test_what_is_not_the_default_stands_in_the_first_and_the_last_line(tmp_path: Path) -> None:
+    compressed = train(toy.task(), compress="int8", run=tmp_path / "one", threads=2, steps=1)
+    assert last_line(compressed.as_json()).startswith("toy: 1 step, 1 worker, replicated, int8 | ")
+    options = {"steps": 1, "reduce": "native", "bucket_mb": 0.5, "loader_workers": 1}
+    run_ranks(on_rank, 2, ({"run": str(tmp_path / "two"), **options},))
+    first, second = (toy.records(tmp_path / run, "event")[0]["line"] for run in ("one", "two"))
+    assert first.endswith("; gradients by int8, replicated update, 2 threads a rank")
+    assert second.endswith(
+        "; gradients by native in buckets of 0.5 MiB, replicated update, 1 loader worker a rank"
+    )
 
 
 def test_keyword_inputs_train_alike_and_clipped_steps_tell_their_norm(tmp_path: Path) -> None:
@@ -116,38 +112,24 @@ def test_keyword_inputs_train_alike_and_clipped_steps_tell_their_norm(tmp_path: 
         toy.task(clip=0.05, inputs=lambda batch: {"x": batch[0]}), run=tmp_path / "dict", epochs=1
     )
     assert plain.sha256 == keywords.sha256
-    norms = [step["grad_norm"] for step in records(tmp_path / "dict", "step")]
+    norms = [step["grad_norm"] for step in toy.records(tmp_path / "dict", "step")]
     assert len(norms) == 4
     assert all(norm > 0.05 for norm in norms)  # before it was clipped
-
-
-def test_several_optimizers_are_refused_with_what_to_do() -> None:
-    with refused("several-optimizers", TaskError, type="list"):
-        train(toy.task(optimizer=lambda model: [toy.sgd(model), toy.sgd(model)]))
 
 
 def test_what_a_run_directory_holds(tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = train(toy.task(best="accuracy", best_mode="max"), run=run, epochs=3)
     assert result.run == run
-    starts = records(run, "event")
+    starts = toy.records(run, "event")
     assert starts[0]["line"].startswith("global batch 11 = 3 micro-batches x 4")
     assert [event["event"] for event in starts] == ["start", "end"]
-    steps = records(run, "step")
+    steps = toy.records(run, "step")
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert [step["epoch"] for step in steps] == [1] * 4 + [2] * 4 + [3] * 4
-    assert set(steps[0]) == {
-        "kind",
-        "step",
-        "epoch",
-        "loss",
-        "weight",
-        "samples_by_rank",
-        "lr",
-        "samples_per_s",
-        "bytes_sent",
-    }
-    evaluations = records(run, "evaluate")
+    keys = "kind step epoch loss weight samples_by_rank lr samples_per_s bytes_sent"
+    assert set(steps[0]) == set(keys.split())
+    evaluations = toy.records(run, "evaluate")
     assert [(found["step"], found["epoch"]) for found in evaluations] == [(4, 1), (8, 2), (12, 3)]
     assert evaluations[-1]["metrics"] == result.metrics
     written = json.loads((run / "result.json").read_text())
@@ -167,47 +149,36 @@ def test_what_a_run_directory_holds(tmp_path: Path) -> None:
         train(toy.task(), run=run)
 
 
-@pytest.mark.parametrize(
-    ("steps", "epochs", "evaluated"), [(3, 0, [3]), (4, 1, [4]), (6, 1, [4, 6])]
-)
-def test_steps_may_end_inside_an_epoch(
-    tmp_path: Path, steps: int, epochs: int, evaluated: list[int]
+def test_steps_may_end_inside_an_epoch_and_stderr_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train(toy.task(), steps=steps, run=tmp_path / "run")
-    assert (result.steps, result.epochs) == (steps, epochs)
-    assert [record["step"] for record in records(tmp_path / "run", "evaluate")] == evaluated
-
-
-def test_without_evaluation_the_loss_is_shown() -> None:
-    result = train(toy.task(eval_data=None, metrics=None), steps=2)
-    assert (result.metrics, result.headline) == ({}, ("loss", result.loss))
-
-
-def test_rank_0_says_how_the_batch_is_split_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    train(toy.task(), steps=4)
-    out, err = capsys.readouterr()
-    assert out == ""
     cut = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4).describe()
-    assert err.splitlines()[0] == f"{cut}; replicated update"
-    assert err.splitlines()[1].startswith("epoch 1/1, step 4: accuracy 0.")
+    for steps, epochs, evaluated in ((3, 0, [3]), (4, 1, [4]), (6, 1, [4, 6])):
+        run = tmp_path / str(steps)
+        result = train(toy.task(), steps=steps, run=run)
+        assert (result.steps, result.epochs) == (steps, epochs)
+        assert [record["step"] for record in toy.records(run, "evaluate")] == evaluated
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"run directory: {run}\n")
+        assert f"\n{cut}; replicated update\n" in err
+        assert re.findall(r", step (\d+): accuracy 0\.", err) == [str(step) for step in evaluated]
+    without = train(toy.task(eval_data=None, metrics=None), steps=2)
+    assert (without.metrics, without.headline) == ({}, ("loss", without.loss))
 
 
 def halving(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 1 - step / steps)
 
 
-@pytest.mark.parametrize(
-    ("per", "rates"),
-    [
+def test_the_scheduler_knows_how_often_it_is_stepped(tmp_path: Path) -> None:
+    for per, rates in (
         ("step", [0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]),
         ("epoch", [0.1] * 4 + [0.05] * 4),
-    ],
-)
-def test_the_scheduler_knows_how_often_it_is_stepped(
-    tmp_path: Path, per: str, rates: list[float]
-) -> None:
-    train(toy.task(scheduler=halving, scheduler_per=per), run=tmp_path / "run")
-    assert [record["lr"] for record in records(tmp_path / "run", "step")] == pytest.approx(rates)
+    ):
+        train(toy.task(scheduler=halving, scheduler_per=per), run=tmp_path / per)
+        steps = toy.records(tmp_path / per, "step")
+        assert [step["lr"] for step in steps] == pytest.approx(rates)
 
 
 def stopping(world: World) -> tuple[int, int, str | None]:
@@ -221,57 +192,62 @@ def stopping(world: World) -> tuple[int, int, str | None]:
 
 def test_all_ranks_stop_early_together() -> None:
     reason = "constant has not improved on 1.0000 (step 4) for 2 evaluations"
-    assert run_ranks(stopping, 2) == [(3, 12, reason)] * 2
+    assert on_team(stopping, 2) == [(3, 12, reason)] * 2
 
 
-def calling(world: World, where: str) -> list[list[int]]:
-    seen: list[list[int]] = [[], []]
-    on_step, on_evaluate = (lambda record, into=into: into.append(record["step"]) for into in seen)
-    train(toy.task(on_step=on_step, on_evaluate=on_evaluate, callbacks_on=where))
-    return seen
+def calling(world: World, where: str) -> tuple[list[int], list[int]]:
+    steps: list[int] = []
+    evaluations: list[int] = []
+    train(
+        toy.task(
+            on_step=lambda record: steps.append(record["step"]),
+            on_evaluate=lambda record: evaluations.append(record["step"]),
+            callbacks_on=where,
+        )
+    )
+    return steps, evaluations
 
 
-@pytest.mark.parametrize("where", ["first", "all"])
-def test_callbacks_get_the_records(where: str) -> None:
-    called = [list(range(1, 9)), [4, 8]]
-    assert run_ranks(calling, 2, [where]) == [called, called if where == "all" else [[], []]]
+def test_callbacks_get_the_records_on_the_first_rank_or_on_all() -> None:
+    called = [*range(1, 9)], [4, 8]
+    assert on_team(calling, 2, ["first"]) == [called, ([], [])]
+    assert on_team(calling, 2, ["all"]) == [called, called]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
-def test_other_precisions_train_and_leave_float32_weights(precision: Precision) -> None:
-    plain, found = train(toy.task()), train(toy.task(), precision=precision)
+def test_other_precisions_train_and_leave_float32_weights(
+    alone: Result, precision: Precision
+) -> None:
+    other = train(toy.task(), precision=precision)
     # fp16 may skip a step
-    assert found.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=0.25)
-    assert all(
-        tensor.dtype in (torch.float32, torch.int64) for tensor in weights(found.model).values()
-    )
+    assert other.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.25)
+    dtypes = {tensor.dtype for tensor in weights(other.model).values()}
+    assert dtypes == {torch.float32, torch.int64}
     if precision != "tf32":  # which most CPUs cannot do
-        assert found.sha256 != plain.sha256
-    assert train(toy.task(precision=precision)).sha256 == found.sha256
+        assert other.sha256 != alone.sha256
+    assert train(toy.task(precision=precision)).sha256 == other.sha256
 
 
-def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_keeps_the_names_and_exact_mode_fixes_the_shapes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In exact mode no kernel depends on shapes met before."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    compiled: list[torch.nn.Module] = []
-    monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call.__self__) or call)
+    compiled: list[tuple[torch.nn.Module, bool | None]] = []
+
+    def note(call: Any, dynamic: bool | None, **_: Any) -> Any:
+        compiled.append((call.__self__, dynamic))
+        return call
+
+    monkeypatch.setattr(torch, "compile", note)
     result = train(toy.task(), compile=True, steps=1, run=tmp_path / "run")
-    assert compiled == [result.model]
+    assert compiled == [(result.model, None)]
     assert result.checkpoint is not None
     assert set(files.read(result.checkpoint).tensors) == set(toy.Net().state_dict())
     train(toy.task(compile=True), compile=False, steps=1)
     assert len(compiled) == 1
-    train(toy.task(compile=True), steps=1)
-    assert len(compiled) == 2
-
-
-@pytest.mark.parametrize(("exact", "dynamic"), [(True, False), (False, None)])
-def test_in_exact_mode_no_kernel_depends_on_shapes_met_before(
-    monkeypatch: pytest.MonkeyPatch, exact: bool, dynamic: bool | None
-) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic, **_: asked.append(dynamic) or call)
-    train(toy.task(), compile=True, exact=exact, steps=1)
-    assert asked == [dynamic]
+    exact = train(toy.task(compile=True), steps=1, exact=True)
+    assert compiled[1:] == [(exact.model, False)]
 
 
 def test_a_skipped_step_is_said_once_and_recorded(
@@ -284,10 +260,10 @@ def test_a_skipped_step_is_said_once_and_recorded(
     with said, refused("no-step-applied", LockstepError, steps=1):
         train(weightless, steps=1, run=tmp_path / "run")
     assert "was skipped" not in capsys.readouterr().err
-    skipped = records(tmp_path / "run", "event")[1]
+    skipped = toy.records(tmp_path / "run", "event")[1]
     assert (skipped["event"], skipped["step"]) == ("step skipped", 1)
     assert skipped["reason"].startswith("every rank's weight is 0")
-    assert records(tmp_path / "run", "step")[0]["loss"] == "nan"
+    assert toy.records(tmp_path / "run", "step")[0]["loss"] == "nan"
 
 
 def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,58 +276,53 @@ def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     with refused("no-step-applied", LockstepError, steps=1):
         train(overflowing, steps=1, run=tmp_path / "run")
     assert "step 1 was skipped: gradients overflowed at loss scale 65536" in capsys.readouterr().err
-    assert records(tmp_path / "run", "event")[1]["event"] == "step skipped"
+    assert toy.records(tmp_path / "run", "event")[1]["event"] == "step skipped"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": lambda: 3}, r"model returned a int.*\[wrong-return-type\]"),
-        (
-            {"optimizer": lambda model: None},
-            r"optimizer returned a NoneType.*\[wrong-return-type\]",
-        ),
-        (
-            {"scheduler": lambda optimizer, steps: None},
-            r"scheduler returned a NoneType.*\[wrong-return-type\]",
-        ),
-        (
-            {"scheduler": lambda optimizer, steps: ReduceLROnPlateau(optimizer)},
-            r"scheduler returned a ReduceLROnPlateau.* without a metric.*\[wrong-return-type\]",
-        ),
-        (
-            {"best": "f1", "best_mode": "max"},
-            r"'f1'.*accuracy, loss.* \[metric-not-measured\]",
-        ),
-        (
-            {"loss": lambda output, batch: output.sum()},
-            r"loss returned a Tensor.*\[wrong-return-type\]",
-        ),
-    ],
-)
-def test_what_the_tasks_functions_return_is_checked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        train(toy.task(**changes), steps=1)
+def one_step(**changes: Any) -> None:
+    train(toy.task(**changes), steps=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 1, "steps": 1}, r"epochs=1 and steps=1 .*\[epochs-and-steps\]"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"device": "tpu"}, r"device='tpu'.*auto, cpu, cuda.*\[unknown-choice\]"),
-        ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
-        ({"compress": "gzip"}, "compress='gzip' is unknown"),
-        ({"sync_every": 0}, "sync_every=0"),
-        ({"update": "server", "staleness": -1}, "staleness=-1"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        train(toy.task(), **options)
+def test_what_the_tasks_functions_return_is_checked() -> None:
+    for name, function, kind in (
+        ("model", lambda: 3, "int"),
+        ("optimizer", lambda model: None, "NoneType"),
+        ("scheduler", lambda optimizer, steps: None, "NoneType"),
+        ("loss", lambda output, batch: output.sum(), "Tensor"),
+    ):
+        with refused("wrong-return-type", TaskError, type=kind) as refusal:
+            one_step(**{name: function})
+        assert f"{name} returned a {kind}" in str(refusal.value)
+    with refused("wrong-return-type", TaskError) as refusal:
+        one_step(scheduler=lambda optimizer, steps: ReduceLROnPlateau(optimizer))
+    assert "ReduceLROnPlateau" in str(refusal.value)
+    assert "without a metric" in str(refusal.value)
+    with refused("several-optimizers", TaskError, type="list"):
+        one_step(optimizer=lambda model: [toy.sgd(model), toy.sgd(model)])
+    with refused("metric-not-measured", TaskError, metric="f1", measured=["accuracy", "loss"]):
+        one_step(best="f1", best_mode="max")
 
 
-def test_only_a_task_is_trained_and_only_on_the_worlds_device() -> None:
+class Spare(toy.Net):
+    """Has parameters that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+
+def test_parameters_that_nothing_uses_may_be_meant() -> None:
+    with pytest.raises(LockstepError, match=r"'spare.weight', 'spare.bias' got no gradient on any"):
+        one_step(model=Spare)
+    for unused in ("zeros", "skip"):
+        one_step(model=Spare, unused=unused)
+
+
+def test_only_a_task_is_trained_and_only_with_options_that_can_work() -> None:
+    with refused("epochs-and-steps", epochs=1, steps=1):
+        train(toy.task(), epochs=1, steps=1)
+    with refused("wrong-value", name="epochs", value=0):
+        train(toy.task(), epochs=0)
     with refused("not-a-task", TaskError, type="Net"):
         train(toy.Net())  # type: ignore[arg-type]
     with (
@@ -371,27 +342,10 @@ def in_use(world: World, run: str) -> str:
 def test_all_ranks_hear_that_the_run_directory_is_refused(tmp_path: Path) -> None:
     for file in ("lock", "result.json"):
         (tmp_path / file).touch()
-    first, second = run_ranks(in_use, 2, [str(tmp_path)])
+    first, second = on_team(in_use, 2, [str(tmp_path)])
     assert first.endswith(" [run-finished]")
     assert second.startswith(f"rank 0 could not use the run directory {tmp_path}")
     assert second.endswith(" [rank-0-failed]")
-
-
-class Failing(toy.Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if World.current().rank == 1:
-            raise ZeroDivisionError("mine")
-        return super().forward(x)
-
-
-def failing(world: World) -> None:
-    train(toy.task(model=Failing))
-
-
-def test_an_exception_in_the_model_on_one_rank_is_that_ranks() -> None:
-    with pytest.raises(WorkerFailed, match="ZeroDivisionError: mine") as failed:
-        run_ranks(failing, 2)
-    assert failed.value.rank == 1
 
 
 def counted(world: World, asked: int | None) -> tuple[set[int], int, int]:
@@ -407,11 +361,9 @@ def counted(world: World, asked: int | None) -> tuple[set[int], int, int]:
     return seen, before, torch.get_num_threads()
 
 
-@pytest.mark.parametrize(("asked", "seen"), [(None, 1), (3, 3)])
-def test_threads_are_those_asked_for_and_the_old_ones_come_back(
-    asked: int | None, seen: int
-) -> None:
-    assert run_ranks(counted, 2, (asked,)) == [({seen}, 1, 1)] * 2
+def test_threads_are_those_asked_for_and_the_old_ones_come_back() -> None:
+    for asked, threads in ((None, 1), (3, 3)):
+        assert on_team(counted, 2, (asked,)) == [({threads}, 1, 1)] * 2
 
 
 def test_the_knobs_reach_what_they_turn() -> None:
@@ -424,46 +376,6 @@ def test_the_knobs_reach_what_they_turn() -> None:
     assert training.loader._loader.num_workers == 2
 
 
-def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tensor]:
-    return weights(train(toy.task(), **options).model)
-
-
-@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str) -> None:
-    options = {
-        "reduce": reduce,
-        "update": update,
-        "bucket_mb": 0.0005,
-        "threads": 2,
-        "loader_workers": 1,
-    }
-    ranks = run_ranks(buckets_and_weights, 2, (options,))
-    plain, _ = run_ranks(buckets_and_weights, 2, ({},))
-    for found in ranks:
-        assert found.keys() == plain.keys()
-        for name, tensor in plain.items():
-            assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
-
-
-def test_what_is_not_the_default_stands_in_the_first_line(tmp_path: Path) -> None:
-    train(toy.task(), run=tmp_path / "one", steps=1, threads=2, loader_workers=1)
-    run_ranks(
-        buckets_and_weights,
-        2,
-        ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},),
-    )
-    lines = [
-        records(tmp_path / run, "event")[0]["line"].rpartition("; ")[2] for run in ("one", "two")
-    ]
-    assert lines[0] == "replicated update, 2 threads a rank, 1 loader worker a rank"
-    assert lines[1] == "gradients by native in buckets of 0.5 MiB, replicated update"
-
-
-def test_loader_workers_change_nothing() -> None:
-    assert train(toy.task(), loader_workers=1).sha256 == train(toy.task()).sha256
-
-
 class Streamed(IterableDataset[Any]):
     """Some of the toy's samples, one after the other."""
 
@@ -471,7 +383,7 @@ class Streamed(IterableDataset[Any]):
         return iter(list(toy.data(20, 0)))
 
 
-def streamed(world: lockstep.World, **options: Any) -> tuple[int, int, list[Tensor]]:
+def streamed(world: World, **options: Any) -> tuple[int, int, list[Tensor]]:
     task = toy.task(
         train_data=Streamed(), global_batch=8, micro_batch=4, eval_data=None, metrics=None
     )
@@ -489,12 +401,12 @@ def streamed(world: lockstep.World, **options: Any) -> tuple[int, int, list[Tens
 def test_a_stream_trains_alike_on_any_number_of_ranks(
     options: dict[str, int], steps: int, epochs: int
 ) -> None:
-    alone = run_ranks(streamed, 1, kwargs=options)[0]
+    alone = toy.alone(streamed, **options)
     assert alone[:2] == (steps, epochs)
-    for found in run_ranks(streamed, 3, kwargs=options):
-        assert found[:2] == alone[:2]
-        for a, b in zip(found[2], alone[2], strict=True):
-            assert torch.allclose(a, b, atol=1e-6)
+    for rank in on_team(streamed, 3, kwargs=options):
+        assert rank[:2] == alone[:2]
+        for ours, expected in zip(rank[2], alone[2], strict=True):
+            assert torch.allclose(ours, expected, atol=1e-6)
 
 
 def test_a_schedule_over_a_stream_needs_to_know_its_length() -> None:
@@ -521,3 +433,36 @@ def test_an_order_of_the_task_is_used() -> None:
     one = train(toy.task(order=order), steps=1)
     assert seen == [len(toy.task().train_data)]  # type: ignore[arg-type]
     assert one.loss != train(toy.task(), steps=1).loss
+
+
+def unequal(world: World, run: str | None, balance: str | None) -> str:
+    return train(toy.task(epochs=3), exact=True, run=run, balance=balance).sha256
+
+
+def test_a_run_records_its_shares_and_its_bits_do_not_depend_on_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    digests = run_ranks(unequal, 2, (str(run), "1,2"))
+    assert {*digests} == {toy.alone(unequal, None, None)}
+    start, *_ = toy.records(run, "event")
+    split = "global batch 11 = 3 micro-batches x 4, the last 3; 2 ranks: 1, 2; "
+    assert start["line"].startswith(split)
+    assert [step["samples_by_rank"] for step in toy.records(run, "step")] == [[4, 7]] * 12
+
+
+def in_a_loop_of_ones_own(world: World) -> list[tuple[int, ...]]:
+    data, model = toy.data(12, 1), toy.Net()
+    loader = lockstep.Loader(data, global_batch=6, micro_batch=2, balance="2,1")
+    stepper = lockstep.Stepper(model, toy.sgd(model), sync_every=2)
+    samples = []
+    for window in next(loader.epochs(1)):
+        for batch in stepper.micro_batches(window):
+            stepper.backward(*toy.loss(model(batch[0]), batch))
+        samples.append(stepper.step().samples_by_rank)
+    server = lockstep.Stepper(model, toy.sgd(model), update="server")
+    with refused("balance-with-server", balance="2,1", update="server"):
+        server.draws(loader)
+    return samples
+
+
+def test_replicas_that_step_alone_keep_to_given_numbers_and_a_server_is_refused() -> None:
+    assert run_ranks(in_a_loop_of_ones_own, 2) == [[(4, 2)] * 2] * 2

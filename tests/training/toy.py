@@ -4,14 +4,20 @@ BatchNorm, dropout, ragged tails.
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep import Task
+import lockstep
+from lockstep import Task, World
+
+R = TypeVar("R")
 
 SAMPLES, HELD_OUT = 44, 21
 
@@ -33,6 +39,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.drop(F.relu(self.norm(self.first(x)))))
         return out
+
+
+def net() -> Net:
+    """The same weights at each call."""
+    torch.manual_seed(3)
+    return Net()
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -62,3 +74,42 @@ def task(**changes: Any) -> Task:
         "epochs": 2,
     }
     return Task(**{**fields, **changes})
+
+
+def alone(fn: Callable[Concatenate[World, ...], R], *args: Any, **kwargs: Any) -> R:
+    """Run `fn(world, ...)` in this process, with one intra-op thread as a rank has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with lockstep.init(backend="gloo") as world:
+            return fn(world, *args, **kwargs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind in a run's metrics.jsonl."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+def by_hand(
+    epochs: int = 2,
+    *,
+    exact: bool = False,
+    after_step: Callable[[nn.Module], object] = lambda model: None,
+    after_epoch: Callable[[nn.Module, int], object] = lambda model, epoch: None,
+) -> nn.Module:
+    """The loop that a user would write in an open world, without `lockstep.train`."""
+    lockstep.seed(0)
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), exact=exact)
+    loader = lockstep.Loader(data(SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
+    for epoch in loader.epochs(epochs):
+        for window in epoch:
+            for batch in stepper.micro_batches(window):
+                stepper.backward(*loss(model(batch[0]), batch))
+            stepper.step()
+            after_step(model)
+        after_epoch(model, epoch.number)
+    return model
