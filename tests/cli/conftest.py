@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runtime import cores
 from tests.cli.command import Command, Ended, exit_code
 
 
@@ -17,8 +16,6 @@ def lockstep(
 ) -> Command:
     """Runs a command line in this process and in `tmp_path`; its ranks are processes as ever."""
     monkeypatch.chdir(tmp_path)
-    # as on an idle host; a process of its own reads LOCKSTEP_LOADAVG
-    monkeypatch.setattr(cores, "busy", lambda: None)
 
     def run(line: str | Sequence[str]) -> Ended:
         capfd.readouterr()

@@ -61,12 +61,14 @@ class Held:
 
 
 def announce(tell: Callable[[Held], object]) -> None:
-    """Record that the program is over. If the process still runs after `PATIENCE` seconds, call
-    `tell` once with what it waits for.
+    """Record that the program is over. If the process still runs after `PATIENCE` seconds, not
+    counting those in which it had no core, call `tell` once with what it waits for.
     """
+    queued = processes.queued_seconds(os.getpid())
 
     def watch() -> None:
         time.sleep(PATIENCE)
+        time.sleep(processes.queued_seconds(os.getpid()) - queued)
         tell(waits_for())
 
     threading.Thread(target=watch, name="lockstep-ending", daemon=True).start()
@@ -154,7 +156,8 @@ class Endings:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
         self._looked = clock()
-        self._over: dict[int, float] = {}  # by rank: when its program was first seen to be over
+        # by rank: when its program was first seen to be over, not counting seconds without a core
+        self._over: dict[int, float] = {}
         self._said: set[int] = set()
 
     def look(self, pids: Mapping[int, int]) -> list[str]:
@@ -186,10 +189,11 @@ class Endings:
         its interpreter.
         """
         view = status.read(status.file_of(self._directory, rank))
+        now = self._looked - processes.queued_seconds(pid)
         if (
             view is None
             or view.phase != "end"
-            or self._looked - self._over.setdefault(rank, self._looked) < _LAUNCHERS_PATIENCE
+            or now - self._over.setdefault(rank, now) < _LAUNCHERS_PATIENCE
         ):
             return
         if waits(self._directory, rank):

@@ -54,6 +54,16 @@ def name_this(name: str) -> None:
         os.register_at_fork(after_in_child=lambda: _rename(file, before))
 
 
+def queued_seconds(pid: int) -> float:
+    """Return how long a process's main thread could have run so far but had no core, because others
+    had them all. 0 if the system does not say.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def _rename(file: Path, name: str) -> None:
     with suppress(OSError):
         file.write_text(name)

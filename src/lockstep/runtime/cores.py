@@ -27,17 +27,15 @@ def processor() -> str:
     return platform.machine()
 
 
-# Tests set LOCKSTEP_LOADAVG to a file of their own, so that the host's real load does not matter.
-_FILE = Path(os.environ.get("LOCKSTEP_LOADAVG", "/proc/loadavg"))
-
-
-def busy(file: Path = _FILE) -> str | None:
+def busy() -> str | None:
     """ "load 6.2 on 2 cores" if at least as many programs run as the host has cores, now and on
     average over the last minute. Else None.
     """
     cores = os.cpu_count() or 1
+    # tests set the variable, so that the host's real load does not matter
+    file = os.environ.get("LOCKSTEP_LOADAVG", "/proc/loadavg")
     try:
-        words = file.read_text(encoding="ascii").split()
+        words = Path(file).read_text(encoding="ascii").split()
         load, running = float(words[0]), int(words[3].partition("/")[0]) - 1  # without this process
     except (OSError, ValueError, IndexError):  # not Linux
         load = os.getloadavg()[0]
