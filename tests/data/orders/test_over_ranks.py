@@ -1,5 +1,5 @@
 """Every order through the Loader: ranks share its samples, none twice; their number changes
-nothing, nor does resuming with another one.
+nothing, nor does resuming anywhere with another one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from lockstep.data.orders import (
     Shuffled,
     Weighted,
 )
-from tests.data.datasets import Numbers
+from tests.data.datasets import Augmented, Backwards, Pairs
 from tests.data.orders.samplers import Drawing
+from tests.data.test_loader import as_data
 
 EPOCHS = 3
-Step = dict[int, list[int]]  # a rank's micro-batches by slot
+Step = dict[int, Any]  # a rank's micro-batches by slot
 
 
 def lengths(samples: int) -> list[int]:
@@ -52,6 +53,7 @@ MAKE: dict[str, Callable[[int], Any]] = {
     "mixture": mixture,
     "sampler": lambda samples: FromSampler(RandomSampler(range(samples)), length=samples, seed=7),
     "torch's own": lambda samples: Drawing(samples, "own torch"),
+    "backwards": Backwards,
     "by length": lambda samples: ByLength(lengths(samples), 24, seed=7),
     "batches": lambda samples: FromBatches(
         BatchSampler(Drawing(samples, "random"), 3, False), length=samples, seed=7
@@ -59,16 +61,17 @@ MAKE: dict[str, Callable[[int], Any]] = {
     "torch's batches": lambda samples: BatchSampler(
         Drawing(samples, "own numpy"), 3, drop_last=False
     ),
+    "more batches in each epoch": lambda _: Pairs(),
 }
-REPEATING = {"weighted", "mixture"}
-OF_BATCHES = {"by length", "batches", "torch's batches"}
+REPEATING = {"weighted", "mixture", "more batches in each epoch"}
+OF_BATCHES = {"by length", "batches", "torch's batches", "more batches in each epoch"}
 
 
 def loader(kind: str, samples: int, rank: int, size: int, state: Any = None) -> Loader:
     """As a rank makes it: with an order of its own."""
     sizes = {"micro_batches": 5} if kind in OF_BATCHES else {"global_batch": 10, "micro_batch": 2}
     made = Loader(
-        Numbers(samples), order=MAKE[kind](samples), **sizes, rank=rank, size=size, device="cpu"
+        Augmented(samples), order=MAKE[kind](samples), **sizes, rank=rank, size=size, device="cpu"
     )  # type: ignore[arg-type]
     if state is not None:
         made.load_state_dict(state)
@@ -80,7 +83,7 @@ def walked(kind: str, samples: int, size: int, state: Any = None) -> list[dict[i
     return [
         {
             window.step: {
-                slot: batch.tolist() for slot, batch in zip(window.slots, window, strict=True)
+                slot: as_data(batch) for slot, batch in zip(window.slots, window, strict=True)
             }
             for epoch in loader(kind, samples, rank, size, state).epochs(EPOCHS)
             for window in epoch
@@ -122,27 +125,25 @@ def test_an_epoch_holds_every_sample_once_over_all_ranks(kind: str, samples: int
                 for rank in ranks
                 for window in next(rank.epochs(number + 1, start=number))
                 for batch in window
-                for index in batch.tolist()
+                for index in batch[0].tolist()
             ]
             assert sorted(seen) == list(range(samples)), (size, number)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 3), (3, 8), (8, 2)], ids=lambda sizes: "{} ranks, then {}".format(*sizes)
-)
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_state_of_the_middle_of_an_epoch_goes_on_with_another_number_of_ranks(
-    kind: str, sizes: tuple[int, int]
-) -> None:
-    undisturbed = together(walked(kind, 37, sizes[0]))
-    middle = 1 + next(step for step in undisturbed if step >= len(undisturbed) // 2)
-    ranks = [loader(kind, 37, rank, sizes[0]) for rank in range(sizes[0])]
-    for each in ranks:
-        windows = (window for epoch in each.epochs(EPOCHS) for window in epoch)
-        for _ in range(middle):
-            list(next(windows))
-    states = [json.loads(json.dumps(each.state_dict())) for each in ranks]
-    assert states == [states[0]] * sizes[0]
-    assert states[0]["step_in_epoch"] > 0
-    rest = together(walked(kind, 37, sizes[1], states[0]))
-    assert rest == {step: slots for step, slots in undisturbed.items() if step >= middle}
+def test_every_state_resumes_at_every_number_of_ranks(kind: str) -> None:
+    undisturbed = together(walked(kind, 37, 1))
+    ranks = [loader(kind, 37, rank, 3) for rank in range(3)]
+    walks = [(window for epoch in rank.epochs(EPOCHS) for window in epoch) for rank in ranks]
+    states = [ranks[0].state_dict()]
+    for _ in undisturbed:
+        for walk in walks:
+            list(next(walk))
+        saved = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
+        assert saved == [saved[0]] * 3
+        states.append(saved[0])
+    assert [state["step"] for state in states] == list(range(len(undisturbed) + 1))
+    for step, state in enumerate(states):
+        rest = {number: slots for number, slots in undisturbed.items() if number >= step}
+        for size in (1, 2, 8):
+            assert together(walked(kind, 37, size, state)) == rest, (step, size)

@@ -112,61 +112,11 @@ def test_a_weight_is_a_proportion(replacement: bool) -> None:
     assert one.fingerprint() == other.fingerprint()
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_an_order_has_no_memory_and_seeds_and_epochs_their_own(replacement: bool) -> None:
-    weights = np.arange(1.0, 101.0)
-    order = Weighted(weights, replacement=replacement, seed=1)
-    third = order.at(3, np.arange(100, dtype=np.int64))
-    assert not np.array_equal(order.at(0, np.arange(100, dtype=np.int64)), third)
-    asked = np.array([[99, 0], [17, 17]], dtype=np.int64)
-    assert np.array_equal(order.at(3, asked), third[asked])
-    other = Weighted(weights, replacement=replacement, seed=2).at(3, np.arange(100, dtype=np.int64))
-    assert not np.array_equal(other, third)
-
-
-def test_an_order_is_the_same_on_every_machine() -> None:
-    # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    weights = [5.0, 1.0, 1.0, 3.0, 2.0, 0.0]
-    assert epochs_of(Weighted(weights, samples=10, seed=1), 1).tolist() == [
-        [0, 3, 3, 3, 0, 1, 3, 3, 3, 4]
-    ]
-    assert epochs_of(Weighted(weights, replacement=False, seed=1), 2).tolist() == [
-        [3, 0, 2, 1, 4],
-        [0, 4, 3, 2, 1],
-    ]
-
-
-def test_fingerprints_tell_orders_apart() -> None:
-    orders = [
-        Weighted(WEIGHTS, seed=0),
-        Weighted(WEIGHTS, seed=1),
-        Weighted(WEIGHTS, samples=4, seed=0),
-        Weighted(WEIGHTS, samples=4, replacement=False, seed=0),
-        Weighted([1.0, 0.0, 4.0, 2.0, 0.25], seed=0),
-    ]
-    assert len({order.fingerprint() for order in orders}) == len(orders)
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-@pytest.mark.parametrize(
-    ("weights", "code", "values"),
-    [
-        ([1.0, -1.0], "wrong-value", {"name": "weights[1]", "value": -1.0}),
-        ([float("nan"), 1.0], "wrong-value", {"name": "weights[0]"}),
-        ([1.0, 1.0, float("inf")], "wrong-value", {"name": "weights[2]"}),
-        ([0.0, 0.0], "weights-all-zero", {"count": 2}),
-    ],
-)
-def test_bad_weights_are_refused(
-    weights: list[float], code: str, values: dict[str, Any], replacement: bool
-) -> None:
-    with refused(code, **values):
-        Weighted(weights, replacement=replacement, seed=0)
-
-
 @pytest.mark.parametrize(
     ("options", "code", "values"),
     [
+        ({"weights": [1.0, -1.0]}, "wrong-value", {"name": "weights[1]", "value": -1.0}),
+        ({"weights": [0.0, 0.0], "replacement": False}, "weights-all-zero", {"count": 2}),
         ({"samples": 0}, "wrong-value", {"name": "samples", "value": 0}),
         (
             {"samples": 5, "replacement": False},
@@ -175,8 +125,8 @@ def test_bad_weights_are_refused(
         ),
     ],
 )
-def test_a_length_that_cannot_be_is_refused(
+def test_what_cannot_be_drawn_is_refused(
     options: dict[str, Any], code: str, values: dict[str, Any]
 ) -> None:
     with refused(code, **values):
-        Weighted(WEIGHTS, seed=0, **options)
+        Weighted(**({"weights": WEIGHTS, "seed": 0} | options))
