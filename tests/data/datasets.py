@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,14 @@ class Sleeping(Numbers):
         time.sleep(600)
 
 
+def close(loader: Any) -> None:
+    """Also the threads that send to its workers, which end a moment later."""
+    loader.close()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join()
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -113,9 +122,6 @@ def with_draws(samples: list[Any]) -> tuple[list[Any], Tensor]:
 
 def as_list(samples: list[Any]) -> list[Any]:
     return samples
-
-
-Collate = Callable[[list[Any]], Any]
 
 
 class Moody(Numbers):

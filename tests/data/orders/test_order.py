@@ -54,13 +54,16 @@ def test_an_order_is_a_function_without_memory(kind: str) -> None:
     order = BY_SEED[kind](1)
     epochs = {epoch: np.array(epoch_of(order, epoch)) for epoch in (3, 0)}
     asked = np.random.default_rng(0).integers(0, order.samples, 12)
-    for shape in ((12,), (2, 6), (3, 2, 2)):
+    one, none = asked[:1].reshape(()), asked[:0]
+    for positions in (asked, asked.reshape(2, 6), asked.reshape(3, 2, 2), asked[::-2], one, none):
         for epoch, samples in epochs.items():
-            positions = asked.reshape(shape)
-            returned = order.at(epoch, positions)
+            before = positions.copy()
+            returned = np.asarray(order.at(epoch, positions))
             assert np.array_equal(returned, samples[positions])
-            returned[:] = 0
-    assert order.at(3, asked[:0]).shape == (0,)
+            assert returned.shape == positions.shape
+            assert np.array_equal(positions, before)
+    order.at(3, asked)[:] = 0
+    assert np.array_equal(order.at(3, asked), epochs[3][asked])
     assert epoch_of(BY_SEED[kind](1), 3) == epochs[3].tolist()
 
 
