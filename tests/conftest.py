@@ -1,9 +1,4 @@
-"""Every test leaves the process as it found it: environment, process group, threads, child
-processes, shared memory.
-
-A test of distributed code that leaves something behind breaks another one later, and that one gets
-the blame.
-"""
+"""The two tiers of tests, how they share workers, and what holds for every test."""
 
 from __future__ import annotations
 
@@ -15,21 +10,19 @@ import os
 import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil
 import pytest
+import torch.distributed as dist
 
 from lockstep.launcher import start
 from lockstep.testing.ranks import run_ranks, warm_commands
-from tests import teams
+from tests import leaks, teams
 from tests.launcher.telling import of_itself
 
 if getattr(main := sys.modules["__main__"], "__spec__", None) is None and not hasattr(
@@ -91,11 +84,11 @@ _FIRST = (
     "test_guide.py",
     "tools/verify/test_verdict.py",
 )
-_PATIENCE_SECONDS = 30.0  # for what is ending on its own
+_FILE_SECONDS = 20.0
+_seconds: Counter[str] = Counter()
+"""How long the tests of a file took."""
 _CLEARING_SECONDS = 120.0  # for the fixtures of a test, at its end
 _AGAIN_SECONDS = 30.0  # until what was interrupted, and goes on waiting, is interrupted once more
-_SHARED_MEMORY = Path("/dev/shm")
-_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -180,11 +173,38 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure at once, and not only at the end: who ends a run before its end wants to
     know too.
     """
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
     if report.failed:
-        sys.__stdout__.write(
-            f"\n{report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n"
-        )  # type: ignore[union-attr]
+        header = f"{report.nodeid} ({report.when}, {report.duration:.1f} s)"
+        sys.__stdout__.write(f"\n{header}\n{report.longreprtext}\n")  # type: ignore[union-attr]
         sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+def _slow_files(config: pytest.Config) -> list[str]:
+    """Return the files that are too slow for the fast tier, if this was a whole run of it. A
+    slower machine has more time: 1/45 of all files' seconds, if that is more.
+    """
+    if config.args != config.getini("testpaths") or config.option.all:
+        return []
+    limit = max(_FILE_SECONDS, _seconds.total() / 45)
+    return [
+        f"{file}: {seconds:.0f} s of the {limit:.0f} s that a file of the fast tier may take"
+        for file, seconds in _seconds.most_common()
+        if seconds > limit
+    ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == 0 and not hasattr(session.config, "workerinput"):
+        session.exitstatus = int(bool(_slow_files(session.config)))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for line in _slow_files(config):
+        terminalreporter.write_line(line, red=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -238,140 +258,22 @@ def teams_of_the_module() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Fail the test that leaves something behind, naming it."""
-    environment, threads = _environment(), set(threading.enumerate())
-    processes, segments = set(_children()), _segments()
-    yield
-    left = [
-        *_process_group(),
-        *_until_empty(
-            lambda: [
-                f"thread {thread.name!r}"
-                for thread in threading.enumerate()
-                if thread not in threads
-            ]
-        ),
-        *_until_empty(
-            lambda: [
-                f"process {_described(child)}" for child in _children() if child not in processes
-            ]
-        ),
-        *_until_empty(
-            lambda: [
-                f"shared memory {name}"
-                for name in _segments() - segments
-                if not _used_by_others(name)
-            ]
-        ),
-        *_differences(environment, _environment()),
-    ]
-    for child in _children():  # what is left here would hold the next tests up
-        if child not in processes:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-    if left:
-        pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+    try:
+        with leaks.nothing_left(_servers):
+            yield
+    except leaks.LeftBehind as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pytest.fail(str(error), pytrace=False)
 
 
-def _until_empty(look: Callable[[], list[str]]) -> list[str]:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-
-
-def _differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    os.environ.update({name: before[name] for name in changed if name in before})
-    for name in changed - before.keys():
-        del os.environ[name]
-    return [f"environment variable {name}" for name in sorted(changed)]
-
-
-def _process_group() -> list[str]:
-    torch = sys.modules.get("torch")
-    if (
-        torch is None
-        or not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-    ):
-        return []
-    torch.distributed.destroy_process_group()
-    return ["an open process group"]
-
-
-def _children() -> list[psutil.Process]:
-    """Living descendants, without the servers that fork ranks and multiprocessing's own, which
-    stay for the whole session.
+def _servers() -> set[int]:
+    """Return the processes that stay for the session: what forks ranks, and multiprocessing's own.
+    The ranks of teams stay for the module.
     """
-    servers = {
+    return {
         *start.pids(),
         *teams.pids(),
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
     }
-    found = []
-    for pid in _descendants(os.getpid()) - servers:
-        with suppress(psutil.NoSuchProcess):
-            child = psutil.Process(pid)
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
-
-
-def _descendants(pid: int) -> set[int]:
-    """The kernel lists a thread's children. A look at all processes of the machine, as psutil's,
-    costs more than most tests.
-    """
-    if not _LISTS_CHILDREN:
-        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    children = None
-    while (now := _children_of(pid)) != children:
-        # one that ends while the list is read hides others
-        children = now
-    return now.union(*map(_descendants, now))
-
-
-def _children_of(pid: int) -> set[int]:
-    found: set[int] = set()
-    with suppress(OSError):  # the process has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
-                found.update(map(int, children.read().split()))
-    return found
-
-
-def _described(child: psutil.Process) -> str:
-    try:
-        return f"{child.pid} ({' '.join(child.cmdline())})"
-    except psutil.Error:
-        return str(child.pid)
-
-
-def _segments() -> set[str]:
-    # Semaphores of multiprocessing have a name for an instant only, also those of other programs on
-    # this machine.
-    return (
-        {name for name in os.listdir(_SHARED_MEMORY) if not name.startswith("sem.")}
-        if _SHARED_MEMORY.is_dir()
-        else set()
-    )
-
-
-def _used_by_others(name: str) -> bool:
-    """Whether a process that is not of this test session has the segment mapped; then it is none
-    of our business.
-    """
-    ours = {os.getpid(), *_descendants(os.getpid())}
-    for process in psutil.process_iter():
-        try:
-            if process.pid not in ours and any(
-                name in entry.path for entry in process.memory_maps()
-            ):
-                return True
-        except psutil.Error:
-            continue
-    return False

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any, Concatenate, TypeVar
 
 import psutil
 import torch
-import torch.distributed as dist
 
 import lockstep
 from lockstep.launcher.call import FunctionCall, anonymous_file, for_ranks
@@ -32,6 +28,7 @@ from lockstep.launcher.rank import Rank
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.runtime.private import run_directory
 from lockstep.world.world import World
+from tests.leaks import nothing_left
 
 R = TypeVar("R")
 
@@ -186,42 +183,10 @@ def _serve(connections: Sequence[Connection]) -> None:
                 os._exit(0)  # the other ranks may have ended already
             try:
                 fn, args, kwargs = pickle.loads(request)
-                with _nothing_left(world):
+                with nothing_left():
                     result = fn(world, *args, **kwargs)
+                assert World.current() is world, "the function has closed the team's world"
                 answer = for_ranks((True, result))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
-
-
-@contextmanager
-def _nothing_left(world: World) -> Iterator[None]:
-    before = _state()
-    yield
-    assert World.current() is world, "the function has closed the team's world"
-    after = _state()
-    left = [name for name in before if before[name] != after[name]]
-    assert not left, f"left behind: {[(name, before[name], after[name]) for name in left]}"
-
-
-def _state() -> dict[str, object]:
-    """What a function has to leave as it was."""
-    return {
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-        "path": list(sys.path),
-        "threads": {thread.name for thread in threading.enumerate()},
-        "children": _children(),
-        "process groups": len(dist.distributed_c10d._world.pg_map),
-        "intra-op threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-
-
-def _children() -> str:
-    """Return the children of this process, as the kernel lists them."""
-    return "".join(
-        Path(thread, "children").read_text() for thread in Path("/proc/self/task").iterdir()
-    )
