@@ -42,26 +42,13 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "values"),
     [
-        (
-            {"micro_batch": 12},
-            "micro-batch-too-large",
-            {"micro_batch": 12, "global_batch": 11},
-        ),
-        (
-            {"global_batch": 0},
-            "wrong-value",
-            {"name": "Task.global_batch", "expected": "a whole number of at least 1"},
-        ),
+        ({"micro_batch": 12}, "micro-batch-too-large", {"micro_batch": 12, "global_batch": 11}),
+        ({"global_batch": 0}, "wrong-value", {"name": "Task.global_batch", "value": 0}),
         ({"micro_batch": 2.5}, "wrong-value", {"name": "Task.micro_batch", "value": 2.5}),
-        ({"micro_batch": True}, "wrong-value", {"value": True}),
         ({"epochs": None}, "wrong-value", {"name": "Task.epochs", "value": None}),
         ({"eval_micro_batch": 0}, "wrong-value", {"name": "Task.eval_micro_batch"}),
         ({"seed": "a"}, "wrong-value", {"name": "Task.seed", "value": "a"}),
-        (
-            {"clip": 0.0},
-            "wrong-value",
-            {"name": "Task.clip", "value": 0.0, "expected": "a number above 0"},
-        ),
+        ({"clip": 0.0}, "wrong-value", {"name": "Task.clip", "value": 0.0}),
         ({"clip": float("inf")}, "wrong-value", {"name": "Task.clip"}),
         (
             {"precision": "fp8"},

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,6 @@ class Sleeping(Numbers):
         time.sleep(600)
 
 
-def close(loader: Any) -> None:
-    """Also the threads that send to its workers, which end a moment later."""
-    loader.close()
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
-            thread.join()
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -137,20 +128,19 @@ class Moody(Numbers):
         return index, draw_from(self.draws_from.get(index))
 
 
+DRAWS: dict[str | None, Callable[[], float]] = {
+    None: lambda: 0.0,
+    "torch": lambda: torch.rand(()).item(),
+    "torch-normal": lambda: torch.randn(()).item(),
+    "numpy": lambda: float(np.random.rand()),
+    "normal": lambda: float(np.random.standard_normal()),
+    "random": lambda: random.random(),
+    "gauss": lambda: random.gauss(0, 1),
+}
+
+
 def draw_from(library: str | None) -> float:
-    if library == "torch":
-        return torch.rand(()).item()
-    if library == "torch-normal":
-        return torch.randn(()).item()
-    if library == "numpy":
-        return float(np.random.rand())
-    if library == "normal":
-        return float(np.random.standard_normal())
-    if library == "random":
-        return random.random()
-    if library == "gauss":
-        return random.gauss(0, 1)
-    return 0.0
+    return DRAWS[library]()
 
 
 class Leaving(Numbers):

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data.device import Ahead, OnStream, WhenAsked, copies_to, to_device
 from lockstep.data.loader import Loader
-from tests.data.datasets import Broken, Counted, Numbers
+from tests.data.datasets import Counted, Numbers
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -221,15 +221,6 @@ def test_nothing_is_fetched_ahead_on_the_cpu() -> None:
     assert dataset.fetched == [0, 1, 2, 3]
     for name in ("cpu", "meta"):
         assert isinstance(copies_to(torch.device(name), pinned=False), WhenAsked)
-
-
-def test_an_error_in_the_next_window_leaves_this_one_alone() -> None:
-    loader, _ = loaded(Broken(12, bad=5))
-    epoch = iter(next(loader.epochs(1)))
-    assert [batch.tolist() for batch in next(epoch)] == [[0, 1], [2, 3]]
-    window = next(epoch)
-    with pytest.raises(KeyError, match="the user's own error"):
-        window[0]
 
 
 class NotedTensor(torch.Tensor):

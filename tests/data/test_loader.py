@@ -23,16 +23,7 @@ import lockstep
 from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError
-from tests.data.datasets import (
-    AtOnce,
-    Augmented,
-    Broken,
-    Numbers,
-    Stream,
-    WorkerPids,
-    close,
-    with_draws,
-)
+from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, Stream, WorkerPids, with_draws
 from tests.ending import alive
 from tests.refused import refused
 from tests.teams import on_team
@@ -115,9 +106,7 @@ def test_batches_arrive_on_the_device() -> None:
 
 
 def test_nothing_is_pinned_without_a_gpu() -> None:
-    ours = loader(Numbers(8))
-    assert ours.device == torch.device("cpu")
-    assert not ours._loader.pin_memory
+    assert not loader(Numbers(8))._loader.pin_memory
     assert Loader(Numbers(8), global_batch=8).device.type == (
         "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -315,7 +304,7 @@ def test_sizes_that_follow_the_world_size_say_so() -> None:
 def by_default(world: lockstep.World) -> tuple[int, int, list[Any]]:
     ours = Loader(Numbers(8), global_batch=8, micro_batch=2, shuffle=False, num_workers=1)
     batches = [as_data(batch) for window in next(ours.epochs(1)) for batch in window]
-    close(ours)
+    ours.close()
     return ours.rank, ours.size, batches
 
 
@@ -338,11 +327,7 @@ def test_ranks_come_from_the_process_group() -> None:
             "numbers-of-stream",
             {"name": "order", "dataset": "Stream"},
         ),
-        (
-            {"sharding": "items"},
-            "sharding-of-samples",
-            {"sharding": "items", "dataset": "Numbers"},
-        ),
+        ({"sharding": "items"}, "sharding-of-samples", {"sharding": "items", "dataset": "Numbers"}),
         (
             {"batch_per_rank": 4, "global_batch": 8},
             "not-one-batch-size",

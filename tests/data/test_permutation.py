@@ -43,6 +43,7 @@ def test_any_position_of_any_size_comes_back(n: int, key: int, data: st.DataObje
     positions = np.array([*drawn, 0, n - 1], dtype=np.int64)
     permutation = Permutation(n, key)
     elements = permutation(positions)
+    assert permutation(positions[:1].reshape(())) == elements[0]
     assert elements.dtype == np.int64
     assert elements.min() >= 0
     assert elements.max() < n

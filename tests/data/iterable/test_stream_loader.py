@@ -25,7 +25,6 @@ from lockstep.errors import LoaderWorkerKilled, LockstepError, LockstepWarning
 from lockstep.gradients.exact import check_window
 from lockstep.step.stepper import Stepper
 from lockstep.world.world import World
-from tests.data.datasets import close
 from tests.data.test_loader import as_data
 from tests.refused import refused
 from tests.teams import on_team
@@ -194,7 +193,7 @@ def on_rank(
         ours = loader(dataset, **options)
         samples = [window.samples for epoch in ours.epochs(epochs) for window in epoch]
         seen = walked(ours, epochs)
-        close(ours)
+        ours.close()
     return seen, samples
 
 
@@ -281,7 +280,7 @@ def stopped(dataset: Any, after: int, **options: Any) -> dict[str, Any]:
     for _ in range(after):
         next(windows)
         state = ours.state_dict()
-    close(ours)
+    ours.close()
     return state
 
 
@@ -291,7 +290,7 @@ def resumed(
     ours = loader(dataset, **options)
     ours.load_state_dict(state)
     seen = walked(ours, 2)
-    close(ours)
+    ours.close()
     return seen, []
 
 
@@ -346,7 +345,7 @@ def own_resume(world: World, after: int, workers: int) -> tuple[Seen, Seen]:
         undisturbed = walked(ours, 1)
         ours.load_state_dict(state)
         rest = walked(ours, 1)
-        close(ours)
+        ours.close()
     return undisturbed, rest
 
 

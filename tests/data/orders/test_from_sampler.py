@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import warnings
 from typing import Any
 
@@ -23,15 +22,11 @@ from lockstep.data.loader import Loader
 from lockstep.data.orders import FromBatches, FromSampler
 from lockstep.data.orders.from_sampler import KeyedSampler, indices
 from lockstep.data.sampler import DistributedSampler as OurSampler
-from lockstep.errors import ReplicaDivergence, UsageError
-from lockstep.step.stepper import Stepper
-from lockstep.world.world import World
 from tests.data.chance import places, usual
 from tests.data.datasets import Counted, Numbers, draws
 from tests.data.orders.samplers import STREAMS, Dealing, Drawing, Remembering, Told
 from tests.data.orders.test_order import epoch_of
 from tests.refused import refused
-from tests.teams import on_team
 
 
 def distributed(samples: int, size: int, rank: int, **options: Any) -> Any:
@@ -181,41 +176,6 @@ def test_resuming_repeats_indices_and_fetches_no_sample(batches: bool) -> None:
     window = next(iter(next(ours.epochs(3))))
     assert (window.step, [batch.tolist() for batch in window]) == (8, undisturbed[8])
     assert len(dataset.fetched) == 8
-
-
-def test_a_sampler_that_cannot_be_repeated_does_not_resume() -> None:
-    sampler = Remembering()
-    first = loader(sampler)
-    list(next(iter(next(first.epochs(1)))))
-    state = first.state_dict()
-    with refused("another-training") as caught:
-        loader(sampler).load_state_dict(state)
-    assert re.match(
-        "order was sampler Remembering.*samples of epoch 0 was", caught.value.values["differences"]
-    )
-
-
-def other_on_rank_1(world: World, ends_elsewhere: bool) -> str:
-    model = torch.nn.Linear(1, 1)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [[0, 1, 2], [3]] if world.rank and ends_elsewhere else [[0, 1], [2, 3]]
-    ours = loader(batches, batches=True, rank=world.rank, size=world.size)
-    try:
-        for window in next(ours.epochs(1)):
-            for _ in stepper.micro_batches(window):
-                pass
-    except ReplicaDivergence as error:
-        return str(error)
-    except UsageError as error:  # no backward in this test
-        return type(error).__name__
-    return "nothing said"
-
-
-def test_batches_that_end_elsewhere_on_one_rank_are_noticed_before_the_first_step() -> None:
-    for said in on_team(other_on_rank_1, 2, args=(True,)):
-        assert said.startswith("order differs: rank 0 has batches of list, epoch 0 ")
-    for said in on_team(other_on_rank_1, 2, args=(False,)):
-        assert "differs" not in said
 
 
 # -- what a sampler is asked -----------------------------------------------------------------------
