@@ -394,8 +394,8 @@ def test_a_kill_at_every_write_leaves_a_whole_checkpoint(two: Path, tmp_path: Pa
 def disk_refuses(world: lockstep.World, folder: Path, cause: str) -> tuple[str, list[str], int]:
     """What is said, which checkpoints there are and which of them is resumed after the next save."""
     run = Run(world, folder)
-    run.checkpoints.save()
-    run.checkpoints.wait()
+    run.train(4)
+    run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -428,9 +428,9 @@ def test_a_disk_that_takes_nothing_is_one_error_on_all_and_the_old_checkpoint_st
     tmp_path: Path, cause: str, said: str
 ) -> None:
     (message, names, step), *others = on_ranks(disk_refuses, 3, args=(tmp_path, cause))
-    assert "step-0000000" in message
+    assert "step-0000004" in message
     assert said in message
-    assert (names, step) == (["step-0000000"], 0)
+    assert (names, step) == (["step-0000004"], 4)
     assert others == [(message, names, step)] * 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.config.parts import Parts
-from lockstep.config.task import EarlyStopping, Task
+from lockstep.config.task import EarlyStopping
 from lockstep.errors import TaskError
 from tests.refused import refused
 from tests.training import toy
@@ -18,25 +18,6 @@ from tests.training import toy
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
-
-
-def test_defaults() -> None:
-    task = Task(
-        model=toy.Net,
-        train_data=toy.data(4, 0),
-        loss=toy.loss,
-        optimizer=toy.sgd,
-        global_batch=4,
-        micro_batch=2,
-    )
-    assert task.inputs(("x", "y")) == ("x",)
-    assert (task.epochs, task.seed, task.precision, task.clip, task.eval_data) == (
-        1,
-        0,
-        "fp32",
-        None,
-        None,
-    )
 
 
 @pytest.mark.parametrize(
