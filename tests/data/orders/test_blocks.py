@@ -4,7 +4,7 @@ block comes anywhere.
 
 from __future__ import annotations
 
-from itertools import groupby, permutations
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -64,18 +64,6 @@ def test_every_block_comes_equally_often_at_every_place_and_the_short_one_too() 
         assert usual(places(numbers[:, place], 5), EPOCHS / 5), place
     pairs = places(numbers[:, :-1] * 5 + numbers[:, 1:], 25)
     assert usual(pairs[pairs > 0], 4 * EPOCHS / 20)
-
-
-def test_within_a_block_every_permutation_comes_equally_often() -> None:
-    order = BlockShuffled(11, 3, 1)
-    every = [dict(blocks_of(order, epoch)) for epoch in range(EPOCHS)]
-    for number, size in ((0, 3), (1, 3), (3, 2)):
-        kinds = {kind: 0 for kind in permutations(range(size))}
-        for found in every:
-            kinds[tuple(found[number])] += 1
-        assert usual(list(kinds.values()), EPOCHS / len(kinds)), number
-    alike = sum(found[0] == found[1] for found in every)
-    assert usual([alike, EPOCHS - alike], [EPOCHS / 6, EPOCHS * 5 / 6])
 
 
 def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
