@@ -23,13 +23,9 @@ from lockstep.checkpoints import files
 from lockstep.checkpoints.remote import Remote
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
 from tests.checkpoints.ranks import on_ranks
-from tests.checkpoints.test_checkpoints import Run
+from tests.checkpoints.test_checkpoints import Run, chosen, stopped
 from tests.refused import refused
 from tests.training import toy
-
-
-def stopped(world: lockstep.World, folder: Path, url: str, stop: int) -> None:
-    Run(world, folder, keep=2, remote=url).train(stop)
 
 
 def resumed(
@@ -40,23 +36,12 @@ def resumed(
     return None if checkpoint is None else checkpoint.step, run.train(), run.weights()
 
 
-def at(world: lockstep.World, folder: Path, url: str) -> tuple[int | None, list[str]]:
-    """Which step is gone on from, and what was warned of."""
-    run = Run(world, folder, remote=url)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checkpoint = run.checkpoints.resume()
-    run.checkpoints.close()
-    ours = [warning for warning in caught if issubclass(warning.category, LockstepWarning)]
-    step = None if checkpoint is None else checkpoint.step
-    return step, [str(warning.message) for warning in ours]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copies of steps 4 and 8, in a folder."""
     folder = tmp_path_factory.mktemp("remote")
-    on_ranks(stopped, 2, args=(folder / "here", str(folder / "there"), 8))
+    options = {"keep": 2, "remote": str(folder / "there")}
+    on_ranks(stopped, 2, args=(folder / "here", 8), kwargs=options)
     return folder / "there"
 
 
@@ -100,10 +85,11 @@ def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     shutil.copytree(there, here)
     shutil.rmtree(there / "step-0000008")
-    assert on_ranks(at, 2, args=(here, str(there))) == [(8, [])] * 2
+    options = {"remote": str(there)}
+    assert on_ranks(chosen, 2, args=(here,), kwargs=options) == [(8, [])] * 2
     shutil.rmtree(here / "step-0000004")
     (here / "step-0000008" / "state.json").unlink()
-    step, [said] = on_ranks(at, 2, args=(here, str(there)))[0]
+    step, [said] = on_ranks(chosen, 2, args=(here,), kwargs=options)[0]
     assert step == 4
     assert "state.json is missing [checkpoint-file-missing]; " in said
     assert said.endswith("falling back to step-0000004 (4 steps lost)")
@@ -194,7 +180,8 @@ def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
         Remote(str(there)).fetch(8, tmp_path / "down")
     assert str(caught.value).startswith(f"{there}: ")
     assert list((tmp_path / "down").iterdir()) == []
-    (step, [said]), second = on_ranks(at, 2, args=(tmp_path / "here", str(there)))
+    options = {"remote": str(there)}
+    (step, [said]), second = on_ranks(chosen, 2, args=(tmp_path / "here",), kwargs=options)
     assert step == 4
     assert f"{there}: " in said
     assert f"[{code}]" in said
