@@ -4,13 +4,16 @@ another number of ranks, from whole checkpoints only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
-import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +28,11 @@ import lockstep
 from lockstep.checkpoints import files, folders, manifest, pieces
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.checkpoints.saver import steps_until_next
-from lockstep.errors import (
-    DamagedCheckpoint,
-    LockstepError,
-    LockstepWarning,
-    UsageError,
-    WorkerFailed,
-)
+from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from tests import zoo
 from tests.checkpoints.model_alone import write_model
+from tests.checkpoints.ranks import on_ranks
 from tests.refused import refused
 
 
@@ -67,91 +65,102 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+class Stopped(Exception):
+    pass
+
+
 class Run:
     """A training of 15 steps over three epochs."""
 
     def __init__(
         self,
         world: lockstep.World,
-        folder: str,
+        folder: Path,
         optimizer: str = "adamw",
         update: str = "replicated",
+        exact: bool = False,
         every: int | None = 4,
+        keep: int = 3,
+        remote: str | None = None,
     ) -> None:
         self.model = net()
         made = OPTIMIZERS[optimizer](list(self.model.parameters()))
         scheduler = torch.optim.lr_scheduler.MultiStepLR(made, [3, 9], gamma=0.5)
         self.stepper = lockstep.Stepper(
-            self.model, made, clip=0.5, scheduler=scheduler, exact=True, update=update, world=world
+            self.model, made, clip=0.5, scheduler=scheduler, exact=exact, update=update, world=world
         )
         self.loader = lockstep.Loader(images(), global_batch=16, micro_batch=2, seed=3)
         self.checkpoints = lockstep.Checkpoints(
-            folder, self.stepper, self.loader, every=every, keep=3
+            folder, self.stepper, self.loader, every=every, keep=keep, remote=remote
         )
 
     def train(self, stop: int | None = None) -> list[float]:
+        """The losses of the steps, up to step `stop`."""
         losses = []
-        for epoch in self.loader.epochs(3):
-            for window in epoch:
+        try:
+            for window in (window for epoch in self.loader.epochs(3) for window in epoch):
                 for x, y in self.stepper.micro_batches(window):
                     out = self.model(x.to(memory_format=torch.channels_last))
                     self.stepper.backward(F.cross_entropy(out, y, reduction="sum"), weight=len(y))
                 losses.append(self.stepper.step().loss)
                 self.checkpoints.step({"note": self.stepper.steps})
-                if self.stepper.steps == stop:  # as if it were killed: close() would save this step
-                    self.checkpoints.wait()
-                    return losses
-        self.checkpoints.close()
+                if self.stepper.steps == stop:
+                    raise Stopped
+        except Stopped:
+            self.checkpoints.close()  # saves nothing, as if it were killed
+        else:
+            self.checkpoints.close()
         return losses
 
     def weights(self) -> list[Tensor]:
         return [value.clone() for value in self.model.state_dict().values()]
 
 
-def whole(world: lockstep.World, folder: str, **options: Any) -> tuple[list[float], list[Tensor]]:
-    run = Run(world, folder, **options)
-    return run.train(), run.weights()
-
-
-def stopped(world: lockstep.World, folder: str, stop: int, **options: Any) -> None:
-    Run(world, folder, **options).train(stop)
-
-
-def resumed(
-    world: lockstep.World, folder: str, **options: Any
+def part(
+    world: lockstep.World, folder: Path, stop: int | None, optimizer: str
 ) -> tuple[int, list[float], list[Tensor]]:
-    run = Run(world, folder, **options)
-    found = run.checkpoints.resume()
-    assert found is not None
-    assert found.state["note"] == found.step
-    return found.step, run.train(), run.weights()
+    """From which step it goes on, its losses and the weights after them."""
+    update = "sharded" if world.size in (2, 3) else "replicated"
+    run = Run(world, folder, optimizer, update, exact=True, every=3)
+    checkpoint = run.checkpoints.resume()
+    assert checkpoint is None or checkpoint.state["note"] == checkpoint.step
+    step = 0 if checkpoint is None else checkpoint.step
+    return step, run.train(stop), run.weights()
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def parts(size: int, *args: Any) -> list[tuple[int, list[float], list[Tensor]]]:
+    if size > 1:
+        return run_ranks(part, size, args=args)  # exact mode stays until its world ends
+    with lockstep.init() as world:
+        return [part(world, *args)]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw",
+        pytest.param("sgd", marks=pytest.mark.rest),
+        pytest.param("nadam", marks=pytest.mark.rest),
+    ],
+)
 def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(
     tmp_path: Path, optimizer: str
 ) -> None:
-    losses, weights = run_ranks(
-        whole, 2, args=(str(tmp_path / "whole"),), kwargs={"optimizer": optimizer}
-    )[0]
-    update = {1: "replicated", 2: "sharded", 3: "sharded", 4: "replicated"}
-    for first, then in ((2, 1), (3, 2), (1, 4), (4, 3)):
-        folder = str(tmp_path / f"{first}-{then}")
-        run_ranks(
-            stopped,
-            first,
-            args=(folder, 10),
-            kwargs={"optimizer": optimizer, "update": update[first]},
-        )
-        for step, rest, found in run_ranks(
-            resumed, then, args=(folder,), kwargs={"optimizer": optimizer, "update": update[then]}
-        ):
-            assert step == 8
-            assert rest == losses[8:]
-            assert all(map(torch.equal, found, weights))
+    """Each part is stopped a step after its save, which is lost."""
+    [(_, losses, weights)] = parts(1, tmp_path / "undisturbed", None, optimizer)
+    for number, size in enumerate((1, 4, 3, 2, 1)):
+        stop = 3 * number + 4 if number < 4 else None
+        for step, again, ours in parts(size, tmp_path / "stopped", stop, optimizer):
+            assert step == 3 * number
+            assert again == losses[step:stop]
+            assert stop is not None or all(map(torch.equal, ours, weights))
 
 
-def tied(world: lockstep.World, folder: str, resume: bool) -> tuple[str, dict[str, Tensor]]:
+def stopped(world: lockstep.World, folder: Path, stop: int, **options: Any) -> None:
+    Run(world, folder, **options).train(stop)
+
+
+def tied(world: lockstep.World, folder: Path, resume: bool) -> tuple[str, dict[str, Tensor]]:
     model = zoo.build("awkward")
     stepper = lockstep.Stepper(
         model, torch.optim.Adam(model.parameters(), lr=1e-2), unused="zeros", world=world
@@ -168,13 +177,12 @@ def tied(world: lockstep.World, folder: str, resume: bool) -> tuple[str, dict[st
         checkpoints.save()
     checkpoints.close()
     assert model.tied.weight is model.inner.weight
-    return sha256(weights(model)), {
-        name: value.clone() for name, value in model.state_dict().items()
-    }
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return sha256(weights(model)), state
 
 
 def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) -> None:
-    digest, state = run_ranks(tied, 2, args=(str(tmp_path), False))[0]
+    digest, state = on_ranks(tied, 2, args=(tmp_path, False))[0]
     found, _ = files.newest_whole(tmp_path)
     assert found is not None
     other = zoo.Awkward()
@@ -182,32 +190,22 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
     assert sha256(found.tensors) == digest
     assert "tied.weight" not in found.tensors
-    assert run_ranks(tied, 2, args=(str(tmp_path), True))[1][0] == digest
+    assert on_ranks(tied, 2, args=(tmp_path, True))[1][0] == digest
     # as it was written before
     older = write_model(tmp_path / "older", found.step, found.tensors, found.state)
     assert "tied.weight" not in load_file(older / files.MODEL)
     for part in found.folder.glob("optimizer-*"):
         shutil.copy(part, older)
-    entries = [
-        manifest.measured(each)
-        for each in sorted(older.iterdir())
-        if not each.name.startswith("manifest")
-    ]
-    manifest.seal(older, found.step, entries)
-    assert run_ranks(tied, 2, args=(str(tmp_path / "older"), True))[1][0] == digest
+    written = [path for path in sorted(older.iterdir()) if not path.name.startswith("manifest")]
+    manifest.seal(older, found.step, [manifest.measured(path) for path in written])
+    assert on_ranks(tied, 2, args=(tmp_path / "older", True))[1][0] == digest
 
 
 def test_the_folder_is_plain(tmp_path: Path) -> None:
-    run_ranks(stopped, 2, args=(str(tmp_path), 8))
-    (folder,) = (path for path in tmp_path.iterdir() if path.name == "step-0000008")
-    assert {path.name for path in folder.iterdir()} >= {
-        "model.safetensors",
-        "state.json",
-        "manifest.json",
-        "manifest.sha256",
-    }
-    from safetensors.torch import load_file
-
+    on_ranks(stopped, 2, args=(tmp_path, 8))
+    folder = tmp_path / "step-0000008"
+    parts = {"model.safetensors", "state.json", "manifest.json", "manifest.sha256"}
+    assert {path.name for path in folder.iterdir()} >= parts
     model = net()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     names = [name for path in folder.glob("optimizer-*") for name in load_file(path)]
@@ -222,58 +220,36 @@ def test_the_folder_is_plain(tmp_path: Path) -> None:
 
 
 def test_only_so_many_are_kept_and_the_best(tmp_path: Path) -> None:
-    run_ranks(best_and_more, 2, args=(str(tmp_path),))
-    assert [path.name for path in folders.written(tmp_path)] == [
-        "step-0000001",
-        "step-0000004",
-        "step-0000005",
-    ]
+    on_ranks(best_and_more, 2, args=(tmp_path,))
+    steps = [folders.step_of(path) for path in folders.written(tmp_path)]
+    assert steps == [1, 4, 5]
     assert files.best(tmp_path) == tmp_path / "step-0000001"
 
 
-def best_and_more(world: lockstep.World, folder: str) -> None:
-    run = Run(world, folder)
-    run.checkpoints.keep = 2
-    for epoch in run.loader.epochs(1):
-        for window in epoch:
-            for x, y in run.stepper.micro_batches(window):
-                run.stepper.backward(
-                    F.cross_entropy(run.model(x), y, reduction="sum"), weight=len(y)
-                )
-            run.stepper.step()
-            run.checkpoints.save(best=("accuracy", 0.5) if run.stepper.steps == 1 else None)
+def best_and_more(world: lockstep.World, folder: Path) -> None:
+    run = Run(world, folder, keep=2)
+    for step in range(1, 6):
+        run.stepper.steps = step
+        run.checkpoints.save(best=("accuracy", 0.5) if step == 1 else None)
     run.checkpoints.close()
 
 
 # -- damage --------------------------------------------------------------------------------------
 
 
-def alone(folder: Path, stop: int | None = None, resume: bool = False) -> tuple[int, list[Tensor]]:
-    return run_ranks(on_one, 1, args=(str(folder), stop, resume))[0]
-
-
-def on_one(
-    world: lockstep.World, folder: str, stop: int | None, resume: bool
-) -> tuple[int, list[Tensor]]:
-    run = Run(world, folder)
-    found = run.checkpoints.resume() if resume else None
-    if stop is not None:
-        run.train(stop)
-    return -1 if found is None else found.step, run.weights()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("two")
-    alone(folder, 8)
+    with lockstep.init() as world:
+        stopped(world, folder, 8)
     return folder
 
 
 def test_every_flipped_bit_truncation_and_missing_file_is_seen(two: Path, tmp_path: Path) -> None:
     dice = random.Random(0)
     source = two / "step-0000008"
-    for trial in range(1000):
+    for trial in range(300):
         folder = tmp_path / "step-0000008"
         shutil.copytree(source, folder)
         file = dice.choice(sorted(folder.iterdir()))
@@ -292,6 +268,18 @@ def test_every_flipped_bit_truncation_and_missing_file_is_seen(two: Path, tmp_pa
         shutil.rmtree(folder)
 
 
+def chosen(world: lockstep.World, folder: Path, **options: Any) -> tuple[int | None, list[str]]:
+    """Which step is gone on from, and what was warned of."""
+    run = Run(world, folder, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint = run.checkpoints.resume()
+    run.checkpoints.close()
+    ours = [warning for warning in caught if issubclass(warning.category, LockstepWarning)]
+    step = None if checkpoint is None else checkpoint.step
+    return step, [str(warning.message) for warning in ours]
+
+
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     two: Path, tmp_path: Path
 ) -> None:
@@ -301,35 +289,15 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     octets = bytearray(file.read_bytes())
     octets[-5] ^= 8
     file.write_bytes(octets)
-    assert run_ranks(falls_back, 2, args=(str(folder),)) == [(4, True), (4, False)]
-    assert run_ranks(names_it, 1, args=(str(folder),)) == ["step-0000008"]
-
-
-def falls_back(world: lockstep.World, folder: str) -> tuple[int, bool]:
-    run = Run(world, folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = run.checkpoints.resume()
-    assert found is not None
-    said = [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
-    return found.step, said == [
-        f"rejected {_changed('step-0000008')}; falling back to step-0000004 (4 steps lost)"
-    ]
-
-
-def _changed(checkpoint: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        "checkpoint-file-changed",
-        checkpoint=checkpoint,
-        file="model.safetensors",
-        difference="its digest is not the one in manifest.json",
-    )
-
-
-def names_it(world: lockstep.World, folder: str) -> str:
-    with refused("checkpoint-file-changed", DamagedCheckpoint, file="model.safetensors") as caught:
+    (step, [said]), second = on_ranks(chosen, 2, args=(folder,))
+    assert step == 4
+    assert said.startswith("rejected step-0000008")
+    assert "[checkpoint-file-changed]" in said
+    assert said.endswith("falling back to step-0000004 (4 steps lost)")
+    assert second == (4, [])
+    values = {"checkpoint": "step-0000008", "file": "model.safetensors"}
+    with lockstep.init() as world, refused("checkpoint-file-changed", DamagedCheckpoint, **values):
         Run(world, folder).checkpoints.resume(8)
-    return str(caught.value.values["checkpoint"])
 
 
 def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path) -> None:
@@ -347,178 +315,146 @@ def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path)
 
 # -- a save that does not come to its end --------------------------------------------------------
 
-KILLED = """
-import os, pathlib, shutil, sys, traceback
-import tests.checkpoints.test_checkpoints as here
-import torch._dynamo  # which the first optimizer of a process imports, for seconds
-import lockstep
-from lockstep.checkpoints import files, folders, manifest, pieces
 
-source, scratch = map(pathlib.Path, sys.argv[1:])
+def save_and_die(run: Run, folder: Path, countdown: int) -> None:
+    """The process is killed as it changes something on the disk for the `countdown`th time."""
+    left = itertools.count(countdown - 1, -1)
 
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
 
-def dying(real):
-    def call(*args, **kwargs):
-        global countdown
-        countdown -= 1
-        if countdown == 0:
-            os.kill(os.getpid(), 9)
-        return real(*args, **kwargs)
-    return call
+        return call
 
-
-def save(folder):
-    with lockstep.init() as world:
-        run = here.Run(world, str(folder), every=15)
-        run.checkpoints.resume()
-        for name in ("fsync", "rename", "replace", "mkdir", "open"):
-            setattr(os, name, dying(getattr(os, name)))
-        pieces.write = dying(pieces.write)
-        files.write_whole = manifest.write_whole = dying(manifest.write_whole)
-        run.train()
+    checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader, keep=2)
+    for name in ("fsync", "rename", "replace", "mkdir", "open", "unlink", "rmdir"):
+        setattr(os, name, dying(getattr(os, name)))
+    pieces.write = dying(pieces.write)
+    files.write_whole = manifest.write_whole = dying(manifest.write_whole)  # type: ignore[attr-defined]
+    run.stepper.steps = 15
+    checkpoints.save()
+    checkpoints.close()
 
 
-for countdown in range(1, 60):
-    folder = scratch / str(countdown)
-    shutil.copytree(source, folder)
-    child = os.fork()  # each has torch already
-    if child == 0:
-        try:
-            save(folder)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found, damaged = files.newest_whole(folder)
-    print(code, found.step, len(damaged), flush=True)
-    if code != -9:
-        break
-"""
+def killed_at_every_write(
+    world: lockstep.World, source: Path, scratch: Path
+) -> list[tuple[int, int, int]]:
+    """How it ended, the newest whole checkpoint and the number of damaged ones, of each process."""
+    run = Run(world, scratch / "run")
+    outcomes = []
+    for countdown in itertools.count(1):
+        folder = Path(shutil.copytree(source, scratch / str(countdown)))
+        child = os.fork()
+        if child == 0:
+            try:
+                save_and_die(run, folder, countdown)
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        newest, damaged = files.newest_whole(folder)
+        assert newest is not None
+        outcomes.append((code, newest.step, len(damaged)))
+        if code != -signal.SIGKILL:
+            break
+    run.checkpoints.close()
+    return outcomes
 
 
 def test_a_kill_at_every_write_leaves_a_whole_checkpoint(two: Path, tmp_path: Path) -> None:
-    """Step 8 is there, step 15 is being saved: it is found whole or not at all. Takes seconds: a
-    training for each write.
+    """Step 8 is there, step 15 is being saved, and step 4 removed: 15 is found whole or not at
+    all.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(two), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    codes, found, damaged = zip(
-        *(map(int, line.split()) for line in done.stdout.splitlines()), strict=True
-    )
-    assert codes == (*[-9] * (len(codes) - 1), 0), done.stderr
+    [outcomes] = on_ranks(killed_at_every_write, 1, args=(two, tmp_path))
+    codes, steps, damaged = zip(*outcomes, strict=True)
+    assert codes == (*[-signal.SIGKILL] * (len(codes) - 1), 0)
     assert set(damaged) == {0}, "nothing half written is under a checkpoint's name"
-    assert set(found) == {8, 15}
-    assert list(found) == sorted(found)
-    assert len(found) > 10
+    assert set(steps) == {8, 15}
+    assert list(steps) == sorted(steps)
+    assert len(steps) > 10
 
 
-def full(world: lockstep.World, folder: str) -> tuple[str, list[str], float]:
-    """The disk takes nothing more from rank 1."""
+def disk_refuses(world: lockstep.World, folder: Path, cause: str) -> tuple[str, list[str], int]:
+    """What is said, which checkpoints there are and which of them is resumed after the next save."""
     run = Run(world, folder)
     run.train(4)
-    run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader, every=4)
-    real = pieces.write
-    if world.rank == 1:
-        pieces.write = lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
-    try:
-        run.checkpoints.save()
-        with refused("checkpoint-not-written", LockstepError, where=" on rank 1") as caught:
-            run.checkpoints.wait()
-    finally:
-        pieces.write = real
-    run.checkpoints.save()
-    run.checkpoints.close()
-    return (
-        caught.value.sentence,
-        sorted(path.name for path in Path(folder).iterdir()),
-        run.checkpoints.resume().step,
-    )  # type: ignore[union-attr]
+    run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
 
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_old_checkpoint_stays(
-    tmp_path: Path,
-) -> None:
-    ranks = run_ranks(full, 3, args=(str(tmp_path),))
-    assert len({message for message, *_ in ranks}) == 1
-    assert "step-0000004" in ranks[0][0]
-    assert ranks[0][0].endswith(": [Errno 28] No space left on device")
-    assert ranks[0][1:] == (["step-0000004"], 4)
-
-
-def no_room(world: lockstep.World, folder: str) -> str:
-    run = Run(world, folder)
-    real = shutil.disk_usage
-    shutil.disk_usage = lambda path: real(path)._replace(free=1000)
-    try:
+    usage = shutil.disk_usage
+    with pytest.MonkeyPatch.context() as patch:
+        if cause == "no room":
+            patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+        elif world.rank == 1:
+            patch.setattr(pieces, "write", full)
         run.checkpoints.save()
         with refused("checkpoint-not-written", LockstepError) as caught:
             run.checkpoints.wait()
-    finally:
-        shutil.disk_usage = real
-    return str(caught.value)
+    run.checkpoints.save()
+    checkpoint = run.checkpoints.resume()
+    run.checkpoints.close()
+    assert checkpoint is not None
+    names = sorted(path.name for path in folder.iterdir())
+    return caught.value.sentence, names, checkpoint.step
 
 
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    assert "1000 bytes are free on the disk of " in run_ranks(no_room, 2, args=(str(tmp_path),))[0]
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ("full on rank 1", " on rank 1: [Errno 28] No space left on device"),
+        ("no room", "1000 bytes are free on the disk of "),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_one_error_on_all_and_the_old_checkpoint_stays(
+    tmp_path: Path, cause: str, said: str
+) -> None:
+    (message, names, step), *others = on_ranks(disk_refuses, 3, args=(tmp_path, cause))
+    assert "step-0000004" in message
+    assert said in message
+    assert (names, step) == (["step-0000004"], 4)
+    assert others == [(message, names, step)] * 2
 
 
 # -- another training ----------------------------------------------------------------------------
 
 
-def other(world: lockstep.World, folder: str) -> list[str]:
-    found = []
-    for make in (
-        lambda: Run(world, folder, optimizer="sgd"),
-        lambda: _with(
-            Run(world, folder),
-            loader=lockstep.Loader(images(), global_batch=16, micro_batch=4, seed=3),
-        ),
-        lambda: _with(Run(world, folder), model=nn.Sequential(nn.Linear(3, 3))),
+def other(world: lockstep.World, folder: Path) -> list[str]:
+    """What is said of another optimizer, another Loader and another model."""
+    linear = nn.Linear(3, 3)
+    stepper = lockstep.Stepper(linear, torch.optim.AdamW(linear.parameters()), world=world)
+    ours, loader = Run(world, folder), lockstep.Loader(images(), global_batch=16, micro_batch=4)
+    messages = []
+    for checkpoints in (
+        Run(world, folder, optimizer="sgd").checkpoints,
+        lockstep.Checkpoints(folder, ours.stepper, loader),
+        lockstep.Checkpoints(folder, stepper, ours.loader),
     ):
-        run = make()
         with pytest.raises(UsageError) as caught:
-            run.checkpoints.resume()
-        found.append(str(caught.value))
-    return found
-
-
-def _with(run: Run, **changed: Any) -> Run:
-    stepper, loader = run.stepper, changed.get("loader", run.loader)
-    if "model" in changed:
-        model = changed["model"]
-        stepper = lockstep.Stepper(
-            model, torch.optim.AdamW(model.parameters()), exact=True, world=stepper.world
-        )
-    run.checkpoints = lockstep.Checkpoints(run.checkpoints.directory, stepper, loader)
-    return run
+            checkpoints.resume()
+        messages.append(str(caught.value))
+        checkpoints.close()
+    ours.checkpoints.close()
+    return messages
 
 
 def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
-    for found in run_ranks(other, 2, args=(str(two),)):
-        assert (
-            "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd.SGD" in found[0]
-        )
-        assert "micro_batch was 2 and is 4" in found[1]
-        assert "[checkpoint-of-another-model]" in found[2]
+    for optimizer, loader, model in on_ranks(other, 2, args=(two,)):
+        assert "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd" in optimizer
+        assert "micro_batch was 2 and is 4" in loader
+        assert "[checkpoint-of-another-model]" in model
 
 
-def test_nothing_there_is_no_error(tmp_path: Path) -> None:
-    assert alone(tmp_path / "nowhere", resume=True)[0] == -1
-
-
-def test_a_checkpoint_of_a_model_alone_is_no_training(tmp_path: Path) -> None:
+def test_nothing_there_is_no_error_and_a_model_alone_is_no_training(tmp_path: Path) -> None:
     write_model(tmp_path, 3, net().state_dict(), {})
-    with pytest.raises(WorkerFailed, match=r"step-0000003 .*\[checkpoint-of-a-model-only\]"):
-        alone(tmp_path, resume=True)
+    with lockstep.init() as world:
+        assert Run(world, tmp_path / "nowhere").checkpoints.resume() is None
+        with refused("checkpoint-of-a-model-only", folder=str(tmp_path / "step-0000003")):
+            Run(world, tmp_path).checkpoints.resume()
 
 
 @pytest.mark.parametrize(
@@ -535,22 +471,22 @@ def test_what_costs_more_is_saved_less_often() -> None:
     assert steps_until_next(0.0, 1.0) == 1
 
 
-def by_itself(world: lockstep.World, folder: str) -> list[str]:
+def by_itself(world: lockstep.World, folder: Path) -> list[str]:
     run = Run(world, folder, every=None)
     run.checkpoints._next = 2
     run.train()
-    return sorted(path.name for path in Path(folder).iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_without_a_number_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
-    ranks = run_ranks(by_itself, 2, args=(str(tmp_path),))
-    assert ranks[0] == ranks[1] == ["step-0000002", "step-0000015"]
+    ranks = on_ranks(by_itself, 2, args=(tmp_path,))
+    assert ranks == [["step-0000002", "step-0000015"]] * 2
     state = json.loads((tmp_path / "step-0000002" / "state.json").read_text())
     assert state["step"] == 2
 
 
 def closed(
-    world: lockstep.World, folder: str, every: int | None, steps: int, fails: bool
+    world: lockstep.World, folder: Path, every: int | None, steps: int, fails: bool
 ) -> list[int]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -559,15 +495,7 @@ def closed(
     checkpoints.resume()
     try:
         for number in range(steps):
-            for x in stepper.micro_batches(
-                [
-                    torch.randn(
-                        4, 3, generator=torch.Generator().manual_seed(10 * number + world.rank)
-                    )
-                ]
-            ):
-                stepper.backward(model(x).square().sum(), weight=4)
-            stepper.step()
+            stepper.steps += 1
             checkpoints.step({"said": number})
         if fails:
             raise KeyError("on purpose")
@@ -577,27 +505,27 @@ def closed(
         checkpoints.close()
         checkpoints.close()  # nothing is newer now
     world.barrier()
-    return [folders.step_of(each) for each in folders.written(Path(folder))]
+    return [folders.step_of(path) for path in folders.written(folder)]
 
 
 @pytest.mark.parametrize("every", [100, None])
 def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int | None) -> None:
-    assert run_ranks(closed, 2, (str(tmp_path), every, 44, False))[0][-1] == 44
+    assert on_ranks(closed, 2, (tmp_path, every, 44, False))[0][-1] == 44
     assert files.read(folders.folder_of(tmp_path, 44)).state["said"] == 43
     # resumed: nothing is newer
-    assert run_ranks(closed, 1, (str(tmp_path), every, 0, False))[0][-1] == 44
+    assert on_ranks(closed, 1, (tmp_path, every, 0, False))[0][-1] == 44
 
 
 def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:
     """The other ranks may not come."""
-    assert run_ranks(closed, 2, (str(tmp_path), 100, 3, True)) == [[], []]
+    assert on_ranks(closed, 2, (tmp_path, 100, 3, True)) == [[], []]
 
 
 RATES = [0.1, 0.0933, 0.075, 0.05, 0.025, 0.0067]  # of CosineAnnealingLR, by epoch
 
 
 def stepping_the_scheduler(
-    world: lockstep.World, folder: str, stop: int, where: str
+    world: lockstep.World, folder: Path, stop: int, where: str
 ) -> list[float]:
     """Learning rates by epoch, from the first that is not over, until step `stop`; an epoch has 4
     steps. `where` the loop steps its scheduler: at the beginning or at the end of an epoch.
@@ -637,17 +565,16 @@ def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(
     tmp_path: Path, stop: int, where: str
 ) -> None:
     over = 2 if stop == 10 else 1  # the epoch of the last step is not in the list
-    assert run_ranks(stepping_the_scheduler, 2, (str(tmp_path), stop, where))[0] == RATES[:over]
-    found = run_ranks(stepping_the_scheduler, 3, (str(tmp_path), 0, where))
-    assert found == [RATES[2:]] * 3
+    assert on_ranks(stepping_the_scheduler, 2, (tmp_path, stop, where))[0] == RATES[:over]
+    assert on_ranks(stepping_the_scheduler, 3, (tmp_path, 0, where)) == [RATES[2:]] * 3
 
 
 def test_a_step_of_the_scheduler_that_no_checkpoint_has_is_said(tmp_path: Path) -> None:
     """The checkpoint is of the last step of an epoch: the loop would have stepped it next."""
     with lockstep.init() as world:
-        stepping_the_scheduler(world, str(tmp_path), 8, "end")
+        stepping_the_scheduler(world, tmp_path, 8, "end")
         with pytest.warns(LockstepWarning, match="one epoch behind") as caught:
-            stepping_the_scheduler(world, str(tmp_path), 0, "end")
+            stepping_the_scheduler(world, tmp_path, 0, "end")
     assert len(caught) == 1
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,11 @@ from lockstep.errors import DamagedCheckpoint, LockstepError
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
+_WHOLE = torch.arange(6.0)
 TENSORS = {
+    "whole": _WHOLE,
+    "tail": _WHOLE[3:],
+    "again": _WHOLE.view(2, 3),
     "weight": torch.randn(3, 4),
     "turned": torch.randn(4, 3).t(),
     "part": torch.arange(10)[2:5],
@@ -37,12 +42,12 @@ TENSORS = {
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    folder = write_model(
-        tmp_path / "checkpoints", 12, TENSORS, {"task": "toy", "metrics": {"loss": 0.5}}
-    )
+    state = {"task": "toy", "metrics": {"loss": 0.5}}
+    write_model(tmp_path / "checkpoints", 12, {"y": torch.ones(1)}, {})
+    folder = write_model(tmp_path / "checkpoints", 12, TENSORS, state)  # replaces it
     assert folder == tmp_path / "checkpoints" / "step-0000012"
     found = files.read(folder)
-    assert found.state == {"step": 12, "task": "toy", "metrics": {"loss": 0.5}}
+    assert found.state == {"step": 12, **state}
     assert set(found.tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert found.tensors[name].dtype == tensor.dtype
@@ -63,28 +68,25 @@ def test_a_save_is_of_the_moment_when_it_was_asked_for(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_disk_with_other_blocks_is_written_through_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _refusing(stream: object, command: int, flags: int = 0) -> int:
+    if flags:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lockstep.checkpoints.pieces._BLOCK", 1000), ("fcntl.fcntl", _refusing)],
+    ids=["a disk with other blocks", "a file system without direct writes"],
+)
+def test_what_cannot_be_written_directly_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
-    monkeypatch.setattr("lockstep.checkpoints.pieces._BLOCK", 1000)  # no disk has such
-    octets = torch.arange(4321).to(torch.uint8)
+    monkeypatch.setattr(name, value)
+    octets = torch.arange(9321).to(torch.uint8)
     digest = write(tmp_path / "x", octets)
     assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
     assert digest == measured(tmp_path / "x").digest
-
-
-def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refusing(stream: object, command: int, flags: int = 0) -> int:
-        if flags:
-            raise OSError(errno.ENOTSUP, "Operation not supported")
-        return 0
-
-    monkeypatch.setattr("fcntl.fcntl", refusing)
-    octets = torch.arange(9000).to(torch.uint8)
-    write(tmp_path / "x", octets)
-    assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -146,15 +148,6 @@ def test_what_was_read_stays_whatever_becomes_of_the_file(tmp_path: Path) -> Non
     assert torch.equal(read, torch.ones(5000))
 
 
-def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
-    whole = torch.arange(6.0)
-    found = files.read(
-        write_model(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {})
-    )
-    assert torch.equal(found.tensors["tail"], whole[3:])
-    assert torch.equal(found.tensors["again"], whole.view(2, 3))
-
-
 def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) -> None:
     assert folders.newest(tmp_path / "nowhere") is None
     for step in (9, 10_000_000, 200):
@@ -189,11 +182,6 @@ def test_a_failed_write_leaves_what_was_there(
     saver.close()
     assert files.read(folder).state["good"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000003"]
-
-
-def test_writing_again_replaces(tmp_path: Path) -> None:
-    write_model(tmp_path, 3, {"x": torch.ones(2)}, {})
-    assert files.read(write_model(tmp_path, 3, {"y": torch.ones(1)}, {})).tensors.keys() == {"y"}
 
 
 def test_killed_between_the_old_one_and_the_new_one_of_a_step(tmp_path: Path) -> None:
@@ -244,23 +232,6 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
         "metric": "accuracy",
         "value": 0.95,
     }
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with refused("checkpoint-file-missing", DamagedCheckpoint, file="manifest.sha256"):
-        files.read(tmp_path)
-    folder = write_model(tmp_path, 1, {"x": torch.ones(100)}, {})
-    model = folder / files.MODEL
-    size = model.stat().st_size
-    model.write_bytes(model.read_bytes()[:-7])
-    with refused(
-        "checkpoint-file-changed",
-        DamagedCheckpoint,
-        checkpoint="step-0000001",
-        file="model.safetensors",
-        difference=f"it has {size - 7} bytes, but should have {size}",
-    ):
-        files.read(folder)
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +25,12 @@ from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.manifest import MANIFEST, SEAL, STATE, measured
 from lockstep.checkpoints.pieces import read_all
 from lockstep.errors import DamagedCheckpoint, UsageError
+from tests.checkpoints.test_checkpoints import Run
 from tests.refused import refused
 
-HOSTILE = [
-    None,
-    True,
-    -1,
-    10**400,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "../../x",
-    [],
-    [None],
-    {},
-    {"!": "tuple", "of": 3},
-    2.5,
-]
+NUMBERS = [None, True, -1, 2.5, 10**400, float("nan"), float("inf")]
+HOSTILE = [*NUMBERS, "", "x", "../../x", [], [None], {}, {"!": "tuple", "of": 3}]
 Edit = Callable[[Path, random.Random], None]
-
-
-class Run:
-    def __init__(self, world: lockstep.World, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        self.stepper = lockstep.Stepper(self.model, optimizer, scheduler=scheduler, world=world)
-        self.loader = lockstep.Loader(
-            [(torch.ones(3), 1)] * 8, global_batch=4, micro_batch=2, seed=0
-        )
-        self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=1)
-
-    def train(self) -> None:
-        for epoch in self.loader.epochs(1):
-            for window in epoch:
-                for x, y in self.stepper.micro_batches(window):
-                    self.stepper.backward(
-                        torch.nn.functional.cross_entropy(self.model(x), y, reduction="sum"),
-                        weight=len(y),
-                    )
-                self.stepper.step()
-                self.checkpoints.step()
-        self.checkpoints.close()
 
 
 @pytest.fixture
@@ -77,10 +39,19 @@ def world() -> Iterator[lockstep.World]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("original")
+    with lockstep.init() as world:
+        Run(world, folder, every=1).train(2)
+    return folder
+
+
 @pytest.fixture
-def saved(world: lockstep.World, tmp_path: Path) -> Path:
-    """The folder of a checkpoint of step 2."""
-    Run(world, tmp_path / "saved").train()
+def saved(original: Path, tmp_path: Path) -> Path:
+    """The folder of the checkpoint of step 2, to be edited."""
+    shutil.copytree(original, tmp_path / "saved")
     return folders.folder_of(tmp_path / "saved", 2)
 
 
@@ -97,23 +68,26 @@ def seal_again(folder: Path, edit: Callable[[Any], Any] = lambda found: found) -
 
 def edited(value: Any, rng: random.Random) -> Any:
     """A copy of a JSON value with one of its parts replaced, or left out."""
-    found = copy.deepcopy(value)
-    places: list[tuple[Any, Any]] = []
+    copied = copy.deepcopy(value)
+    parts: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
-        for key in (
-            node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-        ):
-            places.append((node, key))
+        keys: Iterable[Any] = ()
+        if isinstance(node, dict):
+            keys = node
+        elif isinstance(node, list):
+            keys = range(len(node))
+        for key in keys:
+            parts.append((node, key))
             walk(node[key])
 
-    walk(found)
-    node, key = rng.choice(places)
+    walk(copied)
+    node, key = rng.choice(parts)
     if rng.random() < 0.2:
         del node[key]
     else:
         node[key] = rng.choice(HOSTILE)
-    return found
+    return copied
 
 
 def edit_state(folder: Path, rng: random.Random) -> None:
@@ -130,14 +104,8 @@ def edit_header(folder: Path, rng: random.Random) -> None:
     octets = file.read_bytes()
     (size,) = struct.unpack("<Q", octets[:8])
     header = json.loads(octets[8 : 8 + size])
-    header.setdefault(
-        "__metadata__",
-        {
-            "shapes": json.dumps({name: [[2], [1]] for name in header}),
-            "tied": "{}",
-            "complex": "[]",
-        },
-    )
+    shapes = json.dumps({name: [[2], [1]] for name in header})
+    header.setdefault("__metadata__", {"shapes": shapes, "tied": "{}", "complex": "[]"})
     text = json.dumps(edited(header, rng)).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + octets[8 + size :])
     seal_again(folder)

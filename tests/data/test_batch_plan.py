@@ -1,5 +1,5 @@
 """The two courses: positions of an order cut by one plan, and micro-batches that an order makes;
-as pictures.
+which of them a Loader's arguments mean, and what is refused.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lockstep.data.batch_plan import ByBatch, ByPosition
 from lockstep.data.loader import Loader
@@ -20,21 +22,12 @@ from tests.refused import refused
 def picture(batch_plan: Any, epoch: int, size: int) -> list[str]:
     """A line a rank: its micro-batches, one after the other."""
     plan = batch_plan.plan(epoch)
-    return [
-        " ".join(
-            ",".join(map(str, batch))
-            for batch in batch_plan.indices(
-                epoch, range(plan.steps_per_epoch), plan.cut(0).share(rank, size)
-            )
-        )
-        for rank in range(size)
-    ]
-
-
-def test_positions_are_cut_and_asked_of_the_order() -> None:
-    batch_plan = ByPosition(Backwards(10), Plan(samples=10, global_batch=8, micro_batch=2))
-    assert picture(batch_plan, 0, 1) == ["9,8 7,6 5,4 3,2 1,0"]
-    assert picture(batch_plan, 0, 3) == ["9,8 7,6 1,0", "5,4", "3,2"]
+    lines = []
+    for rank in range(size):
+        slots = plan.cut(0).share(rank, size)
+        batches = batch_plan.indices(epoch, range(plan.steps_per_epoch), slots)
+        lines.append(" ".join(",".join(map(str, batch)) for batch in batches))
+    return lines
 
 
 def test_batches_are_counted_out_to_the_ranks_by_slots() -> None:
@@ -59,21 +52,15 @@ def test_the_short_step_of_an_epoch_of_batches_is_dropped_on_all_ranks() -> None
 def test_an_order_asked_in_pieces_says_the_same(samples: int, size: int) -> None:
     order = Shuffled(samples, 3)
     batch_plan = ByPosition(order, Plan(samples=samples, global_batch=12, micro_batch=5))
+    plan = batch_plan.plan(1)
     wanted = order.at(1, np.arange(samples)).tolist()
     for rank in range(size):
-        slots = batch_plan.plan(1).cut(0).share(rank, size)
-        batches = [
-            index
-            for batch in batch_plan.indices(1, range(batch_plan.plan(1).steps_per_epoch), slots)
-            for index in batch
-        ]
-        positions = [
-            p
-            for cut in map(batch_plan.plan(1).cut, range(batch_plan.plan(1).steps_per_epoch))
-            for slot in cut.share(rank, size)
-            for p in cut.positions(slot)
-        ]
-        assert batches == [wanted[position] for position in positions]
+        slots = plan.cut(0).share(rank, size)
+        batches = batch_plan.indices(1, range(plan.steps_per_epoch), slots)
+        cuts = map(plan.cut, range(plan.steps_per_epoch))
+        positions = [p for cut in cuts for slot in slots for p in cut.positions(slot)]
+        indices = [index for batch in batches for index in batch]
+        assert indices == [wanted[position] for position in positions]
 
 
 def test_an_order_is_asked_for_many_positions_at_once_and_never_for_all() -> None:
@@ -97,15 +84,16 @@ def by_batch(rank: int = 0, size: int = 1, **options: Any) -> Loader:
 
 
 def test_a_window_of_batches_counts_true_samples() -> None:
-    found = [
-        (window.counts, window.samples, [len(batch) for batch in window])
-        for window in next(by_batch().epochs(1))
+    first = [(window.counts, window.samples) for window in next(by_batch().epochs(1))]
+    assert first == [([1, 2], 3), ([3], 3)]
+    ours = by_batch(rank=1, size=2)
+    assert [(window.counts, list(window.slots)) for window in next(ours.epochs(1))] == [
+        ([2], [1]),
+        ([], []),
     ]
-    assert found == [([1, 2], 3, [1, 2]), ([3], 3, [3])]
-    second = [
-        (window.counts, list(window.slots)) for window in next(by_batch(rank=1, size=2).epochs(1))
-    ]
-    assert second == [([2], [1]), ([], [])]
+    assert ours.describe() == "2 micro-batches a step, as Pairs makes them; 2 ranks x 1"
+    assert not ours.depends_on_world_size
+    assert [len(epoch) for epoch in ours.epochs(4)] == [2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -121,10 +109,83 @@ def test_every_rank_knows_how_many_samples_the_others_walk(size: int) -> None:
             assert said == [tuple(window.samples for window in windows)] * size
 
 
-def test_a_loader_of_batches_says_what_it_does() -> None:
-    loader = by_batch(size=3)
-    assert (
-        loader.describe() == "2 micro-batches a step, as Pairs makes them; 3 ranks: 2 x 1, 1 idle"
+# -- which of the two a Loader's arguments mean ---------------------------------------------------
+
+
+SIZES = {"global_batch": 8, "micro_batch": 2}
+
+
+def made(**options: Any) -> Loader:
+    return Loader(Numbers(12), device="cpu", rank=0, size=1, **options)
+
+
+def samples(loader: Loader) -> list[list[int]]:
+    return [batch.tolist() for window in next(loader.epochs(1)) for batch in window]
+
+
+def test_an_order_is_taken_as_it_is() -> None:
+    assert isinstance(made(**SIZES).order, Shuffled)
+    assert isinstance(made(**SIZES, shuffle=False).order, Sequential)
+    assert samples(made(order=Backwards(5), **SIZES)) == [[4, 3], [2, 1], [0]]
+    assert isinstance(made(order=Backwards(5), **SIZES).batch_plan, ByPosition)
+    assert isinstance(made(order=Pairs(), micro_batches=3).batch_plan, ByBatch)
+
+
+def test_torchs_samplers_are_wrapped() -> None:
+    assert samples(made(order=SequentialSampler(range(5)), **SIZES)) == [[0, 1], [2, 3], [4]]
+    shuffled = made(
+        order=RandomSampler(range(12), generator=torch.Generator().manual_seed(1)), **SIZES
     )
-    assert not loader.depends_on_world_size
-    assert [len(epoch) for epoch in loader.epochs(4)] == [2, 2, 3, 3]
+    assert sorted(index for batch in samples(shuffled) for index in batch) == list(range(12))
+    batches = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
+    assert samples(made(order=batches, micro_batches=2)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert samples(made(order=[[0, 1, 2], [4]], micro_batches=2)) == [[0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "values"),
+    [
+        (
+            {"order": Backwards(12), **SIZES, "shuffle": True},
+            "shuffle-and-order",
+            {"shuffle": True, "order": "Backwards"},
+        ),
+        ({"order": Pairs(), **SIZES}, "micro-batches-not-given", {"order": "Pairs"}),
+        (
+            {"order": BatchSampler(range(7), 3, False), **SIZES},
+            "micro-batches-not-given",
+            {"order": "BatchSampler"},
+        ),
+        (
+            {"order": Pairs(), "micro_batches": 2, "global_batch": 8},
+            "micro-batches-and-sizes",
+            {"micro_batches": 2, "sizes": "global_batch=8"},
+        ),
+        (
+            {"order": Pairs(), "micro_batches": 0},
+            "wrong-value",
+            {"name": "micro_batches", "value": 0},
+        ),
+        (
+            {"micro_batches": 2},
+            "order-without-micro-batches",
+            {"micro_batches": 2, "order": "NoneType"},
+        ),
+        (
+            {"order": Backwards(12), "micro_batches": 2},
+            "order-without-micro-batches",
+            {"order": "Backwards"},
+        ),
+        ({"order": 3, **SIZES}, "not-an-order", {"order": 3}),
+        (
+            {"order": Backwards(12)},
+            "not-one-batch-size",
+            {"global_batch": None, "batch_per_rank": None},
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: dict[str, Any], code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
+        made(**options)

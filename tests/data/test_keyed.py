@@ -38,36 +38,24 @@ def drawn(dataset: KeyedDataset, *keys: tuple[int, int]) -> list[tuple[float, ..
     return [tuple(values.tolist()) for _, values in fetched(dataset, *keys)]
 
 
-def test_a_samples_draws_do_not_depend_on_its_neighbours() -> None:
-    dataset = KeyedDataset(Augmented(9), 3, as_list)
+@pytest.mark.parametrize("data", [Augmented(9), Subset(Augmented(12), range(3, 12))])
+def test_a_samples_draws_do_not_depend_on_its_neighbours(data: Any) -> None:
+    dataset = KeyedDataset(data, 3, as_list)
     together = drawn(dataset, (0, 4), (0, 5), (0, 6))
     assert drawn(dataset, (0, 6), (0, 5)) == [together[2], together[1]]
     assert drawn(dataset, (0, 4)) == together[:1]
 
 
 def test_samples_epochs_and_seeds_draw_differently_from_every_library() -> None:
-    rows = [
-        drawn(KeyedDataset(Augmented(9), seed, as_list), (epoch, index))[0]
-        for seed in (0, 1)
-        for epoch in (0, 1)
-        for index in (0, 1)
-    ]
+    rows = []
+    for seed, epoch, index in product((0, 1), repeat=3):
+        rows += drawn(KeyedDataset(Augmented(9), seed, as_list), (epoch, index))
     for library in range(3):
         assert len({row[library] for row in rows}) == 8
 
 
-def test_the_process_keeps_its_random_states() -> None:
-    with randomness.preserved():
-        randomness.shared(9)
-        expected = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
-        randomness.shared(9)
-        fetched(KeyedDataset(Augmented(9), 0, with_draws), (0, 1), (0, 2))
-        with pytest.raises(KeyError):
-            fetched(KeyedDataset(Broken(9, bad=2), 0, with_draws), (0, 2))
-        assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()) == expected
-
-
 def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
+    before = everything()
     dataset = KeyedDataset(Numbers(9), 0, with_draws)
     first = fetched(dataset, (0, 1), (0, 2))[1]
     assert torch.equal(fetched(dataset, (0, 1), (0, 2))[1], first)
@@ -78,12 +66,7 @@ def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
     # nor is it the sample's stream
     others += [fetched(KeyedDataset(Augmented(9), 0, as_list), (0, 1))[0][1]]
     assert all((first != other).all() for other in others)
-
-
-def test_torchs_collate_is_the_default() -> None:
-    assert torch.equal(
-        fetched(KeyedDataset(Numbers(9), 0, None), (0, 4), (0, 1)), torch.tensor([4, 1])
-    )
+    assert everything() == before
 
 
 def test_a_data_set_that_fetches_at_once_is_asked_once() -> None:
@@ -103,13 +86,6 @@ def test_torchs_wrappers_are_looked_through() -> None:
     assert fetches_at_once(at_once)
     assert fetches_at_once(Subset(at_once, [1, 2]))
     assert fetches_at_once(StackDataset(plain, at_once))
-
-
-def test_a_subset_keeps_its_samples_streams_apart() -> None:
-    dataset = KeyedDataset(Subset(Augmented(9), [3, 5, 7]), 0, as_list)
-    batch = fetched(dataset, (0, 2), (0, 1))
-    assert [index for index, _ in batch] == [7, 5]
-    assert drawn(dataset, (0, 2), (0, 1))[1] == drawn(dataset, (0, 1))[0]
 
 
 def test_an_error_says_which_sample_it_was() -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,10 @@ import lockstep
 from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError
-from lockstep.testing import run_ranks
-from tests.data.datasets import (
-    AtOnce,
-    Augmented,
-    Broken,
-    Counted,
-    Numbers,
-    Stream,
-    WorkerPids,
-    with_draws,
-)
+from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, Stream, WorkerPids, with_draws
 from tests.ending import alive
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def loader(dataset: Any, *, rank: int = 0, size: int = 1, **options: Any) -> Loader:
@@ -79,61 +69,20 @@ def by_slot(
 def test_world_size_and_workers_change_no_batch(dataset: Any, collate: Any) -> None:
     expected = by_slot(1, dataset, collate_fn=collate)
     assert len(expected) == 2 * (4 + 4 + 3)  # steps of 8, 8 and 5 samples
-    for size, workers in [*product((2, 3, 4, 5), (0,)), (1, 1), (1, 2), (2, 2)]:
-        assert by_slot(size, dataset, collate_fn=collate, num_workers=workers) == expected, (
-            size,
-            workers,
-        )
+    for size, workers in ((3, 0), (5, 0), (1, 1), (2, 2)):
+        slots = by_slot(size, dataset, collate_fn=collate, num_workers=workers)
+        assert slots == expected, (size, workers)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_holds_every_sample_once_in_its_own_order(shuffle: bool) -> None:
-    found = by_slot(3, Numbers(21), shuffle=shuffle)
-    epochs = [
-        [index for key in sorted(found) if key[0] == epoch for index in found[key]]
-        for epoch in (0, 1)
-    ]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(21))] * 2
-    assert (epochs[0] == list(range(21)), epochs[0] == epochs[1]) == (
-        (False, False) if shuffle else (True, True)
-    )
-
-
-def test_a_window_carries_the_samples_that_its_positions_name() -> None:
-    ours = loader(Numbers(21), rank=1, size=2, seed=4)
-    for window in next(ours.epochs(3, start=2)):
-        for positions, batch in zip(window.positions, window, strict=True):
-            assert batch.tolist() == [
-                int(ours.order.at(2, torch.tensor([place]).numpy())[0]) for place in positions
-            ]
-
-
-def test_the_ragged_tail_keeps_its_size_and_steps_count_on() -> None:
-    steps = [
-        (window.step, [len(batch) for batch in window])
-        for epoch in loader(Numbers(11)).epochs(2)
-        for window in epoch
-    ]
-    assert steps == [(0, [2, 2, 2, 2]), (1, [2, 1]), (2, [2, 2, 2, 2]), (3, [2, 1])]
-
-
-def test_drop_last_leaves_the_short_step_out() -> None:
-    ours = loader(Numbers(11), drop_last=True)
-    assert [[len(batch) for batch in window] for window in next(ours.epochs(1))] == [[2, 2, 2, 2]]
-    assert len(ours) == len(next(ours.epochs(1))) == 1
-
-
-def test_all_ranks_have_equally_many_windows_also_idle_ones() -> None:
-    ranks = [loader(Numbers(10), rank=rank, size=6, global_batch=8) for rank in range(6)]
-    assert [[len(window) for window in next(each.epochs(1))] for each in ranks] == [
-        [1, 1],
-        [1, 0],
-        [1, 0],
-        [1, 0],
-        [0, 0],
-        [0, 0],
-    ]
-    assert {len(each) for each in ranks} == {2}
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_all_ranks_have_equally_many_windows_also_idle_ones(drop_last: bool) -> None:
+    ranks = [loader(Numbers(10), rank=rank, size=6, drop_last=drop_last) for rank in range(6)]
+    windows = [[len(window) for window in next(rank.epochs(1))] for rank in ranks]
+    if drop_last:
+        assert windows == [[1]] * 4 + [[0]] * 2
+    else:
+        assert windows == [[1, 1]] + [[1, 0]] * 3 + [[0, 0]] * 2
+    assert {len(rank) for rank in ranks} == {2 - drop_last}
 
 
 def test_epochs_begin_where_asked() -> None:
@@ -142,25 +91,12 @@ def test_epochs_begin_where_asked() -> None:
     assert [epoch.number for epoch in ours.epochs(5, start=3)] == [3, 4]
     assert list(ours.epochs(2, start=2)) == []
     assert [window.step for epoch in ours.epochs(5, start=3) for window in epoch] == [3, 4]
-    assert repr(next(ours.epochs(1))) == "Epoch(0, 1 steps)"
+    for arguments, name in (((-1,), "count"), ((3, -1), "start"), ((2.5,), "count")):
+        with refused("wrong-value", name=name, value=arguments[-1]):
+            ours.epochs(*arguments)
 
 
 # -- what a batch may be -------------------------------------------------------------------------
-
-
-def test_cpu_batches_are_not_copied() -> None:
-    made: list[Any] = []
-
-    def collate(samples: list[Any]) -> Any:
-        made.append({"x": (torch.tensor(samples), "text")})
-        return made[-1]
-
-    batches = [
-        batch
-        for window in next(loader(Numbers(8), collate_fn=collate).epochs(1))
-        for batch in window
-    ]
-    assert all(batch is original for batch, original in zip(batches, made, strict=True))
 
 
 def test_batches_arrive_on_the_device() -> None:
@@ -170,9 +106,7 @@ def test_batches_arrive_on_the_device() -> None:
 
 
 def test_nothing_is_pinned_without_a_gpu() -> None:
-    ours = loader(Numbers(8))
-    assert ours.device == torch.device("cpu")
-    assert not ours._loader.pin_memory
+    assert not loader(Numbers(8))._loader.pin_memory
     assert Loader(Numbers(8), global_batch=8).device.type == (
         "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -192,16 +126,6 @@ def test_the_callers_random_state_is_left_alone() -> None:
 # -- walking it otherwise than in order ----------------------------------------------------------
 
 
-def test_batches_are_fetched_when_they_are_walked_and_once() -> None:
-    dataset = Counted(8)
-    window = next(iter(next(loader(dataset, shuffle=False).epochs(1))))
-    assert dataset.fetched == []
-    assert window[0].tolist() == [0, 1]
-    assert dataset.fetched == [0, 1]
-    assert as_data(list(window)) == as_data(list(window)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert dataset.fetched == list(range(8))
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_window_left_half_way_moves_nothing(workers: int) -> None:
     expected = by_slot(1, Augmented(21), num_workers=workers)
@@ -213,15 +137,17 @@ def test_a_window_left_half_way_moves_nothing(workers: int) -> None:
                     break
 
 
-def test_windows_can_be_kept_and_walked_later() -> None:
-    expected = by_slot(1, Numbers(21), epochs=1)
-    windows = list(next(loader(Numbers(21)).epochs(1)))
-    found = {
+@pytest.mark.parametrize("workers", [0, 1])
+def test_windows_can_be_kept_and_walked_after_their_epoch(workers: int) -> None:
+    ours = loader(Numbers(21), num_workers=workers)
+    windows = list(next(ours.epochs(1)))
+    slots = {
         (0, window.step, slot): as_data(batch)
         for window in windows
         for slot, batch in zip(window.slots, window, strict=True)
     }
-    assert found == expected
+    assert slots == by_slot(1, Numbers(21), epochs=1)
+    ours.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -248,11 +174,6 @@ def test_a_later_walk_ends_an_earlier_one(workers: int) -> None:
         list(old)
     assert as_data(old[0]) == [0, 1]
     assert as_data(list(new)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_the_last_window_of_a_closed_epoch_can_still_be_walked() -> None:
-    window = next(iter(next(loader(Numbers(16), shuffle=False, num_workers=1).epochs(1))))
-    assert as_data(list(window)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 # -- workers -------------------------------------------------------------------------------------
@@ -290,9 +211,9 @@ def test_closing_ends_the_workers_and_a_later_epoch_starts_others(workers: int) 
 
 
 def test_a_rank_that_never_has_samples_starts_no_workers() -> None:
-    for samples, rank in ((32, 4), (2, 1)):
-        # no slot; a slot that the only, short step leaves empty
-        ours = loader(Numbers(samples), rank=rank, size=5, num_workers=2)
+    for samples, rank, balance in ((32, 4, None), (2, 1, None), (32, 0, "0,1,0,0,0")):
+        # no slot; a slot that the only, short step leaves empty; no share
+        ours = loader(Numbers(samples), rank=rank, size=5, num_workers=2, balance=balance)
         before = set(psutil.Process().children())
         assert sum(map(len, next(ours.epochs(1)))) == 0
         assert set(psutil.Process().children()) == before
@@ -375,27 +296,20 @@ def test_sizes_that_follow_the_world_size_say_so() -> None:
         weak.plan.slots,
     ) == (True, 24, 8, 3)
     cut = loader(Numbers(100), size=3, batch_per_rank=8, micro_batch=4)
-    assert [len(cut.plan.cut(0).share(rank, 3)) for rank in range(3)] == [2, 2, 2]
     assert (cut.plan.micro_batch, cut.plan.slots) == (4, 6)
-
-
-def test_more_ranks_than_samples_of_a_step() -> None:
-    few = loader(Numbers(100), rank=7, size=9, global_batch=4, micro_batch=None)
+    few = loader(Numbers(100), size=9, global_batch=4, micro_batch=None)
     assert few.describe().startswith("global batch 4 = 4 micro-batches x 1; 9 ranks: 4 x 1, 5 idle")
-    assert [list(window) for window in next(few.epochs(1))] == [[]] * 25
 
 
 def by_default(world: lockstep.World) -> tuple[int, int, list[Any]]:
     ours = Loader(Numbers(8), global_batch=8, micro_batch=2, shuffle=False, num_workers=1)
-    return (
-        ours.rank,
-        ours.size,
-        [as_data(batch) for window in next(ours.epochs(1)) for batch in window],
-    )
+    batches = [as_data(batch) for window in next(ours.epochs(1)) for batch in window]
+    ours.close()
+    return ours.rank, ours.size, batches
 
 
 def test_ranks_come_from_the_process_group() -> None:
-    assert run_ranks(by_default, 2) == [(0, 2, [[0, 1], [2, 3]]), (1, 2, [[4, 5], [6, 7]])]
+    assert on_team(by_default, 2) == [(0, 2, [[0, 1], [2, 3]]), (1, 2, [[4, 5], [6, 7]])]
 
 
 @pytest.mark.parametrize(
@@ -413,25 +327,13 @@ def test_ranks_come_from_the_process_group() -> None:
             "numbers-of-stream",
             {"name": "order", "dataset": "Stream"},
         ),
-        (
-            {"sharding": "items"},
-            "sharding-of-samples",
-            {"sharding": "items", "dataset": "Numbers"},
-        ),
-        (
-            {"global_batch": None},
-            "not-one-batch-size",
-            {"global_batch": None, "batch_per_rank": None},
-        ),
+        ({"sharding": "items"}, "sharding-of-samples", {"sharding": "items", "dataset": "Numbers"}),
         (
             {"batch_per_rank": 4, "global_batch": 8},
             "not-one-batch-size",
             {"global_batch": 8, "batch_per_rank": 4},
         ),
         ({"micro_batch": 9}, "micro-batch-too-large", {"micro_batch": 9, "global_batch": 8}),
-        ({"micro_batch": 0}, "wrong-value", {"name": "micro_batch", "value": 0}),
-        ({"micro_batch": 2.5}, "wrong-value", {"name": "micro_batch", "value": 2.5}),
-        ({"global_batch": 0}, "wrong-value", {"name": "global_batch", "value": 0}),
         (
             {"global_batch": "8", "micro_batch": None},
             "wrong-value",
@@ -443,13 +345,7 @@ def test_ranks_come_from_the_process_group() -> None:
             "not-a-multiple",
             {"name": "batch_per_rank", "value": 8, "micro_batch": 3},
         ),
-        (
-            {"batch_per_rank": 2, "micro_batch": 4},
-            "not-a-multiple",
-            {"name": "batch_per_rank", "value": 2, "micro_batch": 4},
-        ),
         ({"num_workers": -1}, "wrong-value", {"name": "num_workers", "value": -1}),
-        ({"num_workers": 1.5}, "wrong-value", {"name": "num_workers", "value": 1.5}),
         ({"seed": 0.5}, "wrong-value", {"name": "seed", "value": 0.5}),
         ({"rank": 2, "size": 2}, "no-such-rank", {"rank": 2, "size": 2}),
         ({"rank": 0, "size": None}, "rank-or-size-missing", {"rank": 0, "size": None}),
@@ -460,12 +356,6 @@ def test_mistakes_are_named(options: dict[str, Any], code: str, values: dict[str
     dataset = options.pop("dataset", Numbers(10))
     with refused(code, **values):
         loader(dataset, **options)
-
-
-def test_epochs_that_do_not_exist_are_named() -> None:
-    for arguments, name in (((-1,), "count"), ((3, -1), "start"), ((2.5,), "count")):
-        with refused("wrong-value", name=name, value=arguments[-1]):
-            loader(Numbers(8)).epochs(*arguments)
 
 
 def test_an_iterable_dataset_gives_a_loader_with_the_same_face() -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
-import lockstep
 from lockstep.data.sampler import DistributedSampler
-from lockstep.testing import run_ranks
+from lockstep.world.world import World
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def data(samples: int) -> Any:
@@ -55,27 +54,8 @@ def test_interleaved_is_torchs(
 
 def test_ten_samples_on_four_ranks() -> None:
     assert ranks_of(10, 4, shuffle=False) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
-    assert ranks_of(10, 4, shuffle=False, split="blocks") == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-        [9, 0, 1],
-    ]
-    assert ranks_of(10, 4, shuffle=False, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert ranks_of(10, 4, shuffle=False, drop_last=True, split="blocks") == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
-    ]
-
-
-@pytest.mark.parametrize("split", ["interleaved", "blocks"])
-def test_a_data_set_shorter_than_the_padding_is_repeated(split: str) -> None:
-    assert ranks_of(1, 4, shuffle=False, split=split) == [[0], [0], [0], [0]]
-    assert [len(part) for part in ranks_of(3, 8, split=split)] == [1] * 8
-    assert ranks_of(3, 8, shuffle=False, split=split) == [[0], [1], [2], [0], [1], [2], [0], [1]]
-    assert ranks_of(3, 8, drop_last=True, split=split) == [[]] * 8
+    blocks = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
+    assert ranks_of(10, 4, shuffle=False, split="blocks") == blocks
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.integers(0, 3))
@@ -95,28 +75,10 @@ def test_blocks_are_the_same_order_cut_otherwise(
     assert flat("blocks") == flat("interleaved")
 
 
-def test_only_set_epoch_changes_the_order() -> None:
-    sampler = DistributedSampler(data(100), 2, 0)
-    first = list(sampler)
-    assert list(sampler) == first
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-
-
 def test_the_callers_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     list(DistributedSampler(data(100), 2, 0))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_dataloader_takes_it() -> None:
-    dataset = TensorDataset(torch.arange(10))
-    loader = DataLoader(
-        dataset,
-        batch_size=2,
-        sampler=DistributedSampler(dataset, 4, 3, shuffle=False, split="blocks"),
-    )
-    assert [batch.tolist() for (batch,) in loader] == [[9, 0], [1]]
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
@@ -124,12 +86,12 @@ def test_without_a_process_group_there_is_one_rank() -> None:
     assert (sampler.rank, sampler.num_replicas, list(sampler)) == (0, 1, [0, 1, 2, 3, 4])
 
 
-def by_default(world: lockstep.World) -> list[int]:
+def by_default(world: World) -> list[int]:
     return list(DistributedSampler(data(10), shuffle=False))
 
 
 def test_ranks_come_from_the_process_group() -> None:
-    assert run_ranks(by_default, 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert on_team(by_default, 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
 @pytest.mark.parametrize(

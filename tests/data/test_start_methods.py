@@ -16,6 +16,8 @@ import pytest
 from lockstep.runtime import private
 from tests.ending import end, wait_gone
 
+pytestmark = pytest.mark.rest
+
 METHODS = ("fork", "forkserver", "spawn")
 SCRIPT = """
 import multiprocessing, signal, sys, torch, lockstep

@@ -42,39 +42,22 @@ def everything(ours: Loader, number: int = 0) -> list[int]:
         (
             Leaving(32, bad=15, signal=signal.SIGKILL),
             "loader-worker-killed",
-            {
-                "rank": 1,
-                "worker": 1,
-                "name": "SIGKILL",
-                "signal": signal.SIGKILL,
-                "what": " while it fetched sample 15 of Leaving in epoch 0",
-            },
+            {"worker": 1, "name": "SIGKILL", "signal": signal.SIGKILL},
         ),
         (
             Leaving(32, bad=4, signal=signal.SIGSEGV),
             "loader-worker-killed",
-            {
-                "worker": 0,
-                "name": "SIGSEGV",
-                "what": " while it fetched sample 4 of Leaving in epoch 0",
-            },
+            {"worker": 0, "name": "SIGSEGV", "signal": signal.SIGSEGV},
         ),
-        (
-            Leaving(32, bad=6, code=3),
-            "loader-worker-exited",
-            {
-                "worker": 1,
-                "exitcode": 3,
-                "what": " while it fetched sample 6 of Leaving in epoch 0",
-            },
-        ),
+        (Leaving(32, bad=6, code=3), "loader-worker-exited", {"worker": 1, "exitcode": 3}),
     ],
 )
 def test_a_worker_that_dies_is_named_with_its_samples(
     dataset: Leaving, code: str, values: dict[str, Any]
 ) -> None:
     ours = loader(dataset, num_workers=2)
-    with refused(code, LockstepError, **values) as caught:
+    what = f" while it fetched sample {dataset.bad} of Leaving in epoch 0"
+    with refused(code, LockstepError, **values, rank=1, what=what) as caught:
         everything(ours)
     if code == "loader-worker-killed":
         likely = {signal.SIGKILL: "out of memory", signal.SIGSEGV: "Native code crashed"}
@@ -96,6 +79,23 @@ def test_a_worker_that_died_between_two_fetches_is_named_in_the_next_and_nowhere
     ours.close()
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["before", "as it begins"])
+def test_a_worker_that_dies_between_two_epochs_is_named_when_the_next_begins(early: bool) -> None:
+    ours = loader(WorkerPids(64), num_workers=1)
+    (worker,) = set(everything(ours))
+    os.kill(worker, signal.SIGSTOP)  # it does not answer that it is ready
+    killing = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
+    killing.start()
+    if early:
+        ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]
+    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
+    with refused("loader-worker-killed", LockstepError, **said):
+        next(iter(Epoch(ours, 1)))
+    killing.join()
+    assert worker not in everything(ours, 1)
+    ours.close()
+
+
 def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,32 +112,6 @@ def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(
     ours.close()
 
 
-def test_a_worker_that_dies_as_an_epoch_begins_is_named() -> None:
-    ours = loader(WorkerPids(64), num_workers=1)
-    (worker,) = set(everything(ours))
-    os.kill(worker, signal.SIGSTOP)  # it does not answer that it is ready
-    killing = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
-    killing.start()
-    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
-    with refused("loader-worker-killed", LockstepError, **said):
-        next(iter(Epoch(ours, 1)))
-    killing.join()
-    assert worker not in everything(ours, 1)
-    ours.close()
-
-
-def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -> None:
-    ours = loader(WorkerPids(64), num_workers=1)
-    (worker,) = set(everything(ours))
-    os.kill(worker, signal.SIGKILL)
-    ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]
-    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
-    with refused("loader-worker-killed", LockstepError, **said):
-        next(iter(Epoch(ours, 1)))
-    assert worker not in everything(ours, 1)
-    ours.close()
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_dataset_that_cannot_be_sent_is_named(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -149,9 +123,7 @@ def test_a_dataset_that_cannot_be_sent_is_named(
     with refused("dataset-not-picklable", **said) as caught:
         everything(ours)
     assert "lambda" in caught.value.values["why"]
-
-
-def test_where_workers_are_forked_nothing_is_pickled() -> None:
+    monkeypatch.undo()  # where workers are forked, nothing is pickled
     assert len(everything(loader(Lambda(32), num_workers=1, size=1, rank=0))) == 32
 
 

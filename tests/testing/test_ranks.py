@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -16,50 +17,36 @@ from lockstep.testing import run_ranks
 from lockstep.world.world import World
 
 
-def _describe(world: World, word: str, *, number: int) -> tuple[int, int, str, int, int]:
+def _describe(
+    world: World, values: torch.Tensor, *, number: int
+) -> tuple[Any, torch.Tensor, float]:
     assert World.current() is world
-    return world.rank, world.size, word, number, torch.get_num_threads()
+    total = values[world.rank].clone()
+    world.group.all_reduce(total).wait()
+    return (world.rank, world.size, number, torch.get_num_threads()), total, random.random()
 
 
-def test_each_rank_gets_its_world_and_one_thread() -> None:
-    assert run_ranks(_describe, 3, args=("w",), kwargs={"number": 7}) == [
-        (rank, 3, "w", 7, 1) for rank in range(3)
-    ]
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rank_gets_its_world_one_thread_and_random_numbers_of_its_own(size: int) -> None:
+    values = torch.randn(size, 5, dtype=torch.float64)
+    described, totals, drawn = zip(
+        *run_ranks(_describe, size, args=(values,), kwargs={"number": 7}), strict=True
+    )
+    assert list(described) == [(rank, size, 7, 1) for rank in range(size)]
+    for total in totals:
+        torch.testing.assert_close(total, values.sum(0))
+    assert len(set(drawn)) == size
 
 
-def test_one_rank_takes_the_same_path() -> None:
-    assert run_ranks(_describe, 1, args=("w",), kwargs={"number": 7}) == [(0, 1, "w", 7, 1)]
-
-
-def _reduce(world: World, values: torch.Tensor) -> torch.Tensor:
-    mine = values[world.rank].clone()
-    world.group.all_reduce(mine).wait()
-    return mine
-
-
-def test_ranks_talk_to_each_other() -> None:
-    values = torch.randn(4, 5, dtype=torch.float64)
-    for result in run_ranks(_reduce, 4, args=(values,)):
-        torch.testing.assert_close(result, values.sum(0))
-
-
-def _assert_two(world: World) -> None:
-    assert world.size == 2, "not two"
+def _fails_on_rank_1(world: World) -> None:
+    assert world.rank != 1, "it is rank 1"
 
 
 def test_a_failed_assertion_is_raised_here_with_its_rank() -> None:
-    run_ranks(_assert_two, 2)
-    with pytest.raises(WorkerFailed, match=r"AssertionError: not two") as caught:
-        run_ranks(_assert_two, 3)
-    assert "_assert_two" in caught.value.traceback
-
-
-def _draw(world: World) -> float:
-    return random.random()
-
-
-def test_ranks_do_not_share_the_state_of_random() -> None:
-    assert len(set(run_ranks(_draw, 3))) == 3
+    with pytest.raises(WorkerFailed, match=r"AssertionError: it is rank 1") as caught:
+        run_ranks(_fails_on_rank_1, 2)
+    assert caught.value.rank == 1
+    assert "_fails_on_rank_1" in caught.value.traceback
 
 
 def test_a_local_function_is_refused() -> None:

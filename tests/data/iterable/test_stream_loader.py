@@ -4,13 +4,12 @@ at any number of ranks and workers.
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,20 +19,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+import lockstep
 from lockstep.data.iterable.stream_loader import StreamLoader
-from lockstep.errors import (
-    LoaderWorkerKilled,
-    LockstepError,
-    LockstepWarning,
-    PeerFailed,
-    UsageError,
-    WorkerFailed,
-)
+from lockstep.errors import LoaderWorkerKilled, LockstepError, LockstepWarning
 from lockstep.gradients.exact import check_window
 from lockstep.step.stepper import Stepper
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
+from tests.data.test_loader import as_data
 from tests.refused import refused
+from tests.teams import on_team
+
+# what makes every rank read samples of its own
+OWN = {"batch_per_rank": 2, "sharding": "dataset"}
 
 
 class Numbers(IterableDataset[Any]):
@@ -141,9 +138,15 @@ class CountsForItsOwnLoader(Numbers):
 
 
 class Raises(Numbers):
+    """After five items, on rank 1."""
+
+    rank = 1
+
     def __iter__(self) -> Iterator[Any]:
         yield from range(5)
-        raise OSError("the disk is gone")
+        if self.rank == 1:
+            raise OSError("the disk is gone")
+        yield from range(5, self.samples)
 
 
 class Dies(Numbers):
@@ -158,137 +161,104 @@ def loader(dataset: Any, **options: Any) -> StreamLoader:
     return StreamLoader(dataset, device="cpu", **options)
 
 
-def data(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    return [data(item) for item in batch] if isinstance(batch, (list, tuple)) else batch
-
-
 Seen = dict[tuple[int, int, int], Any]
 
 
 def walked(ours: StreamLoader, epochs: int, start: int | None = None) -> Seen:
     """(epoch, step, slot) -> the batch."""
-    found: Seen = {}
+    seen: Seen = {}
     for epoch in ours.epochs(epochs, start):
         for window in epoch:
-            found |= {
-                (window.epoch, window.step, slot): data(batch)
-                for slot, batch in zip(window.slots, window, strict=True)
-            }
-            assert window.counts == [len(places) for places in window.positions]
-    return found
+            for slot, batch in zip(window.slots, window, strict=True):
+                seen[window.epoch, window.step, slot] = as_data(batch)
+            assert window.counts == [len(positions) for positions in window.positions]
+    return seen
+
+
+def flat(seen: Seen) -> list[Any]:
+    """All samples, in ascending order."""
+    return sorted(sample for batch in seen.values() for sample in batch)
+
+
+def from_step(seen: Seen, step: int) -> Seen:
+    return {key: batch for key, batch in seen.items() if key[1] >= step}
+
+
+def warned(world: World | None, options: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Rank 0 says that the order depends on the number of ranks."""
+    if options.get("sharding") == "dataset" and world is not None and world.rank == 0:
+        return pytest.warns(LockstepWarning, match="depends on the number of ranks")
+    return nullcontext()
 
 
 def on_rank(
-    world: World, dataset: Any, epochs: int, options: dict[str, Any]
+    world: World | None, dataset: Any, epochs: int, options: dict[str, Any]
 ) -> tuple[Seen, list[int]]:
     """What a rank sees, and the number of its samples in every window."""
-    ours = loader(dataset, **options)
-    samples = [window.samples for epoch in ours.epochs(epochs) for window in epoch]
-    found = walked(ours, epochs)
-    ours.close()
-    return found, samples
+    with warned(world, options):
+        ours = loader(dataset, **options)
+        samples = [window.samples for epoch in ours.epochs(epochs) for window in epoch]
+        seen = walked(ours, epochs)
+        ours.close()
+    return seen, samples
 
 
 def everywhere(
     size: int, dataset: Any, epochs: int = 1, **options: Any
 ) -> list[tuple[Seen, list[int]]]:
     if size == 1:
-        return [on_rank(None, dataset, epochs, options)]  # type: ignore[arg-type]
-    return run_ranks(on_rank, size, args=(dataset, epochs, options))
+        return [on_rank(None, dataset, epochs, options)]
+    return on_team(on_rank, size, args=(dataset, epochs, options))
 
 
 def together(ranks: list[tuple[Seen, list[int]]]) -> Seen:
     assert len({len(samples) for _, samples in ranks}) == 1, "not equally many windows"
-    joined = {key: batch for found, _ in ranks for key, batch in found.items()}
-    assert len(joined) == sum(len(found) for found, _ in ranks), "a slot came twice"
+    joined = {key: batch for seen, _ in ranks for key, batch in seen.items()}
+    assert len(joined) == sum(len(seen) for seen, _ in ranks), "a slot came twice"
     return joined
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 1), (1, 2), (2, 0), (3, 2), (8, 0)])
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (3, 1), (8, 0)])
 def test_items_are_cut_alike_at_any_number_of_ranks_and_workers(size: int, workers: int) -> None:
     expected = together(everywhere(1, Numbers(21, draws=True), epochs=2))
     assert len(expected) == 2 * (4 + 4 + 3)
-    assert [batch[0] for key, batch in sorted(expected.items()) if key[0] == 1][:2] == [
-        [100, 101],
-        [102, 103],
-    ]
-    assert (
-        together(everywhere(size, Numbers(21, draws=True), epochs=2, num_workers=workers))
-        == expected
-    )
+    assert [expected[1, 3, slot][0] for slot in (0, 1)] == [[100, 101], [102, 103]]
+    options = {"epochs": 2, "num_workers": workers}
+    assert together(everywhere(size, Numbers(21, draws=True), **options)) == expected
 
 
-def test_fewer_items_than_ranks_and_ranks_without_a_share() -> None:
-    ranks = everywhere(8, Numbers(3))
-    assert [samples for _, samples in ranks] == [[2], [1], *[[0]] * 6]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_drops_on_all_ranks(drop_last: bool) -> None:
-    ranks = everywhere(2, Numbers(13), drop_last=drop_last)
-    assert [samples for _, samples in ranks] == ([[4], [4]] if drop_last else [[4, 4], [4, 1]])
+@pytest.mark.parametrize(
+    ("size", "dataset", "options", "samples"),
+    [
+        (8, Numbers(3), {}, [[2], [1], *[[0]] * 6]),
+        (2, Numbers(13), {}, [[4, 4], [4, 1]]),
+        (2, Numbers(13), {"drop_last": True}, [[4], [4]]),
+        (2, Own([5, 17]), {**OWN, "drop_last": True}, [[2, 2], [2, 2]]),
+    ],
+    ids=["fewer than ranks", "short", "dropped", "dropped where the first is not full"],
+)
+def test_all_ranks_have_equally_many_windows(
+    size: int, dataset: Any, options: dict[str, Any], samples: list[list[int]]
+) -> None:
+    assert [count for _, count in everywhere(size, dataset, **options)] == samples
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_shards_itself_by_worker_loses_nothing_either_way(workers: int) -> None:
     for sharding in ("items", "dataset"):
-        found = together(
-            run_ranks(
-                on_rank_quietly,
-                2,
-                args=(SplitsByWorker(21), {"num_workers": workers, "sharding": sharding}),
-            )
-        )
-        assert sorted(number for batch in found.values() for number in batch) == list(range(21)), (
-            sharding
-        )
+        options = {"num_workers": workers, "sharding": sharding}
+        seen = together(everywhere(2, SplitsByWorker(21), **options))
+        assert flat(seen) == list(range(21)), sharding
 
 
-def on_rank_quietly(world: World, dataset: Any, options: dict[str, Any]) -> tuple[Seen, list[int]]:
-    with told(world, options):
-        return on_rank(world, dataset, 1, options)
-
-
-def told(world: World, options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Rank 0 says that the order depends on the number of ranks."""
-    says = options.get("sharding") == "dataset" and world.rank == 0
-    return (
-        pytest.warns(LockstepWarning, match="depends on the number of ranks")
-        if says
-        else nullcontext()
-    )
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_rank_that_is_dry_has_empty_windows_until_all_are(workers: int) -> None:
     counts = [3, 17, 0]
-    ranks = run_ranks(
-        on_rank_quietly,
-        3,
-        args=(Own(counts), {"batch_per_rank": 2, "num_workers": workers, "sharding": "dataset"}),
-    )
-    found = [sorted(number for batch in seen.values() for number in batch) for seen, _ in ranks]
-    assert found == [
-        [100 * rank + number for number in range(count)] for rank, count in enumerate(counts)
-    ]
+    ranks = everywhere(3, Own(counts), **OWN, num_workers=workers)
+    for rank, (seen, _) in enumerate(ranks):
+        assert flat(seen) == [100 * rank + number for number in range(counts[rank])]
     assert ranks[2][1] == [0] * 9
     assert sum(ranks[0][1][2:]) == 0
-
-
-def test_drop_last_of_own_streams_stops_at_the_first_that_is_not_full() -> None:
-    options = {"batch_per_rank": 2, "sharding": "dataset", "drop_last": True}
-    ranks = run_ranks(on_rank_quietly, 2, args=(Own([5, 17]), options))
-    assert [samples for _, samples in ranks] == [[2, 2], [2, 2]]
-
-
-def test_world_size_is_said_once() -> None:
-    said = run_ranks(
-        warnings_of, 2, args=(Own([4, 4]), {"batch_per_rank": 2, "sharding": "dataset"})
-    )
-    assert [len(each) for each in said] == [1, 0]
-    assert "order of Own depends on the number of ranks" in said[0][0]
 
 
 def warnings_of(world: World, dataset: Any, options: dict[str, Any]) -> list[str]:
@@ -300,86 +270,95 @@ def warnings_of(world: World, dataset: Any, options: dict[str, Any]) -> list[str
     return [str(warning.message) for warning in caught if warning.category is LockstepWarning]
 
 
+def test_world_size_is_said_once() -> None:
+    [said], nothing = on_team(warnings_of, 2, args=(Own([4, 4]), OWN))
+    assert "order of Own depends on the number of ranks" in said
+    assert nothing == []
+
+
 # -- resume --------------------------------------------------------------------------------------
 
 
 def stopped(dataset: Any, after: int, **options: Any) -> dict[str, Any]:
     """The state after some windows of two epochs."""
     ours = loader(dataset, **options)
-    for _, _window in zip(
-        range(after), (window for epoch in ours.epochs(2) for window in epoch), strict=False
-    ):
+    windows = (window for epoch in ours.epochs(2) for window in epoch)
+    for _ in range(after):
+        next(windows)
         state = ours.state_dict()
     ours.close()
     return state
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_a_state_of_its_own_it_skips_and_says_so(after: int, workers: int) -> None:
-    whole = walked(loader(Numbers(21, draws=True)), 2)
-    state = stopped(Numbers(21, draws=True), after, num_workers=workers)
-    assert state["step"] == after  # the window that was fetched ahead does not count
-    ours = loader(Numbers(21, draws=True))
+def resumed(
+    world: World | None, state: dict[str, Any], dataset: Any, options: dict[str, Any]
+) -> tuple[Seen, list[int]]:
+    ours = loader(dataset, **options)
     ours.load_state_dict(state)
-    with pytest.warns(
-        LockstepWarning, match=rf"the first {8 * ((after - 1) % 3 + 1)} items .* skipped"
-    ):
-        rest = walked(ours, 2)
-    assert rest == {key: batch for key, batch in whole.items() if key[1] >= after}
+    seen = walked(ours, 2)
+    ours.close()
+    return seen, []
 
 
-def test_a_state_that_needs_arguments_is_none_that_could_be_resumed_by() -> None:
-    whole = walked(loader(CountsForItsOwnLoader(21)), 2)
-    ours = loader(CountsForItsOwnLoader(21))
-    ours.load_state_dict(stopped(CountsForItsOwnLoader(21), 2))
-    with pytest.warns(LockstepWarning, match="the first 16 items"):
-        assert walked(ours, 2) == {key: batch for key, batch in whole.items() if key[1] >= 2}
+@pytest.mark.parametrize(
+    ("dataset", "after", "workers"),
+    [
+        (Numbers(21, draws=True), 1, 2),
+        (Numbers(21, draws=True), 2, 0),
+        (Numbers(21, draws=True), 3, 2),
+        (Numbers(21, draws=True), 4, 0),
+        (CountsForItsOwnLoader(21), 2, 0),
+    ],
+)
+def test_without_a_state_of_its_own_it_skips_and_says_so(
+    dataset: Any, after: int, workers: int
+) -> None:
+    """A `state_dict` that needs arguments is none to resume by."""
+    undisturbed = walked(loader(dataset), 2)
+    state = stopped(dataset, after, num_workers=workers)
+    assert state["step"] == after  # the window that was fetched ahead does not count
+    skipped = 8 * ((after - 1) % 3 + 1)
+    with pytest.warns(LockstepWarning, match=rf"the first {skipped} items .* skipped"):
+        rest, _ = resumed(None, state, dataset, {})
+    assert rest == from_step(undisturbed, after)
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
-@pytest.mark.parametrize(("before", "now"), [(0, 0), (2, 2), (0, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("after", "before", "now"),
+    [(1, 0, 0), (2, 0, 0), (4, 0, 0), (1, 0, 2), (4, 2, 0), (2, 2, 2), (4, 2, 2)],
+)
 def test_a_dataset_with_a_state_resumes_by_it(after: int, before: int, now: int) -> None:
-    whole = walked(loader(Stateful(21)), 2)
+    undisturbed = walked(loader(Stateful(21)), 2)
     state = stopped(Stateful(21), after, num_workers=before)
     dataset = Stateful(21)
-    ours = loader(dataset, num_workers=now)
-    ours.load_state_dict(state)
-    assert walked(ours, 2) == {key: batch for key, batch in whole.items() if key[1] >= after}
-    ours.close()
+    rest, _ = resumed(None, state, dataset, {"num_workers": now})
+    assert rest == from_step(undisturbed, after)
     if before == now == 0:
         assert dataset.read == (21 - 8 * after if after < 3 else -8) + 21
 
 
-def resumed(world: World, state: dict[str, Any], dataset: Any) -> tuple[Seen, list[int]]:
-    ours = loader(dataset)
-    ours.load_state_dict(state)
-    return walked(ours, 2), []
-
-
 def test_the_state_of_one_rank_serves_three() -> None:
-    whole = walked(loader(Stateful(21)), 2)
-    found = together(run_ranks(resumed, 3, args=(stopped(Stateful(21), 2), Stateful(21))))
-    assert found == {key: batch for key, batch in whole.items() if key[1] >= 2}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("after", [1, 3])
-def test_own_streams_resume_where_each_rank_was(workers: int, after: int) -> None:
-    for whole, rest in run_ranks(own_resume, 2, args=(after, workers)):
-        assert rest == {key: batch for key, batch in whole.items() if key[1] >= after}
+    undisturbed = walked(loader(Stateful(21)), 2)
+    ranks = on_team(resumed, 3, args=(stopped(Stateful(21), 2), Stateful(21), {}))
+    assert together(ranks) == from_step(undisturbed, 2)
 
 
 def own_resume(world: World, after: int, workers: int) -> tuple[Seen, Seen]:
-    options: dict[str, Any] = {"batch_per_rank": 2, "sharding": "dataset", "num_workers": workers}
-    with told(world, options):
+    options: dict[str, Any] = {**OWN, "num_workers": workers}
+    with warned(world, options):
         state = stopped(Own([9, 17]), after, **options)
         ours = loader(Own([9, 17]), **options)
-        whole = walked(ours, 1)
+        undisturbed = walked(ours, 1)
         ours.load_state_dict(state)
         rest = walked(ours, 1)
         ours.close()
-        return whole, rest
+    return undisturbed, rest
+
+
+@pytest.mark.parametrize(("workers", "after"), [(0, 1), (0, 3), (2, 3)])
+def test_own_streams_resume_where_each_rank_was(workers: int, after: int) -> None:
+    for undisturbed, rest in on_team(own_resume, 2, args=(after, workers)):
+        assert rest == from_step(undisturbed, after)
 
 
 def test_another_trainings_state_is_refused() -> None:
@@ -390,128 +369,112 @@ def test_another_trainings_state_is_refused() -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
-class Rows(IterableDataset[Any]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(self.samples):
-            yield torch.tensor([number / 7, 1.0, number % 3])
-
-
 def train(
-    world: World, dataset: Any, options: dict[str, Any], rows: bool = True
+    world: World, dataset: Any, options: dict[str, Any]
 ) -> tuple[list[list[float]], list[tuple[int, ...]]]:
+    """The weights, and who had how many samples in each step."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), world=world)
     shares = []
-    with told(world, options):
+    with warned(world, options):
         ours = loader(dataset, **options)
     for epoch in ours.epochs(2):
         for window in epoch:
             for batch in stepper.micro_batches(window):
-                x = batch if rows else torch.stack([batch / 100, batch * 0 + 1, batch % 3 + 0.0], 1)
-                stepper.backward(model(x.float()).square().sum(), weight=len(x))
+                x = torch.stack([batch / 100, batch * 0 + 1, batch % 3 + 0.0], 1)
+                stepper.backward(model(x).square().sum(), weight=len(x))
             shares.append(stepper.step().samples_by_rank)
     ours.close()
     return [parameter.flatten().tolist() for parameter in model.parameters()], shares
 
 
 def test_training_gives_the_same_weights_at_any_number_of_ranks() -> None:
-    (weights, shares), *_ = run_ranks(train, 1, args=(Rows(19), {}))
+    with lockstep.init() as world:
+        weights, shares = train(world, Numbers(19), {})
     assert shares == [(8,), (8,), (3,)] * 2
     for size in (2, 3):
-        for ours, by_rank in run_ranks(train, size, args=(Rows(19), {})):
+        for ours, by_rank in on_team(train, size, args=(Numbers(19), {})):
             torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
-            assert [sum(each) for each in by_rank] == [8, 8, 3] * 2
+            assert [sum(step) for step in by_rank] == [8, 8, 3] * 2
 
 
 def test_a_dry_rank_takes_part_with_weight_0() -> None:
-    ranks = run_ranks(
-        train, 2, args=(Own([2, 7]), {"batch_per_rank": 2, "sharding": "dataset"}, False)
-    )
-    assert ranks[0] == ranks[1]
-    assert ranks[0][1] == [(2, 2), (0, 2), (0, 2), (0, 1)] * 2
+    first, second = on_team(train, 2, args=(Own([2, 7]), OWN))
+    assert first == second
+    assert first[1] == [(2, 2), (0, 2), (0, 2), (0, 1)] * 2
 
 
 # -- what goes wrong -----------------------------------------------------------------------------
 
 
-def caught(world: World, dataset: Any, options: dict[str, Any]) -> tuple[str, str]:
-    with told(world, options):
-        ours = loader(dataset, **options)
-    try:
-        walked(ours, 1)
-    except (LockstepError, OSError) as error:
-        return type(error).__name__, str(error) + "".join(getattr(error, "__notes__", ()))
-    finally:
-        ours.close()
+class Odd(Numbers):
+    """Splits itself over the ranks, though nobody said so."""
+
+    rank = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.rank, self.samples, 2))
+
+
+def failed(world: World, dataset: Any, options: dict[str, Any]) -> tuple[str, str]:
+    """Which error a rank raised, and its code or its text."""
+    dataset.rank, ours = world.rank, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ours = loader(dataset, **options)
+            walked(ours, 1)
+        except LockstepError as error:
+            return type(error).__name__, error.code
+        except OSError as error:
+            return type(error).__name__, str(error)
+        finally:
+            if ours is not None:
+                ours.close()
     return "", ""
 
 
-def test_a_dataset_without_items_is_an_error_on_all_ranks() -> None:
-    said = run_ranks(caught, 2, args=(Numbers(0), {}))
-    assert [(kind, "epoch 0" in text and "[epoch-of-nothing]" in text) for kind, text in said] == [
-        ("UsageError", True)
-    ] * 2
+@pytest.mark.parametrize(
+    ("dataset", "options", "errors"),
+    [
+        (Numbers(0), {}, [("UsageError", "epoch-of-nothing")] * 2),
+        (Odd(40), {}, [("UsageError", "streams-differ")] * 2),
+        (
+            Own([1, 1]),
+            {"global_batch": 2, "sharding": "dataset"},
+            [("UsageError", "rank-without-micro-batch")] * 2,
+        ),
+        (
+            Raises(20),
+            {"global_batch": 2, "micro_batch": 1},
+            [("PeerFailed", "peer-without-data"), ("OSError", "the disk is gone")],
+        ),
+    ],
+    ids=["no items", "ranks read different streams", "too small a batch", "a rank failed"],
+)
+def test_all_ranks_hear_what_is_wrong(
+    dataset: Any, options: dict[str, Any], errors: list[tuple[str, str]]
+) -> None:
+    assert on_team(failed, 2, args=(dataset, options)) == errors
+
+
+def test_an_iterator_is_walked_once() -> None:
     ours = loader(iter(range(4)))
     with refused("epoch-of-nothing", epoch=1):
         walked(ours, 2)
 
 
-def test_ranks_that_read_different_streams_are_told() -> None:
-    said = run_ranks(differing, 2)
-    assert [(kind, "Odd" in text and "[streams-differ]" in text) for kind, text in said] == [
-        ("UsageError", True)
-    ] * 2
-
-
-def differing(world: World) -> tuple[str, str]:
-    return caught(world, Odd(world.rank), {})
-
-
-class Odd(Numbers):
-    """Splits itself over the ranks, though nobody said so."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(40)
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.rank, 40, 2))
-
-
 def test_what_the_dataset_raises_is_told_where_and_after_the_good_windows() -> None:
     for workers, where in ((0, "on rank 0"), (1, "in loader worker 0 of rank 0")):
         ours = loader(Raises(9), global_batch=2, num_workers=workers)
-        seen = []
+        epoch = iter(next(ours.epochs(1)))
+        assert [next(epoch).step, next(epoch).step] == [0, 1]
         with pytest.raises(OSError, match="the disk is gone") as error:
-            seen += [window.step for epoch in ours.epochs(1) for window in collecting(epoch, seen)]
+            next(epoch)
         ours.close()
-        assert seen == [0, 1]
-        assert f"This was Raises, in epoch 0, {where}, after 5 of its items." in str(
-            error.value
-        ) + "".join(getattr(error.value, "__notes__", ()))
-
-
-def collecting(epoch: Any, seen: list[int]) -> Iterator[Any]:
-    for window in epoch:
-        seen.append(window.step)
-        yield window
-
-
-def test_the_others_hear_of_a_rank_that_failed() -> None:
-    said = run_ranks(failing_on_one, 2)
-    assert [kind for kind, _ in said] == [PeerFailed.__name__, "OSError"]
-    assert "rank 1" in said[0][1]
-    assert "[peer-without-data]" in said[0][1]
-
-
-def failing_on_one(world: World) -> tuple[str, str]:
-    return caught(
-        world, Raises(20) if world.rank else Numbers(20), {"global_batch": 2, "micro_batch": 1}
-    )
+        text = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+        assert f"This was Raises, in epoch 0, {where}, after 5 of its items." in text
 
 
 def test_a_worker_that_dies_is_named() -> None:
@@ -524,11 +487,7 @@ def test_a_worker_that_dies_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "values"),
     [
-        (
-            {"global_batch": 2, "micro_batch": 3},
-            "micro-batch-too-large",
-            {"micro_batch": 3, "global_batch": 2},
-        ),
+        ({"micro_batch": 9}, "micro-batch-too-large", {"micro_batch": 9, "global_batch": 8}),
         (
             {"global_batch": 7, "sharding": "dataset"},
             "not-a-multiple",
@@ -543,7 +502,7 @@ def test_a_worker_that_dies_is_named() -> None:
         (
             {"sharding": "mine"},
             "unknown-choice",
-            {"name": "sharding", "value": "mine", "choices": ["items", "dataset"]},
+            {"value": "mine", "choices": ["items", "dataset"]},
         ),
         ({"rank": 0, "size": 2}, "ranks-not-of-group", {"rank": 0, "size": 2}),
         ({"num_workers": -1}, "wrong-value", {"name": "num_workers", "value": -1}),
@@ -553,11 +512,6 @@ def test_a_worker_that_dies_is_named() -> None:
 def test_bad_values_are_refused(options: dict[str, Any], code: str, values: dict[str, Any]) -> None:
     with refused(code, **values):
         walked(loader(Numbers(5), **options), 1)
-
-
-def test_own_streams_need_a_micro_batch_for_every_rank() -> None:
-    with pytest.raises(WorkerFailed, match=r"2 of 3 ranks.*\[rank-without-micro-batch\]"):
-        run_ranks(caught, 3, args=(Own([1, 1, 1]), {"global_batch": 4, "sharding": "dataset"}))
 
 
 def test_what_is_not_iterable_is_refused() -> None:
@@ -571,12 +525,9 @@ def test_what_is_not_iterable_is_refused() -> None:
 
 def test_the_callers_random_states_and_environment_are_left_alone() -> None:
     def states() -> Any:
-        return (
-            torch.get_rng_state().tolist(),
-            np.random.get_state()[1].tolist(),
-            random.getstate(),
-            dict(os.environ),
-        )  # type: ignore[index]
+        numpy: Any = np.random.get_state()
+        torchs = torch.get_rng_state().tolist()
+        return torchs, numpy[1].tolist(), random.getstate(), dict(os.environ)
 
     before = states()
     for workers in (0, 1):
@@ -588,19 +539,6 @@ def test_the_callers_random_states_and_environment_are_left_alone() -> None:
         ours.close()
 
 
-def test_it_describes_itself() -> None:
-    assert (
-        loader(Numbers(3)).describe()
-        == "global batch 8 = 4 micro-batches x 2; 1 rank x 4; an iterable dataset, sharded by the"
-        " loader"
-    )
-    assert (
-        loader(Numbers(3), batch_per_rank=3)
-        .describe()
-        .endswith("(this recipe depends on the world size)")
-    )
-
-
 @pytest.mark.parametrize("wraps", [False, True])
 def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> None:
     dataset = SharesItsEpoch(8)
@@ -609,182 +547,10 @@ def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> 
     )
     seen = walked(ours, 3)
     ours.close()
-    assert sorted(number for batch in seen.values() for number in batch) == [
-        100 * epoch + number for epoch in range(3) for number in range(8)
-    ]
-
-
-# -- other people's datasets ---------------------------------------------------------------------
-
-
-def hugging_face() -> Any:
-    datasets = pytest.importorskip("datasets")
-    return datasets.IterableDataset.from_generator(
-        shards_of_numbers, gen_kwargs={"shards": [0, 1, 2, 3, 4, 5]}
-    )
-
-
-def shards_of_numbers(shards: list[int]) -> Iterator[dict[str, int]]:
-    for shard in shards:
-        for number in range(shard + 1):
-            yield {"x": 10 * shard + number}
-
-
-def foreign(
-    world: World,
-    make: Callable[..., Any],
-    args: tuple[Any, ...],
-    key: str,
-    workers: int,
-    after: int,
-) -> Any:
-    """Every sample of two epochs by epoch, and what is left after a resume."""
-    options: dict[str, Any] = {
-        "batch_per_rank": 2,
-        "num_workers": workers,
-        "collate_fn": list,
-        "sharding": "dataset",
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours = loader(make(*args), **options)
-        whole = walked(ours, 2)
-        state = stopped(make(*args), after, **options)
-        ours.load_state_dict(state)
-        rest = walked(ours, 2)
-        ours.close()
-    flat = [
-        [
-            sample[key]
-            for (number, *_), batch in whole.items()
-            if number == epoch
-            for sample in batch
-        ]
-        for epoch in (0, 1)
-    ]
-    return flat, rest == {key: batch for key, batch in whole.items() if key[1] >= after}
-
-
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 2), (4, 0)])
-def test_hugging_faces_datasets_shard_themselves(size: int, workers: int) -> None:
-    pytest.importorskip("datasets")
-    ranks = run_ranks(foreign, size, args=(hugging_face, (), "x", workers, 1))
-    expected = sorted(10 * shard + number for shard in range(6) for number in range(shard + 1))
-    for epoch in (0, 1):
-        assert sorted(number for (epochs, _) in ranks for number in epochs[epoch]) == expected
-    assert all(resumed for _, resumed in ranks)
-
-
-def web_dataset(folder: str) -> Any:
-    wds = pytest.importorskip("webdataset")
-    return wds.WebDataset(
-        [f"{folder}/{number}.tar" for number in range(5)], shardshuffle=False
-    ).decode()
-
-
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 2), (3, 2)])
-def test_webdatasets_shard_themselves(tmp_path: Any, size: int, workers: int) -> None:
-    expected = write_shards(tmp_path)
-    ranks = run_ranks(foreign, size, args=(web_dataset, (str(tmp_path),), "cls", workers, 1))
-    for epoch in (0, 1):
-        assert sorted(number for (epochs, _) in ranks for number in epochs[epoch]) == expected
-    assert all(resumed for _, resumed in ranks)
-
-
-def write_shards(folder: Any) -> list[int]:
-    """The samples in five files for WebDataset."""
-    wds = pytest.importorskip("webdataset")
-    for shard in range(5):
-        with wds.TarWriter(str(folder / f"{shard}.tar")) as tar:
-            for number in range(shard + 1):
-                tar.write({"__key__": f"{shard}-{number}", "cls": 10 * shard + number})
-    return sorted(10 * shard + number for shard in range(5) for number in range(shard + 1))
-
-
-def parted(
-    world: World,
-    make: Callable[..., Any],
-    args: tuple[Any, ...],
-    key: str,
-    state: Any,
-    stop: int | None,
-) -> Any:
-    """This rank's samples by (epoch, step, slot), up to step `stop`; and the state there."""
-    ours = loader(
-        make(*args), global_batch=6, micro_batch=1, collate_fn=list, num_workers=world.rank % 2
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if state is not None:
-            ours.load_state_dict(state)
-        found = {}
-        for window in (window for epoch in ours.epochs(2) for window in epoch):
-            check_window(window)  # exact mode takes it
-            found |= {
-                (window.epoch, window.step, slot): batch[0][key]
-                for slot, batch in zip(window.slots, window, strict=True)
-            }
-            state = ours.state_dict()
-            if window.step + 1 == stop:
-                break
-        ours.close()
-    return found, state
-
-
-def in_two_parts(
-    sizes: tuple[int, int], make: Callable[..., Any], args: tuple[Any, ...], key: str
-) -> dict[tuple[int, int, int], int]:
-    before = run_ranks(parted, sizes[0], args=(make, args, key, None, 2))
-    after = run_ranks(parted, sizes[1], args=(make, args, key, before[0][1], None))
-    everything = [item for found, _ in [*before, *after] for item in found.items()]
-    assert len(dict(everything)) == len(everything), "a slot came twice"
-    return dict(everything)
-
-
-def test_a_foreign_stream_that_resumes_with_other_ranks_loses_and_repeats_nothing(
-    tmp_path: Any,
-) -> None:
-    expected = write_shards(tmp_path)
-    found = in_two_parts((2, 3), web_dataset, (str(tmp_path),), "cls")
-    assert [
-        sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)
-    ] == [expected, expected]
-    pytest.importorskip("datasets")
-    expected = sorted(10 * shard + number for shard in range(6) for number in range(shard + 1))
-    found = in_two_parts((3, 2), hugging_face, (), "x")
-    assert [
-        sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)
-    ] == [expected, expected]
-    assert found == in_two_parts((1, 1), hugging_face, (), "x")
-
-
-def test_who_shards_a_foreign_stream(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # what Hugging Face's imports is set here too, and would be left behind
-    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")
-    pytest.importorskip("datasets")
-    wds = pytest.importorskip("webdataset")
-    split = importlib.import_module("datasets.distributed").split_dataset_by_node(
-        hugging_face(), rank=0, world_size=2
-    )
-    assert (
-        loader(hugging_face()).sharding
-        == loader(hugging_face().shuffle(seed=3)).sharding
-        == "items"
-    )
-    assert loader(split).sharding == "dataset"
-    files = [f"{tmp_path}/{number}.tar" for number in range(5)]
-    assert loader(web_dataset(str(tmp_path)).map(str)).sharding == "items"
-    for shuffled in (
-        wds.WebDataset(files, shardshuffle=False).shuffle(4),
-        wds.WebDataset(files, shardshuffle=5),
-        wds.WebDataset(files, shardshuffle=5, detshuffle=True),
-        wds.WebDataset(files, resampled=True, shardshuffle=False),
-    ):
-        assert loader(shuffled).sharding == "dataset"
-        assert loader(shuffled, sharding="items").sharding == "items"
+    assert flat(seen) == [100 * epoch + number for epoch in range(3) for number in range(8)]
 
 
 def test_exact_mode_refuses_a_stream_that_shards_itself() -> None:
     window = next(iter(next(loader(Own([9]), rank=0, size=1, sharding="dataset").epochs(1))))
-    with pytest.raises(UsageError, match="sharding='items'"):
+    with refused("exact-cut-by-ranks"):
         check_window(window)

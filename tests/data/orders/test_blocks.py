@@ -4,7 +4,7 @@ block comes anywhere.
 
 from __future__ import annotations
 
-from itertools import groupby, permutations
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,10 @@ def blocks_of(order: BlockShuffled, epoch: int) -> list[tuple[int, list[int]]]:
     ]
 
 
-@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 5))
+BLOCKS = st.integers(1, 40) | st.just(10**9)
+
+
+@given(st.integers(1, 200), BLOCKS, st.integers(0, 2**63), st.integers(0, 5))
 def test_each_block_comes_once_and_whole(samples: int, block: int, seed: int, epoch: int) -> None:
     found = blocks_of(BlockShuffled(samples, block, seed), epoch)
     count = -(-samples // block)
@@ -63,35 +66,6 @@ def test_every_block_comes_equally_often_at_every_place_and_the_short_one_too() 
     assert usual(pairs[pairs > 0], 4 * EPOCHS / 20)
 
 
-def test_within_a_block_every_permutation_comes_equally_often() -> None:
-    order = BlockShuffled(11, 3, 1)
-    every = [dict(blocks_of(order, epoch)) for epoch in range(EPOCHS)]
-    for number, size in ((0, 3), (1, 3), (3, 2)):
-        kinds = {kind: 0 for kind in permutations(range(size))}
-        for found in every:
-            kinds[tuple(found[number])] += 1
-        assert usual(list(kinds.values()), EPOCHS / len(kinds)), number
-    alike = sum(found[0] == found[1] for found in every)
-    assert usual([alike, EPOCHS - alike], [EPOCHS / 6, EPOCHS * 5 / 6])
-
-
-def test_a_block_of_one_and_a_block_of_all_are_plain_shuffles() -> None:
-    for block in (1, 60, 61, 10**9):
-        found = epoch_of(BlockShuffled(60, block, 0), 0)
-        assert sorted(found) == list(range(60))
-        assert found != list(range(60))
-
-
-@given(st.data())
-def test_any_positions_can_be_asked_for_alone(data: st.DataObject) -> None:
-    order = BlockShuffled(50, 7, 3)
-    whole = np.array(epoch_of(order, 2))
-    asked = np.array(data.draw(st.lists(st.integers(0, 49), max_size=12)), dtype=np.int64)
-    assert np.array_equal(order.at(2, asked), whole[asked])
-    grid = asked[: len(asked) // 2 * 2].reshape(2, -1)
-    assert np.array_equal(order.at(2, grid), whole[grid])
-
-
 def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
     samples, block = 10**15 + 17, 1000
     order = BlockShuffled(samples, block, 0)
@@ -103,23 +77,6 @@ def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
         assert len(set(found.tolist())) == 5 * block
         assert len(set((found // block).tolist())) in (5, 6)
     assert not set(near.tolist()) & set(far.tolist())
-
-
-def test_an_order_is_the_same_on_every_machine() -> None:
-    # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    assert epoch_of(BlockShuffled(10, 4, 1), 0) == [8, 9, 7, 6, 5, 4, 1, 0, 2, 3]
-    assert epoch_of(BlockShuffled(10, 4, 1), 1) == [8, 9, 1, 3, 2, 0, 5, 7, 4, 6]
-
-
-def test_fingerprints_tell_orders_apart() -> None:
-    orders = [
-        BlockShuffled(50, 7, 0),
-        BlockShuffled(51, 7, 0),
-        BlockShuffled(50, 8, 0),
-        BlockShuffled(50, 7, 1),
-    ]
-    assert len({order.fingerprint() for order in orders}) == len(orders)
-    assert BlockShuffled(50, 7, 0).fingerprint() == orders[0].fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,6 @@ def test_every_period_has_the_shares_exactly_wherever_an_epoch_ends(seed: int) -
     assert {tuple(sorted(period)) for period in found.tolist()} == {(0, 0, 1, 2)}
 
 
-def test_in_any_stretch_a_share_is_off_by_less_than_two_periods() -> None:
-    lengths, weights = [500, 300, 200], [5, 3, 2]
-    order = Mixture(lengths, weights, seed=2)
-    found = components(order, line_of(order, 1), lengths)
-    seen = np.concatenate([np.zeros((1, 3)), np.cumsum(found[:, None] == np.arange(3), axis=0)])
-    for length in (1, 7, 10, 99, 512):
-        stretches = seen[length:] - seen[:-length]
-        assert (
-            np.abs(stretches - length * np.array(weights) / 10) < 2 * np.array(weights)
-        ).all(), length
-
-
 def test_within_a_period_every_arrangement_comes_equally_often() -> None:
     order = Mixture([1, 1, 1], [2, 1, 1], samples=4 * 1200, seed=3)
     periods = line_of(order, 1).reshape(-1, 4)
@@ -132,16 +120,6 @@ def test_an_epoch_is_as_long_as_all_lengths_unless_said() -> None:
     assert Mixture([10, 0], [1, 0], seed=0).samples == 10
 
 
-@given(st.data())
-def test_any_positions_can_be_asked_for_alone(data: st.DataObject) -> None:
-    order = Mixture([10, 3, 40], [0.5, 0.2, 0.3], samples=50, seed=3)
-    whole = order.at(5, np.arange(50, dtype=np.int64))
-    asked = np.array(data.draw(st.lists(st.integers(0, 49), max_size=12)), dtype=np.int64)
-    assert np.array_equal(order.at(5, asked), whole[asked])
-    grid = asked[: len(asked) // 2 * 2].reshape(2, -1)
-    assert np.array_equal(order.at(5, grid), whole[grid])
-
-
 def test_many_periods_asked_for_at_once_are_those_asked_for_one_by_one() -> None:
     # more than a million positions are drawn in parts
     order = Mixture([1000, 10**6], [1, 4095], samples=300 * 4096, seed=1)
@@ -160,34 +138,13 @@ def test_the_far_end_is_reached_at_once() -> None:
     assert len(set(far.tolist())) == 4000
 
 
-def test_an_order_is_the_same_on_every_machine() -> None:
-    # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    order = Mixture([4, 2, 3], [2, 1, 1], seed=1)
-    assert line_of(order, 2).tolist() == [0, 3, 4, 6, 2, 1, 5, 7, 5, 8, 3, 1, 7, 0, 2, 4, 4, 8]
-
-
-def test_fingerprints_tell_orders_apart() -> None:
-    orders = [
-        Mixture([10, 3], [1, 5], seed=0),
-        Mixture([10, 3], [1, 5], seed=1),
-        Mixture([10, 3], [1, 6], seed=0),
-        Mixture([3, 10], [1, 5], seed=0),
-        Mixture([10, 3], [1, 5], samples=12, seed=0),
-    ]
-    assert len({order.fingerprint() for order in orders}) == len(orders)
-
-
 @pytest.mark.parametrize(
     ("lengths", "weights", "options", "code", "values"),
     [
         ([4, 4], [1.0], {}, "mixture-lists-differ", {"lengths": 2, "weights": 1}),
         ([4, 4], [1.0, -1.0], {}, "wrong-value", {"name": "weights[1]", "value": -1.0}),
-        ([4, 4], [float("nan"), 1.0], {}, "wrong-value", {"name": "weights[0]"}),
-        ([4, 4], [float("inf"), 1.0], {}, "wrong-value", {"name": "weights[0]"}),
-        ([4, 4], [0, 0], {}, "weights-all-zero", {"count": 2}),
         ([4, 0], [1, 1], {}, "component-empty", {"number": 1}),
         ([4, -1], [1, 0], {}, "wrong-value", {"name": "lengths[1]", "value": -1}),
-        ([4.0, 1.0], [1, 1], {}, "not-a-list-of-numbers", {"name": "lengths"}),
         ([4, 4], [1, 4096], {}, "weight-too-small", {"number": 0, "least": 4096}),
         ([4, 4], [1, 1], {"samples": 0}, "wrong-value", {"name": "samples", "value": 0}),
     ],

@@ -23,15 +23,6 @@ def test_whole_numbers_of_all_makes(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "least"), [(0, 1), (-1, 0), (2.0, 1), (True, 1), ("3", 1), (None, 1)]
-)
-def test_what_is_no_whole_number_is_refused(value: Any, least: int) -> None:
-    expected = f"a whole number of at least {least}"
-    with refused("wrong-value", name="n", value=value, expected=expected):
-        whole("n", value, least)
-
-
-@pytest.mark.parametrize(
     "values",
     [
         [1, 0, 4],
