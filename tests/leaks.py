@@ -30,13 +30,11 @@ class LeftBehind(Exception):
 def nothing_left(
     servers: Callable[[], Collection[int]] = tuple,
     patience: float = 30.0,
-    staying: Collection[str] = (),
 ) -> Iterator[None]:
     """Raise LeftBehind for what the block leaves behind in this process, and clear it away.
 
     Args:
         servers: returns the pids of processes that stay, and may be started in the block.
-        staying: names of threads that may stay.
         patience: the seconds that threads, processes and shared memory have to end on their own.
     """
     environment, settings, segments = _environment(), _settings(), _segments()
@@ -46,11 +44,7 @@ def nothing_left(
     yield
 
     def new_threads() -> list[str]:
-        return [
-            f"thread {thread.name!r}"
-            for thread in threading.enumerate()
-            if thread not in threads and thread.name not in staying
-        ]
+        return [f"thread {t.name!r}" for t in threading.enumerate() if t not in threads]
 
     def new_processes() -> list[psutil.Process]:
         return [child for child in _children(servers()) if child not in processes]
@@ -71,7 +65,7 @@ def nothing_left(
         while (names := new()) and time.monotonic() < deadline:
             time.sleep(0.01)
         left += names
-    if _process_groups() != groups:
+    if _process_groups() > groups:
         left.append("an open process group")
     if left:
         os.environ.clear()

@@ -4,14 +4,16 @@ A test that only needs a group asks for `on_team(fn, workers)`, which takes what
 `lockstep.testing.run_ranks` takes. A test of how ranks start, close, die or find their environment
 starts ranks of its own with `run_ranks`, and so does a test in which a rank is meant to fail.
 
-After each test its team must be as before; what a function leaves in a rank fails the test. A team
-in which a function has failed ends, and the next test gets a new one.
+What a function leaves in a rank fails the test. What lasts until the world closes is none of that
+(groups, exact mode): the next function gets a new world. A team in which a function has failed ends,
+and the next test gets a new one.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +22,7 @@ from typing import Any, Concatenate, TypeVar
 
 import psutil
 import torch
+import torch.distributed as dist
 
 import lockstep
 from lockstep.launcher.call import FunctionCall, anonymous_file, for_ranks
@@ -38,8 +41,7 @@ _SETTLE_SECONDS = 1.0
 """How long the other ranks have to fail too, after one has."""
 _IMPORTS = ("pytest", "hypothesis", "numpy", "torch.utils.data", "lockstep.step.stepper")
 
-WORLDS_THREAD = "lockstep collectives"
-"""The thread in which a world runs collectives in the background. It stays as long as its world."""
+_WORLDS_THREAD = "lockstep collectives"
 
 _teams: dict[int, Team] = {}
 """By the number of ranks; the one used last is last."""
@@ -124,10 +126,12 @@ class Team:
             for _, remote in pipes:
                 remote.close()
             self.pids = _children_of(server.pid) - before
+            self._changed = False
             self._stack = stack.pop_all()
 
     def run(self, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[R]:
-        request = for_ranks((fn, tuple(args), dict(kwargs)))
+        request = for_ranks((self._changed, fn, tuple(args), dict(kwargs)))
+        self._changed = False
         for connection in self._connections.values():
             connection.send_bytes(request)
         answers: dict[int, Any] = {}
@@ -141,8 +145,9 @@ class Team:
                 break
             for rank in waiting:
                 if self._connections[rank] in ready:
-                    good, content = _answer(self._connections[rank])
+                    good, changed, content = _answer(self._connections[rank])
                     (answers if good else failures)[rank] = content
+                    self._changed |= changed
         if failures:
             raise TeamFailed(
                 "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
@@ -159,12 +164,14 @@ def _children_of(pid: int) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children()}
 
 
-def _answer(connection: Connection) -> tuple[bool, Any]:
-    """Return whether the function has returned, and its result or else what happened."""
+def _answer(connection: Connection) -> tuple[bool, bool, Any]:
+    """Return whether the function has returned, whether it has changed the world, and its result or
+    else what happened.
+    """
     try:
-        answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
+        answer: tuple[bool, bool, Any] = pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
-        return False, "its process has ended"
+        return False, False, "its process has ended"
     return answer
 
 
@@ -173,23 +180,47 @@ def _answer(connection: Connection) -> tuple[bool, Any]:
 
 def _serve(connections: Sequence[Connection]) -> None:
     """Run what the test process sends, until it closes this rank's connection."""
-    with lockstep.init(backend="gloo") as world:
-        torch.set_num_threads(1)
-        for rank, connection in enumerate(connections):
-            if rank != world.rank:
-                connection.close()
-        connection = connections[world.rank]
-        while True:
-            try:
-                request = connection.recv_bytes()
-            except EOFError:
-                os._exit(0)  # the other ranks may have ended already
-            try:
-                fn, args, kwargs = pickle.loads(request)
-                with nothing_left(staying=[WORLDS_THREAD]):
-                    result = fn(world, *args, **kwargs)
+    world = _opened()
+    for rank, connection in enumerate(connections):
+        if rank != world.rank:
+            connection.close()
+    connection = connections[world.rank]
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)  # the other ranks may have ended already
+        changed = False
+        try:
+            reopen, fn, args, kwargs = pickle.loads(request)
+            if reopen:
+                world.close()
+                world = _opened()
+            with nothing_left():
+                result = fn(world, *args, **kwargs)
                 assert World.current() is world, "the function has closed the team's world"
-                answer = for_ranks((True, result))
-            except BaseException:
-                answer = pickle.dumps((False, traceback.format_exc()))
-            connection.send_bytes(answer)
+                changed = _changed(world)
+                if changed:
+                    world.close()
+                    torch.set_num_threads(1)  # as before the world, it was otherwise
+            answer = for_ranks((True, changed, result))
+        except BaseException:
+            answer = pickle.dumps((False, changed, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _opened() -> World:
+    world = lockstep.init(backend="gloo")
+    torch.set_num_threads(1)
+    return world
+
+
+def _changed(world: World) -> bool:
+    """Whether the world has what lasts until it closes: further process groups, exact mode, its
+    thread for collectives in the background.
+    """
+    return (
+        len(dist.distributed_c10d._world.pg_map) > 1
+        or torch.are_deterministic_algorithms_enabled()
+        or any(thread.name == _WORLDS_THREAD for thread in threading.enumerate())
+    )

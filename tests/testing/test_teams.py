@@ -98,6 +98,19 @@ def test_what_a_function_leaves_on_a_rank_fails_its_test() -> None:
         on_team(leaves, 2)
 
 
+def changes(world: World) -> tuple[int, bool]:
+    before = len(dist.distributed_c10d._world.pg_map), torch.are_deterministic_algorithms_enabled()
+    if world.rank != 1:
+        world.subgroup([0, 2])
+        world.compute_deterministically()
+    return before
+
+
+def test_what_lasts_until_the_world_closes_is_not_there_in_the_next_test() -> None:
+    for _ in range(3):
+        assert on_team(changes, 3) == [(1, False)] * 3
+
+
 def fails(world: World, how: str) -> None:
     if world.rank == 1 and how == "raises":
         raise ValueError("boom")
