@@ -268,7 +268,13 @@ def results(ranks: int) -> list[dict[str, Ended]]:
     return run_ranks(each_case, ranks)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.rest if Mesh.read(case.mesh).size > 4 else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_a_split_training_is_that_of_one_process(name: str) -> None:
     case, (alone,) = CASES[name], results(1)
     ranks = [rank[name] for rank in results(Mesh.read(case.mesh).size)]
