@@ -1,5 +1,5 @@
-"""What code written for torch's DDP does to its wrapper: keywords, hooks, join, checkpointing,
-sparse gradients, odd inputs and outputs.
+"""What code written for torch's DDP does to its wrapper: keywords, hooks, checkpointing, groups,
+odd inputs and outputs.
 """
 
 from __future__ import annotations
@@ -56,16 +56,6 @@ def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], bound: float = 1e-
         assert zoo.distance(one, other) < bound, number
 
 
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 6, sparse=True)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.embed((x.abs() * 20).long().clamp(max=49)).mean(1))
-
-
 class Tied(nn.Module):
     """A transformer layer with tied embeddings."""
 
@@ -80,18 +70,6 @@ class Tied(nn.Module):
         return self.head(self.layer(self.embed((x.abs() * 8).long().clamp(max=19))))[:, 0, :3]
 
 
-class Branches(nn.Module):
-    """Which branch is used depends on the step, the same on all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.calls = nn.Linear(6, 3), nn.Linear(6, 3), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.left(x) if self.calls % 2 else self.right(x)
-
-
 class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,12 +81,7 @@ class Outputs(nn.Module):
         return {"a": self.heads["a"](features), "more": Pair(self.heads["b"](features), [features])}
 
 
-FAMILIES = {
-    "transformer": Tied,
-    "branches": Branches,
-    "embedding": Embedding,
-    "outputs": Outputs,
-}
+FAMILIES = {"transformer": Tied, "outputs": Outputs}
 
 
 def loss_of(output: object, y: Tensor) -> Tensor:
@@ -118,10 +91,8 @@ def loss_of(output: object, y: Tensor) -> Tensor:
     return zoo.loss_sum(output, y)
 
 
-def train(
-    ddp: nn.Module, rank: int, steps: int, lr: float = 0.02, momentum: float = 0.0
-) -> list[Tensor]:
-    sgd = torch.optim.SGD(ddp.parameters(), lr=lr, momentum=momentum)
+def train(ddp: nn.Module, rank: int, steps: int, momentum: float = 0.0) -> list[Tensor]:
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
     for step in range(steps):
         x, y = batch(rank, step)
         sgd.zero_grad()
@@ -133,19 +104,13 @@ def train(
 def by_family(world: lockstep.World, family: str, wrapper: str) -> list[Tensor]:
     """One script; only the wrapper's import differs."""
     torch.manual_seed(4)
-    ddp = WRAPPERS[wrapper](
-        FAMILIES[family](),
-        find_unused_parameters=family == "branches",
-        gradient_as_bucket_view=wrapper == "torch" and family != "embedding",
-    )
-    return train(ddp, world.rank, 20, momentum=0 if family == "embedding" else 0.9)
+    ddp = WRAPPERS[wrapper](FAMILIES[family](), gradient_as_bucket_view=wrapper == "torch")
+    return train(ddp, world.rank, 20, momentum=0.9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_swapping_the_import_gives_the_same_weights(family: str) -> None:
-    """Frozen and unused parameters, convolutions and recurrent layers are
-    promises/test_same_gradients.py's.
-    """
+    """promises/test_same_gradients.py and contract/test_wrapper.py have other models and uses."""
     theirs = on_team(by_family, 2, args=(family, "torch"))
     ours = on_team(by_family, 2, args=(family, "lockstep"))
     for one, other in zip(ours, theirs, strict=True):
@@ -179,22 +144,6 @@ def test_powersgd_runs_and_keeps_the_replicas_equal() -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
         assert one.isfinite().all()
-
-
-def after_join(world: lockstep.World, wrapper: str, by_all: bool) -> list[Tensor]:
-    ddp = WRAPPERS[wrapper](zoo.build("mlp"))
-    with ddp.join(divide_by_initial_world_size=by_all):
-        train(ddp, world.rank, 3 + 2 * world.rank)
-    return weights(ddp)
-
-
-@pytest.mark.parametrize("by_all", [True, False])
-def test_join_trains_on_uneven_inputs_as_torchs_does(by_all: bool) -> None:
-    theirs = on_team(after_join, 3, args=("torch", by_all))
-    ours = on_team(after_join, 3, args=("lockstep", by_all))
-    for one, other in zip(ours, theirs, strict=True):
-        compare(one, other)
-    assert all(map(torch.equal, ours[0], ours[2]))
 
 
 def stops_early(world: lockstep.World) -> str:
