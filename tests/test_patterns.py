@@ -1,10 +1,9 @@
 """Training loops that are not `loss(model(x))`: each gives the same weights on several ranks as
-on one.
+on one. test_recipes.py has moving averages and adapters.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,8 +19,6 @@ import lockstep
 from lockstep.step.step_result import StepResult
 from tests import zoo
 from tests.teams import on_team
-
-pytestmark = pytest.mark.rest
 
 Weights = list[Tensor]
 
@@ -102,19 +99,6 @@ def inner_steps(world: lockstep.World) -> Weights:
     return weights(model)
 
 
-def shared_forward(world: lockstep.World) -> Weights:
-    """One forward of the body feeds two heads' losses; one backward."""
-    torch.manual_seed(1)
-    model = nn.ModuleDict({"body": nn.Linear(6, 8), "a": nn.Linear(8, 3), "b": nn.Linear(8, 6)})
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        features = torch.tanh(model["body"](x))
-        return zoo.loss_sum(model["a"](features), y) + (model["b"](features) - x).square().sum()
-
-    train(lockstep.Stepper(model, sgd(model)), loss)
-    return weights(model)
-
-
 def gradient_penalty(world: lockstep.World) -> Weights:
     """A backward through the gradient of the inputs."""
     model = zoo.build("mlp")
@@ -127,24 +111,6 @@ def gradient_penalty(world: lockstep.World) -> Weights:
 
     train(lockstep.Stepper(model, sgd(model, lr=0.01)), loss)
     return weights(model)
-
-
-def moving_average(world: lockstep.World) -> Weights:
-    """A copy that follows the weights: equal on all ranks because they are."""
-    model = zoo.build("mlp")
-    average = copy.deepcopy(model)
-
-    def follow(result: StepResult) -> None:
-        with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-
-    train(
-        lockstep.Stepper(model, sgd(model)),
-        lambda x, y: zoo.loss_sum(model(x), y),
-        after=follow,
-    )
-    return weights(model, average)
 
 
 class Chained(torch.optim.Optimizer):
@@ -205,37 +171,11 @@ def two_optimizers(world: lockstep.World) -> Weights:
     return weights(model, average.module)
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank addition that is trained."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down = nn.Linear(inner.in_features, 2, bias=False)
-        self.up = nn.Linear(2, inner.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.up(self.down(x))
-
-
-def adapters(world: lockstep.World) -> Weights:
-    """Low-rank adapters put in before training."""
-    model = zoo.build("mlp")
-    assert isinstance(model, nn.Sequential)
-    for number in (0, 2, 4):
-        model[number] = Adapted(model[number])  # type: ignore[arg-type]
-    train(lockstep.Stepper(model, sgd(model)), lambda x, y: zoo.loss_sum(model(x), y))
-    return weights(model)
-
-
 PATTERNS: list[Callable[[lockstep.World], Weights]] = [
     gan,
     inner_steps,
-    shared_forward,
     gradient_penalty,
-    moving_average,
     two_optimizers,
-    adapters,
 ]
 
 
