@@ -24,6 +24,13 @@ class Block(nn.Module):
         return out
 
 
+class Turned(nn.Module):
+    """A view that is not contiguous, and so are gradients that come through it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+
 class Reader(nn.Module):
     """Token ids [batch, length] -> [batch, 5, length]: additions and a root's own parameter
     between modules, a view at the end.

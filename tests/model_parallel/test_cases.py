@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lockstep
 from lockstep.config.mesh import Mesh
@@ -20,78 +21,47 @@ from lockstep.errors import ReplicaDivergence, WorkerFailed
 from lockstep.gradients import reductions
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
+from tests.model_parallel.layered import Turned, reader
 
-WIDTH = 8
+WIDTH, WORDS, LENGTH = 8, 11, 4
 
 
-class Tied(nn.Module):
+def tied(dropout: float = 0.0) -> nn.Module:
     """The embedding is the output layer as well: the first and the last stage hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(16, WIDTH)
-        self.blocks = nn.Sequential(
-            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-        )
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-        self.head.weight = self.bytes.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.bytes(x)))
-        return logits
+    return reader(depth=3, width=WIDTH, dropout=dropout, tied=True).float()
 
 
-class Frozen(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-        self.blocks[1].requires_grad_(False)
+def frozen() -> nn.Module:
+    model = reader(depth=3, width=WIDTH).float()
+    model.blocks[1].requires_grad_(False)
+    return model
 
 
-class Branching(nn.Module):
-    """Its forward asks a tensor: it cannot be followed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Embedding(16, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x))
-        if y.sum() > 1e9:
-            y = y * 2
-        logits: Tensor = self.third(y)
-        return logits
-
-
-def children(model: nn.Module) -> list[nn.Module]:
-    return list(model.children())
+def dropping() -> nn.Module:
+    """In training only."""
+    return tied(dropout=0.5)
 
 
 def wide() -> nn.Module:
     """Shards are cut at multiples of 1024 elements: every rank has some of each stage."""
     return nn.Sequential(
-        nn.Embedding(16, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 16)
+        nn.Embedding(WORDS, 64),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Linear(64, WORDS),
+        Turned(),
     )
-
-
-def dropping() -> nn.Module:
-    """Works in place, and drops: in training only."""
-    blocks = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.5))
-        for _ in range(4)
-    ]
-    return nn.Sequential(nn.Embedding(16, WIDTH), *blocks, nn.Linear(WIDTH, 16))
 
 
 def pair(between: Callable[[], nn.Module] = nn.GELU) -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(16, WIDTH),
+        nn.Embedding(WORDS, WIDTH),
         nn.Linear(WIDTH, 12),
         between(),
         nn.Linear(12, WIDTH),
-        nn.Linear(WIDTH, 16),
+        nn.Linear(WIDTH, WORDS),
+        Turned(),
     )
 
 
@@ -99,7 +69,7 @@ PAIR = Parts(tensor={"1": "colwise", "3": "rowwise"})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def zero_rate(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,14 +86,13 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return nn.functional.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
+    return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
 
 
 def task(model: Any, samples: int = 10, **changes: Any) -> lockstep.Task:
     """10 samples in steps of 8, micro-batches of 3: 3, 3, 2 of each, and at an epoch's end 2."""
-    data = [
-        (torch.tensor(number * 7 % 16), torch.tensor(number * 5 % 16)) for number in range(samples)
-    ]
+    places = torch.arange(LENGTH)
+    data = [((places + number) * 7 % WORDS, (places + number * 3) % 5) for number in range(samples)]
     fields = {
         "optimizer": sgd,
         "global_batch": 8,
@@ -163,23 +132,23 @@ IDLE = {"global_batch": 4, "micro_batch": 2, "samples": 9}
 CASES = {
     **{
         f"tied weights, short windows, {schedule}": Case(
-            model=Tied, mesh="pipeline=2", options={"schedule": schedule}
+            model=tied, mesh="pipeline=2", options={"schedule": schedule}
         )
         for schedule in ("naive", "gpipe", "1f1b")
     },
     **{
-        f"tied weights over {mesh}": Case(model=Tied, mesh=mesh)
+        f"tied weights over {mesh}": Case(model=tied, mesh=mesh)
         for mesh in ("pipeline=3", "data=2,pipeline=2", "shard=3")
     },
-    "frozen layers over data": Case(model=Frozen, mesh="data=3"),
+    "frozen layers over data": Case(model=frozen, mesh="data=3"),
     **{
         f"frozen layers, groups of parameters over {mesh}": Case(
-            model=Frozen, mesh=mesh, changes={"optimizer": two_groups}
+            model=frozen, mesh=mesh, changes={"optimizer": two_groups}
         )
         for mesh in ("pipeline=2", "shard=2")
     },
     **{
-        f"ranks without a micro-batch over {mesh}": Case(model=Tied, mesh=mesh, changes=IDLE)
+        f"ranks without a micro-batch over {mesh}": Case(model=tied, mesh=mesh, changes=IDLE)
         for mesh in ("shard=4", "data=2,shard=2")
     },
     **{
@@ -189,7 +158,7 @@ CASES = {
         for name, changes in (("AdamW", {"optimizer": two_groups}), ("clipped", {"clip": 0.02}))
     },
     **{
-        f"bf16 over {mesh}": Case(model=Tied, mesh=mesh, precision="bf16", rel=3e-2)
+        f"bf16 over {mesh}": Case(model=tied, mesh=mesh, precision="bf16", rel=3e-2)
         for mesh in ("pipeline=2", "shard=2")
     },
     # with a rate of next to nothing the weights stay, and the evaluation is one process's
@@ -204,7 +173,7 @@ CASES = {
         for schedule in ("gpipe", "1f1b")
     },
     "layers named by the task": Case(
-        model=Branching, mesh="pipeline=3", changes={"parts": Parts(layers=children)}
+        model=wide, mesh="pipeline=3", changes={"parts": Parts(layers=list)}
     ),
     **{
         f"tensor parts over {mesh}": Case(model=pair, mesh=mesh, changes={"parts": PAIR})
@@ -293,7 +262,7 @@ def trains(world: lockstep.World, case: Case) -> None:
 
 
 def test_a_stage_with_nothing_to_train_is_named() -> None:
-    stages = Parts(stages=["blocks.1.0", "blocks.2.0"])
+    stages = Parts(stages=["blocks.1", "blocks.2"])
     with pytest.raises(
         WorkerFailed,
         match=(
@@ -301,7 +270,7 @@ def test_a_stage_with_nothing_to_train_is_named() -> None:
             r".*\[nothing-to-train-on-rank\]"
         ),
     ):
-        run_ranks(trains, 3, (Case(model=Frozen, mesh="pipeline=3", changes={"parts": stages}),))
+        run_ranks(trains, 3, (Case(model=frozen, mesh="pipeline=3", changes={"parts": stages}),))
 
 
 def drifting(world: lockstep.World, mesh: str) -> None:

@@ -30,7 +30,7 @@ from lockstep.model_parallel.stages import stage_module
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock, StepTimes
 from lockstep.testing import run_ranks
-from tests.model_parallel.layered import Block, reader, sentences
+from tests.model_parallel.layered import Block, Turned, reader, sentences
 from tests.teams import on_team
 
 CPU = torch.device("cpu")
@@ -241,13 +241,6 @@ class Adds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.a + self.b
-
-
-class Turned(nn.Module):
-    """A view that is not contiguous, and so are gradients that come through it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(-1, -2)
 
 
 def adding() -> nn.Module:

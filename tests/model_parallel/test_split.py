@@ -153,17 +153,6 @@ def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
 # -- the stages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_stages_one_after_the_other_are_the_model_and_have_its_names(count: int) -> None:
-    model = reader(depth=3)
-    stages = stages_of(layers_of(model), count)
-    (ids,) = sentences(1)[0]
-    assert torch.equal(through(stages, ids), model(ids))
-    found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-    assert found.keys() == dict(model.named_parameters()).keys()
-    assert all(found[name] is parameter for name, parameter in model.named_parameters())
-
-
 def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
     model = Recurrent()
     stages = stages_of(layers_of(model), 2)
@@ -178,7 +167,8 @@ def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
 def test_train_and_eval_reach_the_modules() -> None:
     model = nn.Sequential(nn.Linear(4, 4).eval(), nn.Dropout(0.5), nn.BatchNorm1d(4))
     stage = stage_module(layers_of(model), range(1, 3))
-    assert [module.training for module in model] == [False, True, True], "left as it was"
+    modes = [module.training for module in (model, *model)]
+    assert modes == [True, False, True, True], "left as they were"
     x = torch.randn(6, 4)
     assert not torch.equal(stage(x), stage(x))
     stage.eval()
@@ -219,17 +209,25 @@ def test_a_forward_that_cannot_be_followed_is_refused_with_the_way_out() -> None
     assert "Parts(layers=...)" in str(caught.value)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_given_layers_make_the_same_stages(count: int) -> None:
-    model = Branching()
-    layers = layers_of(model, GIVEN)
-    assert layers.names == ("first", "body.0", "body.1", "last")
-    stages = stages_of(layers, count)
-    x = torch.randn(2, 3)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("model", "parts", "x"),
+    [
+        (reader(depth=3), None, sentences(1)[0][0]),
+        (Branching(), GIVEN, torch.linspace(0, 1, 6).view(2, 3)),
+    ],
+    ids=["traced", "given"],
+)
+def test_stages_one_after_the_other_are_the_model_and_have_its_names(
+    model: nn.Module, parts: Parts | None, x: Tensor, count: int
+) -> None:
+    stages = stages_of(layers_of(model, parts), count)
     assert torch.equal(through(stages, x), model(x))
-    assert {name for stage in stages for name, _ in stage.named_parameters()} == dict(
-        model.named_parameters()
-    ).keys()
+    parameters: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        parameters.update(stage.named_parameters())
+    assert parameters.keys() == dict(model.named_parameters()).keys()
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -328,6 +326,7 @@ def test_a_model_without_layers() -> None:
 
 def test_stages_begin_where_parts_says() -> None:
     layers = layers_of(reader(depth=3))
+    assert layers_of(Branching(), GIVEN).names == ("first", "body.0", "body.1", "last")
     assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [
         range(0, 1),
         range(1, 4),
