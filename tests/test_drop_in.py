@@ -28,16 +28,6 @@ WRAPPERS = {
 }
 
 
-def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = zoo.samples(512)
-    rows = slice(4 * (4 * number + rank), 4 * (4 * number + rank) + 4)
-    return x[rows], y[rows]
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 def gradients(model: nn.Module) -> list[Tensor]:
     return [
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
@@ -94,11 +84,11 @@ def loss_of(output: object, y: Tensor) -> Tensor:
 def train(ddp: nn.Module, rank: int, steps: int, momentum: float = 0.0) -> list[Tensor]:
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
     for step in range(steps):
-        x, y = batch(rank, step)
+        x, y = zoo.batch(rank, step)
         sgd.zero_grad()
         loss_of(ddp(x), y).backward()
         sgd.step()
-    return weights(ddp)
+    return zoo.weights(ddp)
 
 
 def by_family(world: lockstep.World, family: str, wrapper: str) -> list[Tensor]:
@@ -180,7 +170,7 @@ def checkpointed(world: lockstep.World, reentrant: bool) -> list[Tensor]:
     torch.manual_seed(3)
     ddp = lockstep.DistributedDataParallel(Checkpointed(reentrant), bucket_cap_mb=0.0001)
     for number in range(2):
-        x, y = batch(world.rank, number)
+        x, y = zoo.batch(world.rank, number)
         ddp.zero_grad()
         zoo.loss_sum(ddp(x), y).backward()
     return gradients(ddp)
@@ -189,7 +179,7 @@ def checkpointed(world: lockstep.World, reentrant: bool) -> list[Tensor]:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     torch.manual_seed(3)
-    expected = mean_gradients(Checkpointed(False), (batch(0, 1), batch(1, 1)))
+    expected = mean_gradients(Checkpointed(False), (zoo.batch(0, 1), zoo.batch(1, 1)))
     for ours in on_team(checkpointed, 2, args=(reentrant,)):
         compare(ours, expected)
 
@@ -197,7 +187,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 def statistics(world: lockstep.World) -> tuple[Tensor, Tensor, int]:
     model = zoo.build("cnn")
     ddp = lockstep.DistributedDataParallel(model, forward_sync_buffers=False)
-    ddp(batch(world.rank, 0)[0])
+    ddp(zoo.batch(world.rank, 0)[0])
     local = model.norm.running_mean.clone()
     ddp.sync_buffers()
     return local, model.norm.running_mean.clone(), int(model.norm.num_batches_tracked)
@@ -219,7 +209,7 @@ def in_pairs(world: lockstep.World) -> dict[str, list[Tensor]]:
     """Gradients of wrappers, and the weights after a Stepper's step around one, where each pair of
     ranks averages among itself.
     """
-    x, y = batch(world.rank)
+    x, y = zoo.batch(world.rank)
     group = [dist.new_group(list(pair)) for pair in PAIRS["process group"]][world.rank // 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
     results = {}
@@ -237,7 +227,7 @@ def in_pairs(world: lockstep.World) -> dict[str, list[Tensor]]:
     for u, v in stepper.micro_batches([(x, y)]):
         stepper.backward(zoo.loss_sum(ddp(u), v), weight=4)
     assert stepper.step().weight == 8
-    return results | {"stepper": weights(ddp)}
+    return results | {"stepper": zoo.weights(ddp)}
 
 
 def test_wrappers_and_steppers_of_some_ranks_average_among_them() -> None:
@@ -245,7 +235,7 @@ def test_wrappers_and_steppers_of_some_ranks_average_among_them() -> None:
     for name, pairs in PAIRS.items():
         for pair in pairs:
             model = zoo.build("mlp")
-            expected = mean_gradients(model, map(batch, pair))
+            expected = mean_gradients(model, map(zoo.batch, pair))
             if name == "stepper":  # the mean over eight samples, in place of two batches
                 expected = [
                     parameter.detach() - 0.1 * gradient / 4
@@ -264,7 +254,7 @@ def ignoring(world: lockstep.World) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             model[0].weight += 1
     ddp = lockstep.DistributedDataParallel(model)
-    x, y = batch(world.rank, 0)
+    x, y = zoo.batch(world.rank, 0)
     zoo.loss_sum(ddp(x), y).backward()
     return model[0].weight.detach().clone(), model[0].weight.grad.clone()
 

@@ -32,12 +32,6 @@ def world() -> Iterator[lockstep.World]:
         yield world
 
 
-def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = zoo.samples(256)
-    rows = slice(4 * (4 * number + rank), 4 * (4 * number + rank) + 4)
-    return x[rows], y[rows]
-
-
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
@@ -58,7 +52,7 @@ def backward(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None
 def mean_norm() -> float:
     """Of the first weight's gradient: the mean over two ranks, in one process."""
     model = zoo.build("mlp")
-    backward(model, (batch(0), batch(1)))
+    backward(model, (zoo.batch(0), zoo.batch(1)))
     return float(model[0].weight.grad.norm()) / 2  # type: ignore[index]
 
 
@@ -90,7 +84,7 @@ def moving(world: lockstep.World) -> dict[str, object]:
     model = Buffers()
     stepper = lockstep.Stepper(model, sgd(model))
     for number in range(4):
-        step(stepper, model, batch(world.rank, number))  # one micro-batch a rank
+        step(stepper, model, zoo.batch(world.rank, number))  # one micro-batch a rank
     return {name: getattr(model, name).tolist() for name in ("mask", "count", "fresh", "phase")}
 
 
@@ -109,9 +103,9 @@ def hook_meets_stepper(world: lockstep.World) -> float:
     ddp = lockstep.DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with ddp.join():
-        backward(ddp, [batch(world.rank)])
+        backward(ddp, [zoo.batch(world.rank)])
     model.zero_grad()
-    backward(ddp, [batch(world.rank)])  # join() did not leave its divisor behind
+    backward(ddp, [zoo.batch(world.rank)])  # join() did not leave its divisor behind
     with refused("hook-with-stepper"):
         lockstep.Stepper(ddp, sgd(model))
     return float(model[0].weight.grad.norm())
@@ -134,10 +128,10 @@ def accumulates_branches(world: lockstep.World) -> bool:
     torch.manual_seed(0)
     model = Two()
     ddp = lockstep.DistributedDataParallel(model, find_unused_parameters=True)
-    backward(ddp, [batch(world.rank)])
+    backward(ddp, [zoo.batch(world.rank)])
     kept = float(model.a.weight.grad.norm())
     model.branch = "b"
-    backward(ddp, [batch(world.rank, 1)])
+    backward(ddp, [zoo.batch(world.rank, 1)])
     return model.a.weight.grad is not None and math.isclose(
         float(model.a.weight.grad.norm()), kept, rel_tol=1e-6
     )
@@ -155,9 +149,9 @@ def only_under_no_sync(world: lockstep.World) -> float:
         model.zero_grad()
         with ddp.no_sync():
             model.branch = "a"
-            backward(ddp, [batch(world.rank, number)])
+            backward(ddp, [zoo.batch(world.rank, number)])
         model.branch = "b"
-        backward(ddp, [batch(world.rank, number)])
+        backward(ddp, [zoo.batch(world.rank, number)])
     return float(model.a.weight.grad.norm())
 
 
@@ -187,7 +181,7 @@ def reentrant_twice(world: lockstep.World) -> str:
     torch.manual_seed(0)
     ddp = lockstep.DistributedDataParallel(Reused(), bucket_cap_mb=0.0001)
     try:
-        backward(ddp, [batch(world.rank)])
+        backward(ddp, [zoo.batch(world.rank)])
     except LateGradient as error:
         world.close(failed=True)
         return str(error)
@@ -207,9 +201,9 @@ def idle_scaler(world: lockstep.World) -> tuple[list[bool], list[Tensor]]:
     )
     applied = []
     for number in range(2):
-        batches = [batch(0, number)] if world.rank == 0 else []
+        batches = [zoo.batch(0, number)] if world.rank == 0 else []
         applied.append(step(stepper, model, *batches).applied)
-    return applied, [parameter.detach().clone() for parameter in model.parameters()]
+    return applied, zoo.weights(model)
 
 
 def test_a_loss_scaler_on_a_rank_that_idles() -> None:
@@ -257,7 +251,7 @@ def rewrapped(world: lockstep.World) -> bool:
         for _ in range(2):
             ddp = lockstep.DistributedDataParallel(model)
             del ddp
-        backward(lockstep.DistributedDataParallel(model), [batch(world.rank)])
+        backward(lockstep.DistributedDataParallel(model), [zoo.batch(world.rank)])
     finally:
         gc.enable()
     rows = collectives.all_gather(model[0].weight.grad.reshape(1, -1))
@@ -292,10 +286,10 @@ def after_an_exception(world: lockstep.World) -> float:
 
     handle = model[0].bias.register_hook(boom)
     with pytest.raises(KeyError):
-        backward(ddp, [batch(world.rank)])
+        backward(ddp, [zoo.batch(world.rank)])
     handle.remove()
     model.zero_grad()
-    backward(ddp, [batch(world.rank)])
+    backward(ddp, [zoo.batch(world.rank)])
     return float(model[0].weight.grad.norm())
 
 
@@ -330,7 +324,7 @@ def test_a_fused_optimizer_under_float64(world: lockstep.World) -> None:
     try:
         model = zoo.build("mlp")
         stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
-        x, y = batch(0)
+        x, y = zoo.batch(0)
         assert step(stepper, model, (x.double(), y)).applied
     finally:
         torch.set_default_dtype(before)
@@ -339,7 +333,7 @@ def test_a_fused_optimizer_under_float64(world: lockstep.World) -> None:
 def test_a_mean_over_nothing_with_a_tensor_weight(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     stepper = lockstep.Stepper(model, sgd(model))
-    for number, (x, y) in enumerate(stepper.micro_batches([batch(0), batch(0)])):
+    for number, (x, y) in enumerate(stepper.micro_batches([zoo.batch(0), zoo.batch(0)])):
         target = y if number else torch.full_like(y, -100)
         loss = nn.functional.cross_entropy(model(x), target)
         stepper.backward(loss, weight=(target >= 0).sum(), reduction="mean")
@@ -348,7 +342,7 @@ def test_a_mean_over_nothing_with_a_tensor_weight(world: lockstep.World) -> None
 
 def test_a_graph_on_a_gradient_does_not_travel_and_this_is_said(world: lockstep.World) -> None:
     ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    x, y = batch(0)
+    x, y = zoo.batch(0)
     loss = zoo.loss_sum(ddp(x), y)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -368,7 +362,7 @@ def test_gradients_that_are_cleared_before_the_step_are_noticed(
     optimizer = sgd(model)
     stepper = lockstep.Stepper(model, optimizer)
     with refused("gradient-cleared"):
-        for x, y in stepper.micro_batches([batch(0), batch(0, 1)]):
+        for x, y in stepper.micro_batches([zoo.batch(0), zoo.batch(0, 1)]):
             stepper.backward(zoo.loss_sum(model(x), y), weight=4)
             if where == "inside":
                 optimizer.zero_grad(set_to_none=to_none)
@@ -379,7 +373,7 @@ def test_gradients_that_are_cleared_before_the_step_are_noticed(
 def test_plain_backward_in_place_of_the_steppers_is_noticed(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     stepper = lockstep.Stepper(model, sgd(model))
-    backward(model, stepper.micro_batches([batch(0), batch(0, 1)]))
+    backward(model, stepper.micro_batches([zoo.batch(0), zoo.batch(0, 1)]))
     with refused("backward-not-by-stepper"):
         stepper.step()
 
@@ -390,7 +384,7 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once(world: lockstep.World) -
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            for x, y in stepper.micro_batches([batch(0)]):
+            for x, y in stepper.micro_batches([zoo.batch(0)]):
                 stepper.backward(zoo.loss_sum(model(x), y) * math.nan, weight=4)
             assert not stepper.step().applied
     first, second = [
@@ -416,7 +410,7 @@ def test_mistaken_arguments_are_sentences(world: lockstep.World) -> None:
     stepper = lockstep.Stepper(model, sgd(model))
     with refused("not-a-window", kind="int"):
         next(stepper.micro_batches(5))  # type: ignore[arg-type]
-    for _ in stepper.micro_batches([batch(0)]):
+    for _ in stepper.micro_batches([zoo.batch(0)]):
         with refused("loss-not-a-tensor", kind="float"):
             stepper.backward(1.0, weight=1)  # type: ignore[arg-type]
     with refused("loader-iterated"):
@@ -431,14 +425,14 @@ def test_a_wrapper_can_be_copied_saved_and_averaged_and_a_copy_is_tied_to_the_ra
     average.update_parameters(ddp)
     torch.save(ddp, tmp_path / "ddp.pt")
     loaded = torch.load(tmp_path / "ddp.pt", weights_only=False)
-    x, _ = batch(0)
+    x, _ = zoo.batch(0)
     for other in (copy.deepcopy(ddp), loaded, average):
         other.eval()
         assert torch.equal(other(x), ddp(x))
         other.train()
-        backward(other, [batch(0)])
+        backward(other, [zoo.batch(0)])
         assert all(parameter.grad is not None for parameter in other.parameters())
-    backward(ddp, [batch(0)])
+    backward(ddp, [zoo.batch(0)])
     assert ddp.module[0].weight.grad is not None
 
 

@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,13 @@ def pet(rank: int, per_node: int, port: int) -> dict[str, object]:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        found: int = free.getsockname()[1]
-    return found
+def port() -> Iterator[int]:
+    """Held for the pods: nobody else gets it, and who binds it with SO_REUSEADDR may listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        number: int = held.getsockname()[1]
+        yield number
 
 
 def test_the_train_jobs_command_in_two_pods_of_two_ranks(tmp_path: Path, port: int) -> None:

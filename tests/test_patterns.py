@@ -40,10 +40,6 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     )
 
 
-def weights(*models: nn.Module) -> Weights:
-    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
-
-
 def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], bound: float = 1e-6) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert zoo.distance(one, other) < bound
@@ -83,7 +79,7 @@ def gan(world: lockstep.World) -> Weights:
                 maker.backward(F.softplus(-judge(make(torch.randn_like(x)))).sum(), weight=len(x))
             maker.step()
             judge.requires_grad_(True)
-    return weights(make, judge)
+    return zoo.weights(make, judge)
 
 
 def inner_steps(world: lockstep.World) -> Weights:
@@ -96,7 +92,7 @@ def inner_steps(world: lockstep.World) -> Weights:
                 for x, y in stepper.micro_batches(window):
                     stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
                 stepper.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
 def gradient_penalty(world: lockstep.World) -> Weights:
@@ -110,7 +106,7 @@ def gradient_penalty(world: lockstep.World) -> Weights:
         return zoo.loss_sum(output, y) + slope.square().sum()
 
     train(lockstep.Stepper(model, sgd(model, lr=0.01)), loss)
-    return weights(model)
+    return zoo.weights(model)
 
 
 class Chained(torch.optim.Optimizer):
@@ -168,7 +164,7 @@ def two_optimizers(world: lockstep.World) -> Weights:
             after=lambda result: average.update_parameters(model) if result.applied else None,
         )
     assert len(stepper.optimizer_state_dict()["state"]) == 6
-    return weights(model, average.module)
+    return zoo.weights(model, average.module)
 
 
 PATTERNS: list[Callable[[lockstep.World], Weights]] = [
@@ -208,7 +204,7 @@ def overflow(world: lockstep.World) -> tuple[list[bool], list[float], Weights]:
             result.reason or ""
         )
         scales.append(scaler.get_scale())
-    return applied, scales, weights(model)
+    return applied, scales, zoo.weights(model)
 
 
 def test_an_inf_on_one_rank_skips_the_step_on_all_with_equal_scalers() -> None:
@@ -259,7 +255,7 @@ def ragged(world: lockstep.World, per_window: int) -> Weights:
         for x, y in stepper.micro_batches(window):
             stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
         stepper.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
 def ragged_alone(share: int) -> Weights:
@@ -279,7 +275,7 @@ def ragged_alone(share: int) -> Weights:
             parameter.grad = gradient.to_dense() / count
         nn.utils.clip_grad_norm_(trained, 0.1)
         step.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import World
@@ -30,7 +28,7 @@ from lockstep.model_parallel.stages import stage_module
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock, StepTimes
 from lockstep.testing import run_ranks
-from tests.model_parallel.layered import Block, Turned, reader, sentences
+from tests.model_parallel.layered import Block, Halves, Turned, objects_refused, reader, sentences
 from tests.teams import on_team
 
 CPU = torch.device("cpu")
@@ -87,22 +85,6 @@ def compare(pipeline: Pipeline, expected: dict[str, Tensor], rtol: float = 1e-8)
                 atol=rtol / 100,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
-
-
-@contextmanager
-def objects_refused() -> Iterator[None]:
-    """Functions of torch that would pickle objects for other ranks fail."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("an object was sent to another rank")
-
-    names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
-    assert "send_object_list" in names
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(dist, name, refuse)
-            patch.setattr(dist.distributed_c10d, name, refuse)
-        yield
 
 
 # -- the gradients of one process ----------------------------------------------------------------
@@ -455,6 +437,10 @@ def too_wide() -> nn.Module:
     )
 
 
+def halving() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Halves(), nn.Linear(4, 4))
+
+
 def anything(x: Tensor) -> bool:
     """Not what shapes are worked out with."""
     return bool(x.any())
@@ -485,6 +471,11 @@ def fails(world: World, make: Callable[[], nn.Module], parts: Parts | None) -> N
                 r" float32 \[2, 5\] of the stage before\."
             ),
         ),
+        (
+            halving,
+            Parts(layers=list),
+            r"(?s)TaskError: .*layer 1 returned a tuple.*\[layer-gives-no-tensor\]",
+        ),
         (fussy, None, "KeyError: 'no such word'"),
         (
             ragged,
@@ -495,7 +486,12 @@ def fails(world: World, make: Callable[[], nn.Module], parts: Parts | None) -> N
             ),
         ),
     ],
-    ids=["sizes that do not fit", "an error in the middle", "a shape that depends on values"],
+    ids=[
+        "sizes that do not fit",
+        "a tuple",
+        "an error in the middle",
+        "a shape that depends on values",
+    ],
 )
 def test_a_rank_that_fails_is_blamed_with_its_own_error(
     make: Callable[[], nn.Module], parts: Parts | None, message: str

@@ -21,7 +21,7 @@ from lockstep.model_parallel.layers import Layers, layers_of
 from lockstep.model_parallel.split import ModelNames, balanced, by_parameters, cut
 from lockstep.model_parallel.stages import described, stage_module
 from lockstep.tasks.text import GPT
-from tests.model_parallel.layered import Block, reader, sentences
+from tests.model_parallel.layered import Block, Halves, reader, sentences
 from tests.refused import refused
 
 
@@ -247,11 +247,6 @@ def test_layers_that_are_not_the_models_are_refused(
 ) -> None:
     with refused(code, TaskError, **values):
         layers_of(Branching(), Parts(layers=layers))
-
-
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, :1], x[:, 1:]
 
 
 def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
