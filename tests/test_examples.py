@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,10 +118,15 @@ def test_where_the_files_of_mnist_come_from(tmp_path: Path) -> None:
     assert "https://ossci-datasets.s3.amazonaws.com/mnist/" in done.stderr.splitlines()[-1]
 
 
-def test_mnist_from_idx_files(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    """scikit-learn sets environment variables as it is imported: before a test looks at them."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    return load_digits()
+
+
+def test_mnist_from_idx_files(digits: Any, tmp_path: Path) -> None:
     # 8x8 scans as 28x28
     images = np.kron(digits.images, np.ones((4, 4)))[:, 2:30, 2:30] * (255 / 16)
     for name, rows in (("train", slice(0, 640)), ("t10k", slice(640, 896))):

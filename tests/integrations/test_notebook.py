@@ -10,7 +10,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
 
 from tests.ending import alive
 
@@ -90,50 +93,47 @@ SEEN = {
 """What appears in the notebook, and the file that a rank waits for then."""
 
 
-def client_of(folder: Path, notebook: Any) -> Any:
-    """A client that looks at output as it arrives: a rank waits for it, and when two pids are there
-    the kernel is interrupted.
-    """
-    from nbclient import NotebookClient
+class Client(NotebookClient):
+    """Looks at output as it arrives: a rank waits for it, and two pids are interrupted."""
 
-    class Client(NotebookClient):
-        pids: tuple[int, ...] = ()
-        stopping: Any = None
+    def __init__(self, folder: Path, notebook: Any) -> None:
+        super().__init__(notebook, timeout=120, allow_errors=True)
+        self.folder = folder
+        self.pids: list[int] = []
+        self.stopping: Any = None
 
-        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-            content = msg["content"]
-            text = str(content.get("text") or content.get("data", {}).get("text/plain", ""))
-            for said, file in SEEN.items():
-                if said in text:
-                    (folder / file).touch()
-            lines = [line for line in text.splitlines() if "] pid " in line]
-            self.pids += tuple(int(line.split()[-1]) for line in lines)
-            if len(self.pids) == 2 and self.stopping is None:
-                self.stopping = asyncio.ensure_future(self.km.interrupt_kernel())
-            return super().process_message(msg, cell, cell_index)
-
-    return Client(notebook, timeout=120, allow_errors=True)
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        content = msg["content"]
+        text = str(content.get("text") or content.get("data", {}).get("text/plain", ""))
+        for said, file in SEEN.items():
+            if said in text:
+                (self.folder / file).touch()
+        self.pids += [int(line.split()[-1]) for line in text.splitlines() if "] pid " in line]
+        if len(self.pids) == 2 and self.stopping is None:
+            self.stopping = asyncio.ensure_future(self.km.interrupt_kernel())
+        return super().process_message(msg, cell, cell_index)
 
 
-def ran(folder: Path) -> tuple[list[Any], dict[str, Any], tuple[int, ...]]:
-    """The outputs of the example's code cells, those of the test's by name, and the pids that were
-    interrupted.
-    """
-    import nbformat
-
+def ran(folder: Path) -> tuple[list[Any], dict[str, Any], Client]:
+    """The outputs of the example's code cells, those of the test's by name, and the client."""
     script = folder / "cells.py"
     script.write_text("raise AssertionError('a rank has run the cells as a script')\n")
     notebook = nbformat.read(EXAMPLE, as_version=4)
     example = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    own = {}
-    for name, text in CELLS.items():
-        text = text.replace("SCRIPT", repr(str(script))).replace("FOLDER", repr(str(folder)))
-        own[name] = nbformat.v4.new_code_cell(text)
+    own = {
+        name: new_code_cell(
+            text.replace("SCRIPT", repr(str(script))).replace("FOLDER", repr(str(folder)))
+        )
+        for name, text in CELLS.items()
+    }
     notebook.cells += own.values()
-    client = client_of(folder, notebook)
+    client = Client(folder, notebook)
     client.execute()
-    outputs = {name: cell.outputs for name, cell in own.items()}
-    return [cell.outputs for cell in example], outputs, client.pids
+    return (
+        [cell.outputs for cell in example],
+        {name: cell.outputs for name, cell in own.items()},
+        client,
+    )
 
 
 def value(outputs: Any) -> Any:
@@ -150,7 +150,7 @@ def failure(outputs: Any) -> Any:
 
 def test_cells_run_on_ranks_show_their_output_and_stop(tmp_path: Path) -> None:
     """More than 5 s: one kernel and three processes import torch."""
-    example, own, pids = ran(tmp_path)
+    example, own, client = ran(tmp_path)
     assert not [each for outputs in example for each in outputs if each.output_type == "error"]
     assert value(example[3]) == "True", "other bits on two ranks than on one"
     assert "[0] global batch 24" in printed(example[3], "stderr")
@@ -184,7 +184,7 @@ def test_cells_run_on_ranks_show_their_output_and_stop(tmp_path: Path) -> None:
 
     # the stop button ends all ranks, and the next cell runs
     assert failure(own["interrupted"]).ename == "KeyboardInterrupt"
-    assert len(pids) == 2
+    assert len(client.pids) == 2
     # Their server has ended too, so that whoever is process 1 reaps them, in its own time.
-    assert not any(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in client.pids)
     assert value(own["after it"]) == "[100, 101]"

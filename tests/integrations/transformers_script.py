@@ -242,9 +242,8 @@ class Own(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def with_lockstep(trainer: type[Trainer]) -> Any:
-    """As users join the two."""
-    return type(f"With{trainer.__name__}", (LockstepTraining, trainer), {})
+class Weighted(LockstepTraining, Own):
+    pass
 
 
 class Sampled(LockstepTrainer):
@@ -277,6 +276,18 @@ class OtherCollation(Trainer):
         return super()._get_dataloader(*arguments, **options)
 
 
+class WithBalanced(LockstepTraining, Balanced):
+    pass
+
+
+class WithLargeBatches(LockstepTraining, LargeBatches):
+    pass
+
+
+class WithOtherCollation(LockstepTraining, OtherCollation):
+    pass
+
+
 class OwnBalanced(LockstepTrainer):
     get_train_dataloader = Balanced.get_train_dataloader
 
@@ -288,6 +299,10 @@ class Measured(Trainer):
         loader = super().get_train_dataloader()
         self.length = len(loader)
         return loader
+
+
+class WithMeasured(LockstepTraining, Measured):
+    pass
 
 
 def reported_loss(folder: Path) -> None:
@@ -334,22 +349,19 @@ def refusals(folder: Path) -> None:
         trained(data=Stream())
     for kind, method in (
         (Sampled, "Sampled._get_train_sampler"),
-        (with_lockstep(Balanced), "Balanced.get_train_dataloader"),
+        (WithBalanced, "Balanced.get_train_dataloader"),
         (OwnBalanced, "Balanced.get_train_dataloader"),
-        (with_lockstep(LargeBatches), "LargeBatches.get_train_dataloader"),
-        (with_lockstep(OtherCollation), "OtherCollation._get_dataloader"),
+        (WithLargeBatches, "LargeBatches.get_train_dataloader"),
+        (WithOtherCollation, "OtherCollation._get_dataloader"),
     ):
         with refused("trainer-own-loader", method=method):
             trained(kind)
-    assert (
-        trained(with_lockstep(Measured)).length == 5 * 3
-    )  # 5 steps an epoch, 3 batches of this rank each
-    weighted = with_lockstep(Own)
-    by_keyword = weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
+    assert trained(WithMeasured).length == 5 * 3  # 5 steps an epoch, 3 batches of this rank each
+    by_keyword = Weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
     assert by_keyword.args.max_steps == 3
     with refused("trainer-loss-not-weighted", trainer="Unweighted"):
         trained(Unweighted)
-    again = trained(weighted, dataloader_num_workers=1, dataloader_drop_last=True)
+    again = trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True)
     assert again.state.epoch == 1
     again.train_dataset = Subset(again.train_dataset, range(16))
     again.train()  # on other data: no resume
