@@ -129,17 +129,10 @@ def cluster(hidden: Path | None = None, nodes: int = NODES) -> Iterator[Cluster]
     `hidden`: a folder whose content they do not see. That needs root.
     """
     (orders, for_us), (answers, for_it) = reversed(os.pipe()), os.pipe()
-    hide = (
-        []
-        if hidden is None
-        else [
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            f'mount -t tmpfs none \'{hidden}\' && exec "$0" "$@"',
-        ]
-    )
+    hide = []
+    if hidden is not None:
+        over = f"mount -t tmpfs none '{hidden}'"
+        hide = ["unshare", "--mount", "sh", "-c", f'{over} && exec "$0" "$@"']
     started = [*hide, sys.executable, __file__, str(nodes)]
     # it has a warm server of its own
     env = {name: value for name, value in os.environ.items() if name not in (WARM, ALIKE)}
@@ -189,25 +182,11 @@ def _serve(make: Any) -> None:
 
 
 def _drain(address: str, node: str, seconds: str) -> None:
-    why = [
-        "--reason",
-        "DRAIN_NODE_REASON_PREEMPTION",
-        "--reason-message",
-        "a test",
-        "--deadline-remaining-seconds",
-        seconds,
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "drain-node",
-        "--address",
-        address,
-        "--node-id",
-        node,
-        *why,
-    ]
+    options = (
+        f"--address {address} --node-id {node} --deadline-remaining-seconds {seconds}"
+        " --reason DRAIN_NODE_REASON_PREEMPTION --reason-message test"
+    )
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *options.split()]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

@@ -24,8 +24,8 @@ _ETC = Path("/etc/netns")  # what stands in a namespace's folder there is seen i
 _TOOLS = ("ip", "ss", "unshare", "hostname")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True)
 
 
 @dataclass
@@ -95,11 +95,11 @@ class Host:
 
     def cut(self) -> None:
         """Take its cable out."""
-        _ip("-n", self.namespace, "link", "set", self.interface, "down")
+        _ip(f"-n {self.namespace} link set {self.interface} down")
 
     def mend(self) -> None:
         """Put it in again."""
-        _ip("-n", self.namespace, "link", "set", self.interface, "up")
+        _ip(f"-n {self.namespace} link set {self.interface} up")
 
     def wait_until_empty(self, seconds: float) -> list[str]:
         """What still lives after so long."""
@@ -122,44 +122,32 @@ def hosts(count: int) -> Iterator[list[Host]]:
     tag = f"ls{os.getpid() % 100000}"
     switch, made = f"{tag}s", []
     try:
-        _ip("netns", "add", switch)
+        _ip(f"netns add {switch}")
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
     try:
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
         for number in range(count):
             host = Host(f"{tag}{number}", _NAMES[number], f"10.78.0.{number + 1}", "wire0")
-            _ip("netns", "add", host.namespace)
+            port, inside = f"port{number}", f"-n {host.namespace}"
+            _ip(f"netns add {host.namespace}")
             made.append(host)
             _know_each_other(host.namespace, count)
-            _ip(
-                "-n",
-                host.namespace,
-                "link",
-                "add",
-                host.interface,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"port{number}",
-                "netns",
-                switch,
-            )
-            _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            _ip("-n", host.namespace, "link", "set", host.interface, "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip(f"{inside} link add {host.interface} type veth peer name {port} netns {switch}")
+            _ip(f"-n {switch} link set {port} master bridge up")
+            _ip(f"{inside} addr add {host.address}/24 dev {host.interface}")
+            _ip(f"{inside} link set {host.interface} up")
+            _ip(f"{inside} link set lo up")
         yield made
     finally:
         for host in made:
             kill(host.processes())
             for started in host.started:
                 end(started.process)
-            _ip("netns", "del", host.namespace)
+            _ip(f"netns del {host.namespace}")
             shutil.rmtree(_ETC / host.namespace, ignore_errors=True)
-        _ip("netns", "del", switch)
+        _ip(f"netns del {switch}")
 
 
 def _know_each_other(namespace: str, count: int) -> None:

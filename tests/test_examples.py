@@ -6,14 +6,15 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 pytestmark = pytest.mark.rest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ONE_AFTER_ANOTHER = Path(__file__).with_name("upstream_ranks.py")
 RECIPES = {
     "gan.py",
     "gradient_checkpointing.py",
@@ -21,7 +22,8 @@ RECIPES = {
     "packing.py",
     "weight_average.py",
 }
-SCRIPTS = {
+# on the same ranks, one after another
+TOGETHER = {
     "sampler.py": [
         "interleaved: rank 0 [0, 2, 4, 6, 8]  rank 1 [1, 3, 5, 7, 9]",
         "blocks: rank 0 [0, 1, 2, 3, 4]",
@@ -30,15 +32,17 @@ SCRIPTS = {
     "gradients_by_hand.py": ["over 2 ranks"],
     "data_parallel.py": ["epoch 4: loss 0."],
     "accumulation.py": ["the last step had 44 samples"],
-    "accelerate_loop.py": ["2 ranks: equal=True", "weights -1.65367"],
-    "hf_trainer.py": ["2 ranks, 16 steps: same=True", "loss 4.2017, 2.6321"],
-    "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
     "dcp_load.py": ["2 ranks, 5 steps: the same weights, sharded and saved again"],
     "no_sync.py": ["stepped after 2 micro-batches a rank, loss "],
     "replicas.py": [
         "central: 4 replicas and one process differ by less than 1e-12",
         "ring: 4 replicas and one process differ by less than 1e-12",
     ],
+}
+SCRIPTS = {
+    "accelerate_loop.py": ["2 ranks: equal=True", "weights -1.65367"],
+    "hf_trainer.py": ["2 ranks, 16 steps: same=True", "loss 4.2017, 2.6321"],
+    "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
 }
 
 
@@ -50,32 +54,29 @@ def run(*command: str, folder: Path) -> str:
     return done.stdout
 
 
+ON_TWO_RANKS = ("-m", "lockstep", "run", "--workers", "2")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_runs_on_two_ranks(script: str, tmp_path: Path) -> None:
-    printed = run(
-        "-m", "lockstep", "run", "--workers", "2", str(EXAMPLES / script), folder=tmp_path
-    )
+    printed = run(*ON_TWO_RANKS, str(EXAMPLES / script), folder=tmp_path)
     for expected in SCRIPTS[script]:
         assert expected in printed
 
 
+def test_examples_run_on_two_ranks(tmp_path: Path) -> None:
+    scripts = [str(EXAMPLES / script) for script in TOGETHER]
+    printed = run(*ON_TWO_RANKS, str(ONE_AFTER_ANOTHER), *scripts, folder=tmp_path)
+    parts = dict(part.split("\n", 1) for part in printed.split("[0] script ")[1:])
+    for script, lines in TOGETHER.items():
+        for expected in lines:
+            assert expected in parts[script.removesuffix(".py")]
+
+
 def test_models_are_averaged_in_six_ways(tmp_path: Path) -> None:
-    command = [
-        "-m",
-        "lockstep",
-        "run",
-        "--workers",
-        "2",
-        str(EXAMPLES / "averaging.py"),
-        "--epochs",
-        "2",
-        "--out",
-        "averaging.svg",
-    ]
-    rows = [
-        line.removeprefix("[0] ").rsplit(maxsplit=2)
-        for line in run(*command, folder=tmp_path).splitlines()
-    ][1:]
+    options = ("--epochs", "2", "--out", "averaging.svg")
+    printed = run(*ON_TWO_RANKS, str(EXAMPLES / "averaging.py"), *options, folder=tmp_path)
+    rows = [line.removeprefix("[0] ").rsplit(maxsplit=2) for line in printed.splitlines()][1:]
     average = {name: float(together) for name, _, together in rows}
     assert list(average) == [
         "summed gradients",
@@ -117,27 +118,23 @@ def test_where_the_files_of_mnist_come_from(tmp_path: Path) -> None:
     assert "https://ossci-datasets.s3.amazonaws.com/mnist/" in done.stderr.splitlines()[-1]
 
 
-def test_mnist_from_idx_files(tmp_path: Path) -> None:
-    digits = load_digits()
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    """scikit-learn sets environment variables as it is imported: before a test looks at them."""
+    from sklearn.datasets import load_digits
+
+    return load_digits()
+
+
+def test_mnist_from_idx_files(digits: Any, tmp_path: Path) -> None:
     # 8x8 scans as 28x28
     images = np.kron(digits.images, np.ones((4, 4)))[:, 2:30, 2:30] * (255 / 16)
     for name, rows in (("train", slice(0, 640)), ("t10k", slice(640, 896))):
         write_idx(tmp_path / f"{name}-images-idx3-ubyte", images[rows])
         write_idx(tmp_path / f"{name}-labels-idx1-ubyte", digits.target[rows])
     task = str(EXAMPLES / "mnist_idx.py")
-    printed = run(
-        "-m",
-        "lockstep",
-        "train",
-        task,
-        "--workers",
-        "2",
-        "--set",
-        f"folder={tmp_path}",
-        "--epochs",
-        "3",
-        folder=tmp_path,
-    )
+    options = ("--workers", "2", "--set", f"folder={tmp_path}", "--epochs", "3")
+    printed = run("-m", "lockstep", "train", task, *options, folder=tmp_path)
     last = printed.rstrip().splitlines()[-1]
     assert last.startswith("mnist_idx: 3 epochs, 15 steps, 2 workers")
     assert float(last.split("accuracy ")[1].split()[0]) > 0.7
@@ -147,6 +144,7 @@ def test_every_example_is_run_by_a_test() -> None:
     # tests/test_recipes.py runs those of RECIPES
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         *SCRIPTS,
+        *TOGETHER,
         *RECIPES,
         "setup_and_train.py",
         "mnist_idx.py",

@@ -7,11 +7,11 @@ import gc
 import math
 import os
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
@@ -23,12 +23,13 @@ from lockstep.step.step_result import StepResult
 from lockstep.testing import run_ranks
 from tests import zoo
 from tests.refused import refused
+from tests.teams import on_team
 
 
-def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = zoo.samples(256)
-    rows = slice(4 * (4 * number + rank), 4 * (4 * number + rank) + 4)
-    return x[rows], y[rows]
+@pytest.fixture
+def world() -> Iterator[lockstep.World]:
+    with lockstep.init() as world:
+        yield world
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -43,9 +44,21 @@ def step(
     return stepper.step()
 
 
+def backward(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for x, y in batches:
+        zoo.loss_sum(model(x), y).backward()
+
+
+def mean_norm() -> float:
+    """Of the first weight's gradient: the mean over two ranks, in one process."""
+    model = zoo.build("mlp")
+    backward(model, (zoo.batch(0), zoo.batch(1)))
+    return float(model[0].weight.grad.norm()) / 2  # type: ignore[index]
+
+
 class Buffers(nn.Module):
     """A mask of infinities, a counter that is large, a flag that falls, a complex one, a cache
-    that grows, one that begins late.
+    that grows.
     """
 
     def __init__(self) -> None:
@@ -56,9 +69,7 @@ class Buffers(nn.Module):
         self.register_buffer("fresh", torch.tensor(True))
         self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
         self.register_buffer("cache", torch.zeros(1), persistent=False)
-        self.register_buffer("late", torch.zeros(()))
         self.calls = 0
-        self.first = False
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -66,83 +77,42 @@ class Buffers(nn.Module):
         self.fresh.fill_(False)
         self.phase += 1j
         self.cache = torch.zeros(self.calls)
-        if self.calls > 1 and self.first:
-            self.late += 1
         return self.linear(x)
 
 
 def moving(world: lockstep.World) -> dict[str, object]:
     model = Buffers()
-    model.first = world.rank == 0
     stepper = lockstep.Stepper(model, sgd(model))
-    seen = []
     for number in range(4):
-        step(stepper, model, batch(world.rank, number))  # one micro-batch a rank
-        seen.append(model.late.item())
-    return {
-        "mask": model.mask.tolist(),
-        "count": model.count.item(),
-        "fresh": model.fresh.item(),
-        "phase": model.phase.tolist(),
-        "late": seen,
-    }
+        step(stepper, model, zoo.batch(world.rank, number))  # one micro-batch a rank
+    return {name: getattr(model, name).tolist() for name in ("mask", "count", "fresh", "phase")}
 
 
 def test_buffers_of_every_kind_move_as_they_should() -> None:
-    first, second = run_ranks(moving, 2)
-    assert first == second
-    assert first["mask"] == torch.full((3, 3), -math.inf).triu(1).tolist()
-    assert first["count"] == 2**30 + 1 + 4
-    assert first["fresh"] is False
-    assert first["phase"] == [4j, 4j]
-    assert first["late"] == [0.0, 1.0, 1.5, 2.0]  # found out in step 2, then the mean of both ranks
+    expected = {
+        "mask": torch.full((3, 3), -math.inf).triu(1).tolist(),
+        "count": 2**30 + 1 + 4,
+        "fresh": False,
+        "phase": [4j, 4j],
+    }
+    assert on_team(moving, 2) == [expected, expected]
 
 
-def hook_meets_stepper(world: lockstep.World) -> tuple[str, float]:
+def hook_meets_stepper(world: lockstep.World) -> float:
     model = zoo.build("mlp")
     ddp = lockstep.DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with ddp.join():
-        zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()
+        backward(ddp, [zoo.batch(world.rank)])
     model.zero_grad()
-    # join() did not leave its divisor behind
-    zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()
-    norm = float(model[0].weight.grad.norm())
+    backward(ddp, [zoo.batch(world.rank)])  # join() did not leave its divisor behind
     with refused("hook-with-stepper"):
         lockstep.Stepper(ddp, sgd(model))
-    return "refused", norm
+    return float(model[0].weight.grad.norm())
 
 
 def test_a_hook_divides_once_also_after_join_and_never_under_a_stepper() -> None:
-    model = zoo.build("mlp")
-    for rank in range(2):
-        x, y = batch(rank)
-        (zoo.loss_sum(model(x), y) / 2).backward()
-    assert [norm for _, norm in run_ranks(hook_meets_stepper, 2)] == pytest.approx(
-        [float(model[0].weight.grad.norm())] * 2, rel=1e-5
-    )
-
-
-def stepper_in_a_group(world: lockstep.World) -> tuple[float, list[Tensor]]:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = zoo.build("mlp")
-    ddp = lockstep.DistributedDataParallel(model, process_group=pairs[world.rank // 2])
-    stepper = lockstep.Stepper(ddp, sgd(model))
-    result = step(stepper, ddp, batch(world.rank))
-    return result.weight, [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_a_stepper_around_a_wrapper_of_some_ranks_stays_among_them() -> None:
-    found = run_ranks(stepper_in_a_group, 4)
-    for rank, (weight, weights) in enumerate(found):
-        model = zoo.build("mlp")
-        for other in (0, 1) if rank < 2 else (2, 3):
-            x, y = batch(other)
-            (zoo.loss_sum(model(x), y) / 8).backward()
-        sgd(model).step()
-        assert weight == 8
-        for ours, theirs in zip(weights, model.parameters(), strict=True):
-            assert zoo.distance(ours, theirs) < 1e-6
+    assert on_team(hook_meets_stepper, 2) == pytest.approx([mean_norm()] * 2, rel=1e-5)
 
 
 class Two(nn.Module):
@@ -154,21 +124,21 @@ class Two(nn.Module):
         return getattr(self, self.branch)(x)  # type: ignore[no-any-return]
 
 
-def accumulates_branches(world: lockstep.World) -> tuple[float, bool]:
+def accumulates_branches(world: lockstep.World) -> bool:
     torch.manual_seed(0)
     model = Two()
     ddp = lockstep.DistributedDataParallel(model, find_unused_parameters=True)
-    zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()
+    backward(ddp, [zoo.batch(world.rank)])
     kept = float(model.a.weight.grad.norm())
     model.branch = "b"
-    zoo.loss_sum(ddp(batch(world.rank, 1)[0]), batch(world.rank, 1)[1]).backward()
-    return kept, model.a.weight.grad is not None and math.isclose(
+    backward(ddp, [zoo.batch(world.rank, 1)])
+    return model.a.weight.grad is not None and math.isclose(
         float(model.a.weight.grad.norm()), kept, rel_tol=1e-6
     )
 
 
 def test_skipping_unused_parameters_keeps_what_earlier_backwards_left() -> None:
-    assert all(same for _, same in run_ranks(accumulates_branches, 2))
+    assert on_team(accumulates_branches, 2) == [True, True]
 
 
 def only_under_no_sync(world: lockstep.World) -> float:
@@ -179,14 +149,14 @@ def only_under_no_sync(world: lockstep.World) -> float:
         model.zero_grad()
         with ddp.no_sync():
             model.branch = "a"
-            zoo.loss_sum(ddp(batch(world.rank, number)[0]), batch(world.rank, number)[1]).backward()
+            backward(ddp, [zoo.batch(world.rank, number)])
         model.branch = "b"
-        zoo.loss_sum(ddp(batch(world.rank, number)[0]), batch(world.rank, number)[1]).backward()
+        backward(ddp, [zoo.batch(world.rank, number)])
     return float(model.a.weight.grad.norm())
 
 
 def test_a_parameter_used_only_under_no_sync_is_used() -> None:
-    first, second = run_ranks(only_under_no_sync, 2)
+    first, second = on_team(only_under_no_sync, 2)
     assert first == second > 0
 
 
@@ -210,9 +180,8 @@ class Reused(nn.Module):
 def reentrant_twice(world: lockstep.World) -> str:
     torch.manual_seed(0)
     ddp = lockstep.DistributedDataParallel(Reused(), bucket_cap_mb=0.0001)
-    x, y = batch(world.rank)
     try:
-        zoo.loss_sum(ddp(x), y).backward()
+        backward(ddp, [zoo.batch(world.rank)])
     except LateGradient as error:
         world.close(failed=True)
         return str(error)
@@ -225,44 +194,22 @@ def test_a_block_used_twice_under_reentrant_checkpointing_is_refused() -> None:
         assert "static_graph=True" in message
 
 
-def adopt_twice(rank: int, size: int, path: str) -> list[float]:
-    found = []
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    for _ in range(2):
-        with lockstep.init() as world:
-            found.append(world.mean(float(rank), 1.0))
-            world.barrier()
-    dist.destroy_process_group()
-    return found
-
-
-def adopts(path: str) -> list[float]:
-    return adopt_twice(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), path)
-
-
-def test_a_group_can_be_adopted_again(tmp_path: object) -> None:
-    assert lockstep.launch(adopts, 2, args=(f"{tmp_path}/store",)) == [[0.5, 0.5]] * 2
-
-
 def idle_scaler(world: lockstep.World) -> tuple[list[bool], list[Tensor]]:
     model = zoo.build("mlp")
     stepper = lockstep.Stepper(
         model, sgd(model), scaler=torch.amp.GradScaler("cpu", init_scale=4.0)
     )
-    results = [
-        step(stepper, model, *([batch(0, number)] if world.rank == 0 else []))
-        for number in range(2)
-    ]
-    return [result.applied for result in results], [
-        parameter.detach().clone() for parameter in model.parameters()
-    ]
+    applied = []
+    for number in range(2):
+        batches = [zoo.batch(0, number)] if world.rank == 0 else []
+        applied.append(step(stepper, model, *batches).applied)
+    return applied, zoo.weights(model)
 
 
 def test_a_loss_scaler_on_a_rank_that_idles() -> None:
-    first, second = run_ranks(idle_scaler, 2)
-    assert first[0] == second[0] == [True, True]
-    for a, b in zip(first[1], second[1], strict=True):
-        assert torch.equal(a, b)
+    (first, first_weights), (second, second_weights) = on_team(idle_scaler, 2)
+    assert first == second == [True, True]
+    assert all(map(torch.equal, first_weights, second_weights))
 
 
 def far_ahead(world: lockstep.World) -> float:
@@ -277,7 +224,7 @@ def far_ahead(world: lockstep.World) -> float:
 
 
 def test_a_rank_may_run_far_ahead_with_different_collectives() -> None:
-    assert len(set(run_ranks(far_ahead, 3))) == 1
+    assert len(set(on_team(far_ahead, 3))) == 1
 
 
 def barrier_against_collective(world: lockstep.World) -> str:
@@ -304,9 +251,7 @@ def rewrapped(world: lockstep.World) -> bool:
         for _ in range(2):
             ddp = lockstep.DistributedDataParallel(model)
             del ddp
-        zoo.loss_sum(
-            lockstep.DistributedDataParallel(model)(batch(world.rank)[0]), batch(world.rank)[1]
-        ).backward()
+        backward(lockstep.DistributedDataParallel(model), [zoo.batch(world.rank)])
     finally:
         gc.enable()
     rows = collectives.all_gather(model[0].weight.grad.reshape(1, -1))
@@ -314,7 +259,7 @@ def rewrapped(world: lockstep.World) -> bool:
 
 
 def test_a_model_can_be_wrapped_again_and_a_dropped_wrapper_still_reduces() -> None:
-    assert run_ranks(rewrapped, 2) == [True, True]
+    assert on_team(rewrapped, 2) == [True, True]
 
 
 def leaks(world: lockstep.World) -> int:
@@ -335,28 +280,21 @@ def test_a_closed_world_leaves_no_file_open() -> None:
 def after_an_exception(world: lockstep.World) -> float:
     model = zoo.build("mlp")
     ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=0.0001)
-    x, y = batch(world.rank)
 
     def boom(gradient: Tensor) -> None:
         raise KeyError("boom")
 
     handle = model[0].bias.register_hook(boom)
     with pytest.raises(KeyError):
-        zoo.loss_sum(ddp(x), y).backward()
+        backward(ddp, [zoo.batch(world.rank)])
     handle.remove()
     model.zero_grad()
-    zoo.loss_sum(ddp(x), y).backward()
+    backward(ddp, [zoo.batch(world.rank)])
     return float(model[0].weight.grad.norm())
 
 
 def test_a_backward_that_raised_on_all_ranks_leaves_nothing_behind() -> None:
-    model = zoo.build("mlp")
-    for rank in range(2):
-        x, y = batch(rank)
-        (zoo.loss_sum(model(x), y) / 2).backward()
-    assert run_ranks(after_an_exception, 2) == pytest.approx(
-        [float(model[0].weight.grad.norm())] * 2, rel=1e-5
-    )
+    assert on_team(after_an_exception, 2) == pytest.approx([mean_norm()] * 2, rel=1e-5)
 
 
 def overlapping(world: lockstep.World) -> str:
@@ -380,173 +318,126 @@ def test_overlapping_subgroups_that_torch_cannot_name_are_refused() -> None:
     assert "so torch would name it differently on each" in found[2]
 
 
-def test_a_fused_optimizer_under_float64() -> None:
+def test_a_fused_optimizer_under_float64(world: lockstep.World) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with lockstep.init():
-            model = zoo.build("mlp")
-            stepper = lockstep.Stepper(
-                model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-            )
-            x, y = batch(0)
-            assert step(stepper, model, (x.double(), y)).applied
+        model = zoo.build("mlp")
+        stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        x, y = zoo.batch(0)
+        assert step(stepper, model, (x.double(), y)).applied
     finally:
         torch.set_default_dtype(before)
 
 
-def test_a_mean_over_nothing_with_a_tensor_weight() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        stepper = lockstep.Stepper(model, sgd(model))
-        x, y = batch(0)
-        for number, (u, v) in enumerate(stepper.micro_batches([(x, y), (x, y)])):
-            target = v if number else torch.full_like(v, -100)
-            stepper.backward(
-                nn.functional.cross_entropy(model(u), target),
-                weight=(target >= 0).sum(),
-                reduction="mean",
-            )
-        assert math.isfinite(stepper.step().loss)
-
-
-def test_a_graph_on_a_gradient_does_not_travel_and_this_is_said() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        ddp = lockstep.DistributedDataParallel(model)
-        x, y = batch(0)
-        loss = zoo.loss_sum(ddp(x), y)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            loss.backward(create_graph=True)
-        assert any(issubclass(each.category, LockstepWarning) for each in said)
-        assert not any(
-            parameter.grad is None or parameter.grad.requires_grad
-            for parameter in model.parameters()
-        )
-
-
-def cleared(world: lockstep.World, to_none: bool, where: str) -> str:
+def test_a_mean_over_nothing_with_a_tensor_weight(world: lockstep.World) -> None:
     model = zoo.build("mlp")
-    optimizer = sgd(model)
-    stepper = lockstep.Stepper(model, optimizer)
-    try:
-        for x, y in stepper.micro_batches(
-            [batch(world.rank), batch(world.rank, 1)] if world.rank == 0 else []
-        ):
-            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
-            if where == "inside":
-                optimizer.zero_grad(set_to_none=to_none)
-        if where == "after":
-            optimizer.zero_grad(set_to_none=to_none)
-        if world.rank == 1:
-            return "idle"
-        stepper.step()
-    except UsageError as error:
-        return str(error)
-    finally:
-        world.close(failed=True)
-    return "nothing said"
+    stepper = lockstep.Stepper(model, sgd(model))
+    for number, (x, y) in enumerate(stepper.micro_batches([zoo.batch(0), zoo.batch(0)])):
+        target = y if number else torch.full_like(y, -100)
+        loss = nn.functional.cross_entropy(model(x), target)
+        stepper.backward(loss, weight=(target >= 0).sum(), reduction="mean")
+    assert math.isfinite(stepper.step().loss)
+
+
+def test_a_graph_on_a_gradient_does_not_travel_and_this_is_said(world: lockstep.World) -> None:
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    x, y = zoo.batch(0)
+    loss = zoo.loss_sum(ddp(x), y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward(create_graph=True)
+    assert any(issubclass(warning.category, LockstepWarning) for warning in caught)
+    gradients = [parameter.grad for parameter in ddp.parameters()]
+    assert not any(gradient is None or gradient.requires_grad for gradient in gradients)
 
 
 @pytest.mark.parametrize(
     ("to_none", "where"), [(True, "after"), (False, "after"), (True, "inside")]
 )
-def test_gradients_that_are_cleared_before_the_step_are_noticed(to_none: bool, where: str) -> None:
-    message = run_ranks(cleared, 2, args=(to_none, where))[0]
-    assert message.endswith("[gradient-cleared]")
+def test_gradients_that_are_cleared_before_the_step_are_noticed(
+    world: lockstep.World, to_none: bool, where: str
+) -> None:
+    model = zoo.build("mlp")
+    optimizer = sgd(model)
+    stepper = lockstep.Stepper(model, optimizer)
+    with refused("gradient-cleared"):
+        for x, y in stepper.micro_batches([zoo.batch(0), zoo.batch(0, 1)]):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+            if where == "inside":
+                optimizer.zero_grad(set_to_none=to_none)
+        optimizer.zero_grad(set_to_none=to_none)
+        stepper.step()
 
 
-def test_plain_backward_in_place_of_the_steppers_is_noticed() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        stepper = lockstep.Stepper(model, sgd(model))
-        for x, y in stepper.micro_batches([batch(0), batch(0, 1)]):
-            zoo.loss_sum(model(x), y).backward()
-        with refused("backward-not-by-stepper"):
-            stepper.step()
+def test_plain_backward_in_place_of_the_steppers_is_noticed(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = lockstep.Stepper(model, sgd(model))
+    backward(model, stepper.micro_batches([zoo.batch(0), zoo.batch(0, 1)]))
+    with refused("backward-not-by-stepper"):
+        stepper.step()
 
 
-def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        stepper = lockstep.Stepper(model, sgd(model))
-        x, y = batch(0)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                for u, v in stepper.micro_batches([(x, y)]):
-                    stepper.backward(zoo.loss_sum(model(u), v) * math.nan, weight=4)
-                assert not stepper.step().applied
-        assert [str(each.message) for each in said if each.category is LockstepWarning] == [
-            (
-                "step 1 was skipped: the loss is nan: this update would make every weight nan. The"
-                " loss of rank 0 is not finite. The next window's gradients are checked one by"
-                " one, before they are summed. This warning appears once."
-            ),
-            (
-                "step 2 was skipped: the loss is nan: this update would make every weight nan. The"
-                " loss of rank 0 is not finite. Before the sum, the first gradient that is not"
-                " finite: '4.bias' on rank 0 (micro-batch 0 of its window). This warning appears"
-                " once."
-            ),
-        ]
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
+def test_a_loss_of_nan_updates_nothing_and_is_said_once(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = lockstep.Stepper(model, sgd(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for x, y in stepper.micro_batches([zoo.batch(0)]):
+                stepper.backward(zoo.loss_sum(model(x), y) * math.nan, weight=4)
+            assert not stepper.step().applied
+    first, second = [
+        str(warning.message) for warning in caught if warning.category is LockstepWarning
+    ]
+    assert first.startswith("step 1 was skipped: the loss is nan")
+    assert second.startswith("step 2 was skipped: the loss is nan")
+    assert "'4.bias' on rank 0 (micro-batch 0 of its window)" in second
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_mistaken_arguments_are_sentences() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        with refused("not-a-model-and-optimizer", model="Sequential", optimizer="list"):
-            lockstep.Stepper(model, [sgd(model), sgd(model)])  # type: ignore[arg-type]
-        with refused("not-a-model-and-optimizer", model="SGD", optimizer="Sequential"):
-            lockstep.Stepper(sgd(model), model)  # type: ignore[arg-type]
-        torchs = nn.parallel.DistributedDataParallel(model)
-        with refused("already-wrapped", module="the model"):
-            lockstep.Stepper(torchs, sgd(model))
-        with refused("already-wrapped", module="the module"):
-            lockstep.DistributedDataParallel(torchs)
-        stepper = lockstep.Stepper(model, sgd(model))
-        with refused("not-a-window", kind="int"):
-            next(stepper.micro_batches(5))  # type: ignore[arg-type]
-        for _ in stepper.micro_batches([batch(0)]):
-            with refused("loss-not-a-tensor", kind="float"):
-                stepper.backward(1.0, weight=1)  # type: ignore[arg-type]
-        with refused("loader-iterated"):
-            iter(lockstep.Loader(torch.utils.data.TensorDataset(*zoo.samples(8)), global_batch=4))
+def test_mistaken_arguments_are_sentences(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    with refused("not-a-model-and-optimizer", model="Sequential", optimizer="list"):
+        lockstep.Stepper(model, [sgd(model), sgd(model)])  # type: ignore[arg-type]
+    with refused("not-a-model-and-optimizer", model="SGD", optimizer="Sequential"):
+        lockstep.Stepper(sgd(model), model)  # type: ignore[arg-type]
+    torchs = nn.parallel.DistributedDataParallel(model)
+    with refused("already-wrapped", module="the model"):
+        lockstep.Stepper(torchs, sgd(model))
+    with refused("already-wrapped", module="the module"):
+        lockstep.DistributedDataParallel(torchs)
+    stepper = lockstep.Stepper(model, sgd(model))
+    with refused("not-a-window", kind="int"):
+        next(stepper.micro_batches(5))  # type: ignore[arg-type]
+    for _ in stepper.micro_batches([zoo.batch(0)]):
+        with refused("loss-not-a-tensor", kind="float"):
+            stepper.backward(1.0, weight=1)  # type: ignore[arg-type]
+    with refused("loader-iterated"):
+        iter(lockstep.Loader(torch.utils.data.TensorDataset(*zoo.samples(8)), global_batch=4))
 
 
 def test_a_wrapper_can_be_copied_saved_and_averaged_and_a_copy_is_tied_to_the_ranks_when_it_is_trained(
-    tmp_path: Path,
+    world: lockstep.World, tmp_path: Path
 ) -> None:
-    with lockstep.init():
-        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-        x, y = batch(0)
-        average = torch.optim.swa_utils.AveragedModel(ddp)
-        average.update_parameters(ddp)
-        torch.save(ddp, tmp_path / "ddp.pt")
-        for other in (
-            copy.deepcopy(ddp),
-            torch.load(tmp_path / "ddp.pt", weights_only=False),
-            average,
-        ):
-            other.eval()
-            assert torch.equal(other(x), ddp(x))
-            other.train()
-            zoo.loss_sum(other(x), y).backward()
-            assert all(parameter.grad is not None for parameter in other.parameters())
-        zoo.loss_sum(ddp(x), y).backward()
-        assert ddp.module[0].weight.grad is not None
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    average = torch.optim.swa_utils.AveragedModel(ddp)
+    average.update_parameters(ddp)
+    torch.save(ddp, tmp_path / "ddp.pt")
+    loaded = torch.load(tmp_path / "ddp.pt", weights_only=False)
+    x, _ = zoo.batch(0)
+    for other in (copy.deepcopy(ddp), loaded, average):
+        other.eval()
+        assert torch.equal(other(x), ddp(x))
+        other.train()
+        backward(other, [zoo.batch(0)])
+        assert all(parameter.grad is not None for parameter in other.parameters())
+    backward(ddp, [zoo.batch(0)])
+    assert ddp.module[0].weight.grad is not None
 
 
-def test_parameters_that_the_optimizer_does_not_hold_are_named() -> None:
-    with lockstep.init():
-        model = zoo.build("mlp")
-        with pytest.warns(
-            LockstepWarning,
-            match=(
-                r"the optimizer does not hold '2.weight', '2.bias', '4.weight', '4.bias': their"
-                r" gradients"
-            ),
-        ):
-            lockstep.Stepper(model, sgd(model[0]))  # type: ignore[index]
+def test_parameters_that_the_optimizer_does_not_hold_are_named(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    names = "'2.weight', '2.bias', '4.weight', '4.bias'"
+    with pytest.warns(LockstepWarning, match=f"the optimizer does not hold {names}: their grad"):
+        lockstep.Stepper(model, sgd(model[0]))  # type: ignore[index]

@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,13 @@ def test_the_manifests_are_of_these_kinds() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["node", "ray-head", "ray-worker", "pytorch"])
-def test_a_pod_mounts_what_it_has(name: str) -> None:
-    (container,) = pods()[name]["containers"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert set(mounts) == {volume["name"] for volume in pods()[name]["volumes"]}
-    assert mounts["runs"] == "/runs"
-
-
-def test_the_pytorch_job_has_a_master_and_a_worker() -> None:
-    replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
-    assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
+def test_a_pod_mounts_what_it_has() -> None:
+    assert pods().keys() == {"node", "ray-head", "ray-worker", "pytorch"}
+    for spec in pods().values():
+        (container,) = spec["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+        assert mounts["runs"] == "/runs"
 
 
 def test_the_train_job_names_its_runtime() -> None:
@@ -83,93 +79,86 @@ def test_the_train_job_names_its_runtime() -> None:
     }
 
 
-def in_pods(
-    command: Sequence[str], folder: Path, variables: Sequence[Mapping[str, object]]
-) -> list[str]:
-    """Run the command once with each of these variables, at the same time, in processes of this
-    host. What each has printed to stdout.
-    """
+def words(command: Sequence[str], folder: Path) -> list[str]:
+    """A pod's command, of this interpreter and with its runs in the folder."""
     program, *args = command
     assert program == "lockstep"
-    started = []
-    for each in variables:
-        env = {
-            **os.environ,
-            **{name: str(value) for name, value in each.items()},
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        words = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            *(argument.replace("/runs", str(folder)) for argument in args),
-            "--steps",
-            "2",
-        ]
-        started.append(
-            subprocess.Popen(
-                words,
-                cwd=folder,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    args = [argument.replace("/runs", str(folder)) for argument in args]
+    return [sys.executable, "-m", "lockstep", *args]
+
+
+def in_pods(
+    command: Sequence[str], folder: Path, variables: Sequence[Mapping[str, object]]
+) -> None:
+    """Run the command once with each of these variables, at the same time, in processes of this
+    host. The first one alone says what has been trained.
+    """
+    pods = [
+        subprocess.Popen(
+            [*words(command, folder), "--steps", "2"],
+            cwd=folder,
+            env={
+                **os.environ,
+                **{name: str(value) for name, value in pod.items()},
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    said = [pod.communicate() for pod in started]
-    assert [pod.returncode for pod in started] == [0] * len(started), said
-    return [out for out, _ in said]
+        for pod in variables
+    ]
+    outputs = [pod.communicate() for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * len(pods), outputs
+    ranks = sum(int(str(pod["PET_NPROC_PER_NODE"])) for pod in variables)
+    assert outputs[0][0].startswith(f"digits: 2 steps, {ranks} workers, ")
+    assert not any(out for out, _ in outputs[1:])
+    assert (folder / "digits" / "result.json").exists()
 
 
-def pet(rank: int, each: int, port: int) -> dict[str, object]:
+def pet(rank: int, per_node: int, port: int) -> dict[str, object]:
     """What operators set for torchrun."""
-    found = {
-        "NNODES": 2,
-        "NPROC_PER_NODE": each,
-        "NODE_RANK": rank,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+    return {
+        "PET_NNODES": 2,
+        "PET_NPROC_PER_NODE": per_node,
+        "PET_NODE_RANK": rank,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
     }
-    return {f"PET_{name}": value for name, value in found.items()}
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        found: int = free.getsockname()[1]
-    return found
+def port() -> Iterator[int]:
+    """Held for the pods: nobody else gets it, and who binds it with SO_REUSEADDR may listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        number: int = held.getsockname()[1]
+        yield number
 
 
 def test_the_train_jobs_command_in_two_pods_of_two_ranks(tmp_path: Path, port: int) -> None:
     trainer = manifests()["TrainJob"]["spec"]["trainer"]
-    each = trainer["resourcesPerNode"]["limits"]["cpu"]
-    first, other = in_pods(
-        trainer["command"], tmp_path, [pet(rank, each, port) for rank in range(trainer["numNodes"])]
-    )
-    assert first.startswith("digits: 2 steps, 4 workers, ")
-    assert other == ""
-    assert (tmp_path / "digits" / "result.json").exists()
+    cores = trainer["resourcesPerNode"]["limits"]["cpu"]
+    nodes = range(trainer["numNodes"])
+    in_pods(trainer["command"], tmp_path, [pet(node, cores, port) for node in nodes])
 
 
 def test_the_pytorch_jobs_command_in_two_pods(tmp_path: Path, port: int) -> None:
     replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
-    commands = [
+    assert {name: spec["replicas"] for name, spec in replicas.items()} == {"Master": 1, "Worker": 1}
+    master, worker = (
         replicas[name]["template"]["spec"]["containers"][0]["command"]
         for name in ("Master", "Worker")
-    ]
-    assert commands[0] == commands[1]
+    )
+    assert master == worker
     named = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": port,
         "WORLD_SIZE": 2,
         "PYTHONUNBUFFERED": 1,
     }
-    first, other = in_pods(
-        commands[0], tmp_path, [{**named, "RANK": rank, **pet(rank, 1, port)} for rank in range(2)]
-    )
-    assert first.startswith("digits: 2 steps, 2 workers, ")
-    assert other == ""
-    assert (tmp_path / "digits" / "result.json").exists()
+    in_pods(master, tmp_path, [{**named, "RANK": rank, **pet(rank, 1, port)} for rank in range(2)])
 
 
 def test_the_ray_jobs_cluster_has_room_for_its_ranks(tmp_path: Path) -> None:
@@ -178,22 +167,13 @@ def test_the_ray_jobs_cluster_has_room_for_its_ranks(tmp_path: Path) -> None:
     """
     job = manifests()["RayJob"]["spec"]
     (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
-    each = group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
-    program, *args = job["entrypoint"].split()
-    assert (
-        f"{group['minReplicas'] * each}:{group['maxReplicas'] * each}"
-        == args[args.index("--workers") + 1]
-    )
+    cores = group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    command = job["entrypoint"].split()
+    room = f"{group['minReplicas'] * cores}:{group['maxReplicas'] * cores}"
+    assert command[command.index("--workers") + 1] == room
     assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
-    assert program == "lockstep"
-    words = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        *(argument.replace("/runs", str(tmp_path)) for argument in args),
-    ]
     ended = subprocess.run(
-        words,
+        words(command, tmp_path),
         cwd=tmp_path,
         env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
         capture_output=True,

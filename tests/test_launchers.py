@@ -34,7 +34,15 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "lockstep run",
+        "python",
+        pytest.param("torchrun", marks=pytest.mark.rest),
+        pytest.param("mpiexec", marks=pytest.mark.rest),
+    ],
+)
 def test_one_script_under_every_launcher(launcher: str, tmp_path: Path) -> None:
     command, size = LAUNCHERS[launcher]
     script = tmp_path / "script.py"

@@ -1,12 +1,11 @@
 """Training loops that are not `loss(model(x))`: each gives the same weights on several ranks as
-on one.
+on one. test_recipes.py has moving averages and adapters.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.testing import run_ranks
+from lockstep.step.step_result import StepResult
 from tests import zoo
-
-pytestmark = pytest.mark.rest
+from tests.teams import on_team
 
 Weights = list[Tensor]
 
@@ -42,8 +40,22 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     )
 
 
-def weights(*models: nn.Module) -> Weights:
-    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], bound: float = 1e-6) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert zoo.distance(one, other) < bound
+
+
+def train(
+    stepper: lockstep.Stepper,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    epochs: int = 2,
+    after: Callable[[StepResult], object] = lambda result: None,
+) -> None:
+    for epoch in loader().epochs(epochs):
+        for window in epoch:
+            for x, y in stepper.micro_batches(window):
+                stepper.backward(loss(x, y), weight=len(y))
+            after(stepper.step())
 
 
 def gan(world: lockstep.World) -> Weights:
@@ -67,7 +79,7 @@ def gan(world: lockstep.World) -> Weights:
                 maker.backward(F.softplus(-judge(make(torch.randn_like(x)))).sum(), weight=len(x))
             maker.step()
             judge.requires_grad_(True)
-    return weights(make, judge)
+    return zoo.weights(make, judge)
 
 
 def inner_steps(world: lockstep.World) -> Weights:
@@ -80,56 +92,21 @@ def inner_steps(world: lockstep.World) -> Weights:
                 for x, y in stepper.micro_batches(window):
                     stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
                 stepper.step()
-    return weights(model)
-
-
-def shared_forward(world: lockstep.World) -> Weights:
-    """One forward of the body feeds two heads' losses; one backward."""
-    torch.manual_seed(1)
-    model = nn.ModuleDict({"body": nn.Linear(6, 8), "a": nn.Linear(8, 3), "b": nn.Linear(8, 6)})
-    stepper = lockstep.Stepper(model, sgd(model))
-    for epoch in loader().epochs(2):
-        for window in epoch:
-            for x, y in stepper.micro_batches(window):
-                features = torch.tanh(model["body"](x))
-                stepper.backward(
-                    zoo.loss_sum(model["a"](features), y)
-                    + (model["b"](features) - x).square().sum(),
-                    weight=len(y),
-                )
-            stepper.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
 def gradient_penalty(world: lockstep.World) -> Weights:
     """A backward through the gradient of the inputs."""
     model = zoo.build("mlp")
-    stepper = lockstep.Stepper(model, sgd(model, lr=0.01))
-    for epoch in loader().epochs(2):
-        for window in epoch:
-            for x, y in stepper.micro_batches(window):
-                x = x.clone().requires_grad_()
-                output = model(x)
-                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-                stepper.backward(zoo.loss_sum(output, y) + slope.square().sum(), weight=len(y))
-            stepper.step()
-    return weights(model)
 
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return zoo.loss_sum(output, y) + slope.square().sum()
 
-def moving_average(world: lockstep.World) -> Weights:
-    """A copy that follows the weights: equal on all ranks because they are."""
-    model = zoo.build("mlp")
-    average = copy.deepcopy(model)
-    stepper = lockstep.Stepper(model, sgd(model))
-    for epoch in loader().epochs(2):
-        for window in epoch:
-            for x, y in stepper.micro_batches(window):
-                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
-            stepper.step()
-            with torch.no_grad():
-                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                    slow.lerp_(fast, 0.1)
-    return weights(model, average)
+    train(lockstep.Stepper(model, sgd(model, lr=0.01)), loss)
+    return zoo.weights(model)
 
 
 class Chained(torch.optim.Optimizer):
@@ -139,7 +116,8 @@ class Chained(torch.optim.Optimizer):
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(groups, {})
         self._share()
 
     def _share(self) -> None:
@@ -175,55 +153,25 @@ def two_optimizers(world: lockstep.World) -> Weights:
         )
 
     stepper = stepper_of()
-    for epoch in loader().epochs(2):
+    for _ in range(2):
         state = stepper.optimizer_state_dict()
         stepper = stepper_of()
         stepper.load_optimizer_state_dict(state)
-        for window in epoch:
-            for x, y in stepper.micro_batches(window):
-                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
-            if stepper.step().applied:
-                average.update_parameters(model)
+        train(
+            stepper,
+            lambda x, y: zoo.loss_sum(model(x), y),
+            epochs=1,
+            after=lambda result: average.update_parameters(model) if result.applied else None,
+        )
     assert len(stepper.optimizer_state_dict()["state"]) == 6
-    return weights(model, average.module)
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank addition that is trained."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down = nn.Linear(inner.in_features, 2, bias=False)
-        self.up = nn.Linear(2, inner.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.up(self.down(x))
-
-
-def adapters(world: lockstep.World) -> Weights:
-    """Low-rank adapters put in before training."""
-    model = zoo.build("mlp")
-    assert isinstance(model, nn.Sequential)
-    for number in (0, 2, 4):
-        model[number] = Adapted(model[number])  # type: ignore[arg-type]
-    stepper = lockstep.Stepper(model, sgd(model))
-    for epoch in loader().epochs(2):
-        for window in epoch:
-            for x, y in stepper.micro_batches(window):
-                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
-            stepper.step()
-    return weights(model)
+    return zoo.weights(model, average.module)
 
 
 PATTERNS: list[Callable[[lockstep.World], Weights]] = [
     gan,
     inner_steps,
-    shared_forward,
     gradient_penalty,
-    moving_average,
     two_optimizers,
-    adapters,
 ]
 
 
@@ -231,11 +179,10 @@ PATTERNS: list[Callable[[lockstep.World], Weights]] = [
 def test_a_pattern_does_not_depend_on_the_number_of_ranks(
     pattern: Callable[[lockstep.World], Weights],
 ) -> None:
-    (alone,) = run_ranks(pattern, 1)
+    (alone,) = on_team(pattern, 1)
     for workers in (2, 3):
-        for found in run_ranks(pattern, workers):
-            for ours, theirs in zip(found, alone, strict=True):
-                assert zoo.distance(ours, theirs) < 1e-6
+        for rank in on_team(pattern, workers):
+            compare(rank, alone)
 
 
 def overflow(world: lockstep.World) -> tuple[list[bool], list[float], Weights]:
@@ -257,11 +204,11 @@ def overflow(world: lockstep.World) -> tuple[list[bool], list[float], Weights]:
             result.reason or ""
         )
         scales.append(scaler.get_scale())
-    return applied, scales, weights(model)
+    return applied, scales, zoo.weights(model)
 
 
 def test_an_inf_on_one_rank_skips_the_step_on_all_with_equal_scalers() -> None:
-    first, second = run_ranks(overflow, 2)
+    first, second = on_team(overflow, 2)
     assert first[0] == second[0] == [True, False, True]
     assert first[1] == second[1] == [256.0, 128.0, 128.0]
     for a, b in zip(first[2], second[2], strict=True):
@@ -289,70 +236,51 @@ def everything() -> nn.Module:
     return Everything()
 
 
-def ragged(
-    world: lockstep.World, per_window: int, clip: float | None, dtype: torch.dtype
-) -> Weights:
+def batches() -> list[tuple[Tensor, Tensor]]:
+    x, y = zoo.samples(64)
+    return list(zip(x.split(RAGGED), y.split(RAGGED), strict=True))
+
+
+def ragged(world: lockstep.World, per_window: int) -> Weights:
     """One window after another over 64 samples in ragged micro-batches; each rank takes every
     W-th, whatever that leaves it.
     """
-    model = everything().to(dtype)
+    model = everything()
     stepper = lockstep.Stepper(
-        model, torch.optim.SGD(model.parameters(), lr=0.02), clip=clip, unused="zeros"
+        model, torch.optim.SGD(model.parameters(), lr=0.02), clip=0.1, unused="zeros"
     )
-    x, y = zoo.samples(64)
-    batches = list(zip(x.to(dtype).split(RAGGED), y.split(RAGGED), strict=True))
     share = per_window * world.size
-    for start in range(0, len(batches), share):
-        for u, v in stepper.micro_batches(batches[start : start + share][world.rank :: world.size]):
-            stepper.backward(zoo.loss_sum(model(u), v), weight=len(v))
+    for start in range(0, len(RAGGED), share):
+        window = batches()[start : start + share][world.rank :: world.size]
+        for x, y in stepper.micro_batches(window):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
         stepper.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
-def ragged_alone(window: int, clip: float | None, dtype: torch.dtype) -> Weights:
-    """The same windows in plain torch; gradients are summed in float64 where the parameters are
-    not float32.
-    """
+def ragged_alone(share: int) -> Weights:
+    """The same windows in plain torch."""
     torch.set_num_threads(1)
-    model = everything().to(dtype)
+    model = everything()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     step = torch.optim.SGD(trained, lr=0.02)
-    x, y = zoo.samples(64)
-    batches = list(zip(x.to(dtype).split(RAGGED), y.split(RAGGED), strict=True))
-    for start in range(0, len(batches), window):
-        sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in trained]
-        for u, v in batches[start : start + window]:
-            step.zero_grad()
-            zoo.loss_sum(model(u), v).backward()
-            for total, parameter in zip(sums, trained, strict=True):
-                if parameter.grad is not None:
-                    total += (
-                        parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                    ).double()
-        count = sum(len(v) for _, v in batches[start : start + window])
-        for total, parameter in zip(sums, trained, strict=True):
-            parameter.grad = (total / count).to(dtype)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(trained, clip)
+    for start in range(0, len(RAGGED), share):
+        window = batches()[start : start + share]
+        step.zero_grad()
+        for x, y in window:
+            zoo.loss_sum(model(x), y).backward()
+        count = sum(len(y) for _, y in window)
+        for parameter in trained:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.to_dense() / count
+        nn.utils.clip_grad_norm_(trained, 0.1)
         step.step()
-    return weights(model)
+    return zoo.weights(model)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("per_window", [1, 2, 5])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_any_ragged_split_of_64_samples_is_one_process(
-    workers: int, per_window: int, clip: float | None
-) -> None:
-    expected = ragged_alone(per_window * workers, clip, torch.float32)
-    for found in run_ranks(ragged, workers, args=(per_window, clip, torch.float32)):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert zoo.distance(ours, theirs) < 1e-6
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_bfloat16_parameters_stay_within_their_rounding(workers: int) -> None:
-    expected = ragged_alone(2 * workers, None, torch.bfloat16)
-    for found in run_ranks(ragged, workers, args=(2, None, torch.bfloat16)):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert zoo.distance(ours, theirs) < 1e-2
+def test_any_ragged_split_of_64_samples_is_one_process(workers: int) -> None:
+    for per_window in (1, 2, 5):
+        expected = ragged_alone(per_window * workers)
+        for rank in on_team(ragged, workers, args=(per_window,)):
+            compare(rank, expected)

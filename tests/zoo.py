@@ -79,6 +79,18 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
+    """Four samples, others for each rank and number, of up to four ranks."""
+    x, y = samples(512)
+    start = 4 * (4 * number + rank)
+    return x[start : start + 4], y[start : start + 4]
+
+
+def weights(*models: nn.Module) -> list[Tensor]:
+    """Copies."""
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
 def loss_sum(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, reduction="sum")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,19 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from lockstep.errors import DamagedCheckpoint, ReplicaDivergence
 from lockstep.integrations.accelerate import LockstepAccelerator
+from tests.integrations.scripts import RATE, data, net, same
 from tests.refused import refused
 
-SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SAVED = 83, 12, 3, 2, 9
-
-
-def data(count: int = SAMPLES) -> TensorDataset:
-    """Inputs, classes, and which sample it is."""
-    x = torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x[:, :3].argmax(1), torch.arange(count))
-
-
-def net(*, norm: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    between = nn.BatchNorm1d(32) if norm else nn.Identity()
-    return nn.Sequential(nn.Linear(10, 32), between, nn.ReLU(), nn.Linear(32, 3))
+GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SAVED = 12, 3, 2, 9
 
 
 def trained(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
 
 
@@ -68,14 +56,10 @@ def loss_of(model: nn.Module, batch: Any, *, weighing: bool) -> Tensor:
     return losses.sum() / max(len(losses), 1)
 
 
-def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
 def with_their_loader(kind: type[Accelerator], **options: Any) -> nn.Module:
     """20 steps, in Accelerate's own way."""
     accelerator = kind(cpu=True, gradient_accumulation_steps=2, **options)
+    assert accelerator.num_processes == 2
     bare = net(norm=True)
     optimizer, scheduler = trained(bare)
     plain = DataLoader(data(160), batch_size=2, shuffle=True)
@@ -94,7 +78,7 @@ def with_their_loader(kind: type[Accelerator], **options: Any) -> nn.Module:
     assert steps == 20
     assert accelerator.unwrap_model(model) is bare
     assert accelerator.get_state_dict(model).keys() == bare.state_dict().keys()
-    assert len(accelerator.gather(torch.zeros(3))) == 3 * accelerator.num_processes
+    assert len(accelerator.gather(torch.zeros(3))) == 6
     return bare
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import DamagedCheckpoint, ReplicaDivergence, UnusedParameters
@@ -34,28 +34,16 @@ from lockstep.integrations.lightning import (
     LockstepFabricStrategy,
     LockstepStrategy,
 )
+from tests.integrations.scripts import RATE, data, net, same
 from tests.refused import refused
 
-SAMPLES, GLOBAL_BATCH, SAVED = 83, 8, 7
-RATE = 0.05
+GLOBAL_BATCH, SAVED = 8, 7
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-def data(count: int = SAMPLES) -> TensorDataset:
-    """Inputs, classes, and which sample it is."""
-    x = torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x[:, :3].argmax(1), torch.arange(count))
-
-
-def net(*, norm: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    between = nn.BatchNorm1d(32) if norm else nn.Identity()
-    return nn.Sequential(nn.Linear(10, 32), between, nn.ReLU(), nn.Linear(32, 3))
 
 
 class Module(pl.LightningModule):
@@ -132,11 +120,6 @@ def fitted(
     options = {"max_epochs": 2, "enable_checkpointing": False, **QUIET, **options}
     pl.Trainer(strategy=strategy, **options).fit(module, ckpt_path=resume)
     return [each.detach().clone() for each in module.parameters()]
-
-
-def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def parity() -> None:
@@ -274,6 +257,7 @@ def checkpoints(folder: Path) -> None:
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    assert TorchElasticEnvironment.detect()
     found: dict[str, Any] = {}
     parity()
     thawing()
@@ -304,7 +288,7 @@ def main(folder: Path) -> None:
         each.tolist() for each in fitted(resumed, resume=saved, plugins=[LockstepCheckpointIO()])
     ]
     found["seen after"] = resumed.seen
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    (folder / f"2-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

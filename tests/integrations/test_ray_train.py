@@ -4,8 +4,6 @@ process.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,18 +52,3 @@ def test_a_worker_is_killed_and_ray_restarts_at_another_size_with_the_same_bits(
     assert (folder / "end").read_text() == before.replace(
         "1 workers, from step None", "2 workers, from step 6"
     )
-
-
-def test_without_ray_the_import_names_the_command_that_installs_it(tmp_path: Path) -> None:
-    (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')")
-    code = (
-        "from lockstep.errors import UsageError\ntry:\n    import"
-        " lockstep.integrations.ray_train\nexcept UsageError as error:\n    print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "lockstep.integrations.ray_train needs Ray Train (no Ray here)" in done.stdout
-    assert "pip install " in done.stdout
-    assert done.stdout.endswith("[missing-extra]\n")
-    assert "[ray]" in done.stdout

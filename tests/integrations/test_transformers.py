@@ -4,8 +4,6 @@ and refuse, is transformers_script.py's.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 
 from lockstep.testing.ranks import warm_commands
 from tests.integrations.scripts import joined, run
-from tests.refused import refused
 
 pytestmark = pytest.mark.rest
 
@@ -50,13 +47,3 @@ def test_the_loss_curve_is_that_of_one_process_and_goes_on_after_a_resume(tmp_pa
         assert three[0][kind]["losses"] == pytest.approx(one[kind]["losses"][SAVED:], rel=1e-5)
         assert joined(two, kind) == one[kind]["seen"]
         assert joined(three, kind) == one[kind]["seen"][SAVED:]
-
-
-def test_without_transformers_the_import_names_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "lockstep.integrations.transformers", raising=False)
-    with refused("missing-extra", what="lockstep.integrations.transformers") as caught:
-        importlib.import_module("lockstep.integrations.transformers")
-    assert "[transformers]" in caught.value.values["install"]

@@ -1,8 +1,16 @@
-"""Models that are cut in tests, small and made so that a wrong cut is seen."""
+"""Models that are cut in tests, small and made so that a wrong cut is seen; and what no cut model
+may do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -22,6 +30,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.inside(self.norm(x))
         return out
+
+
+class Turned(nn.Module):
+    """A view that is not contiguous, and so are gradients that come through it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+
+class Halves(nn.Module):
+    """Gives two tensors, as recurrent layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :1], x[:, 1:]
 
 
 class Reader(nn.Module):
@@ -59,3 +81,19 @@ def sentences(count: int, last: int = 3, length: int = 4) -> list[tuple[Tensor]]
     draw = torch.Generator().manual_seed(5)
     sizes = [3] * (count - 1) + [last] if count else []
     return [(torch.randint(0, 11, (size, length), generator=draw),) for size in sizes]
+
+
+@contextmanager
+def objects_refused() -> Iterator[None]:
+    """Functions of torch that would pickle objects for other ranks fail."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an object was sent to another rank")
+
+    names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
+    assert "send_object_list" in names
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, refuse)
+            patch.setattr(dist.distributed_c10d, name, refuse)
+        yield

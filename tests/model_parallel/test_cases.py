@@ -4,12 +4,16 @@ other schedules and updates, bf16, layers named by the task.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lockstep
 from lockstep.config.mesh import Mesh
@@ -18,78 +22,78 @@ from lockstep.errors import ReplicaDivergence, WorkerFailed
 from lockstep.gradients import reductions
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
+from tests.model_parallel.layered import Turned, objects_refused, reader
 
-WIDTH = 8
+WIDTH, WORDS, LENGTH = 8, 11, 4
 
 
-class Tied(nn.Module):
+def tied(dropout: float = 0.0) -> nn.Module:
     """The embedding is the output layer as well: the first and the last stage hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(16, WIDTH)
-        self.blocks = nn.Sequential(
-            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-        )
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-        self.head.weight = self.bytes.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.blocks(self.bytes(x)))
-        return found
+    return reader(depth=3, width=WIDTH, dropout=dropout, tied=True).float()
 
 
-class Frozen(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-        self.blocks[1].requires_grad_(False)
+def frozen() -> nn.Module:
+    model = reader(depth=3, width=WIDTH).float()
+    model.blocks[1].requires_grad_(False)
+    return model
 
 
-class Branching(nn.Module):
-    """Its forward asks a tensor: it cannot be followed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Embedding(16, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x))
-        if y.sum() > 1e9:
-            y = y * 2
-        found: Tensor = self.third(y)
-        return found
+def dropping() -> nn.Module:
+    """In training only."""
+    return tied(dropout=0.5)
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
-    return [model.get_submodule(name) for name in ("first", "second", "third")]
+def wide() -> nn.Module:
+    """Shards are cut at multiples of 1024 elements: every rank has some of each stage."""
+    return nn.Sequential(
+        nn.Embedding(WORDS, 64),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Linear(64, WORDS),
+        Turned(),
+    )
+
+
+def pair(between: Callable[[], nn.Module] = nn.GELU) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        nn.Linear(WIDTH, 12),
+        between(),
+        nn.Linear(12, WIDTH),
+        nn.Linear(WIDTH, WORDS),
+        Turned(),
+    )
+
+
+PAIR = Parts(tensor={"1": "colwise", "3": "rowwise"})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def zero_rate(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-12)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """As many do: no weight decay for what has one dim. A stage may have nothing of one kind."""
-    named = dict(model.named_parameters())
-    flat = [each for each in named.values() if each.dim() < 2]
-    deep = [each for each in named.values() if each.dim() >= 2]
+    flat = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    deep = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     return torch.optim.AdamW(
         [{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}], lr=1e-2
     )
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return nn.functional.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
+    return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
 
 
 def task(model: Any, samples: int = 10, **changes: Any) -> lockstep.Task:
     """10 samples in steps of 8, micro-batches of 3: 3, 3, 2 of each, and at an epoch's end 2."""
-    data = [
-        (torch.tensor(number * 7 % 16), torch.tensor(number * 5 % 16)) for number in range(samples)
-    ]
+    places = torch.arange(LENGTH)
+    data = [((places + number) * 7 % WORDS, (places + number * 3) % 5) for number in range(samples)]
     fields = {
         "optimizer": sgd,
         "global_batch": 8,
@@ -102,49 +106,167 @@ def task(model: Any, samples: int = 10, **changes: Any) -> lockstep.Task:
     return lockstep.Task(model=model, train_data=data, loss=loss, **(fields | changes))
 
 
-def one(
-    world: lockstep.World, made: Any, changes: dict[str, Any], options: dict[str, Any]
-) -> tuple[list[float], dict[str, float], str]:
+# -- as one process ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training that ends as that of one process."""
+
+    model: Callable[[], nn.Module]
+    mesh: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `train`, for the split training."""
+    precision: str = "fp32"
+    rel: float = 1e-4
+    two_ways: bool = False
+    """One group along the data axis finds that the backend sums fastest, the other that memory
+    does, as on a busy host.
+    """
+    losses: bool = True
+
+
+IDLE = {"global_batch": 4, "micro_batch": 2, "samples": 9}
+"""Steps of two micro-batches; the last step of an epoch has one sample."""
+CASES = {
+    **{
+        f"tied weights, short windows, {schedule}": Case(
+            model=tied, mesh="pipeline=2", options={"schedule": schedule}
+        )
+        for schedule in ("naive", "gpipe", "1f1b")
+    },
+    **{
+        f"tied weights over {mesh}": Case(model=tied, mesh=mesh)
+        for mesh in ("pipeline=3", "data=2,pipeline=2", "shard=3")
+    },
+    "frozen layers over data": Case(model=frozen, mesh="data=3"),
+    **{
+        f"frozen layers, groups of parameters over {mesh}": Case(
+            model=frozen, mesh=mesh, changes={"optimizer": two_groups}
+        )
+        for mesh in ("pipeline=2", "shard=2")
+    },
+    **{
+        f"ranks without a micro-batch over {mesh}": Case(model=tied, mesh=mesh, changes=IDLE)
+        for mesh in ("shard=4", "data=2,shard=2")
+    },
+    **{
+        f"the sharded update on a pipeline, {name}": Case(
+            model=wide, mesh="data=2,pipeline=2", changes=changes, options={"update": "sharded"}
+        )
+        for name, changes in (("AdamW", {"optimizer": two_groups}), ("clipped", {"clip": 0.02}))
+    },
+    **{
+        f"bf16 over {mesh}": Case(model=tied, mesh=mesh, precision="bf16", rel=3e-2)
+        for mesh in ("pipeline=2", "shard=2")
+    },
+    # with a rate of next to nothing the weights stay, and the evaluation is one process's
+    **{
+        f"no dropout in evaluation, {schedule}": Case(
+            model=dropping,
+            mesh="pipeline=2",
+            changes={"optimizer": zero_rate},
+            options={"schedule": schedule},
+            losses=False,
+        )
+        for schedule in ("gpipe", "1f1b")
+    },
+    "layers named by the task": Case(
+        model=wide, mesh="pipeline=3", changes={"parts": Parts(layers=list)}
+    ),
+    **{
+        f"tensor parts over {mesh}": Case(model=pair, mesh=mesh, changes={"parts": PAIR})
+        for mesh in ("tensor=2", "data=2,tensor=4")
+    },
+    "a norm over parts that are summed in different ways, tensor": Case(
+        model=pair, mesh="data=2,tensor=2", changes={"parts": PAIR, "clip": 0.02}, two_ways=True
+    ),
+    "a norm over parts that are summed in different ways, pipeline": Case(
+        model=pair,
+        mesh="data=2,pipeline=2",
+        changes={"clip": 0.02},
+        options={"update": "sharded"},
+        two_ways=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    losses: list[float]
+    metrics: dict[str, float]
+    sha256: str
+
+
+def trained(world: lockstep.World, case: Case) -> Ended:
     losses: list[float] = []
-    found = replace(
-        task(made, **changes),
+    made = replace(
+        task(case.model, **case.changes),
         on_step=lambda record: losses.append(record["loss"]),
         callbacks_on="all",
     )
-    result = train(found, world=world, **options)
-    return losses, result.metrics, result.sha256
+    options = {"mesh": case.mesh, **case.options} if world.size > 1 else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if case.two_ways:
+            patch.setattr(
+                reductions,
+                "_is_quicker",
+                lambda candidate, native, group: group.ranks[0] == 0,
+            )
+        # torch's own sharding may send objects, a pipeline does not
+        refused = objects_refused() if "pipeline" in case.mesh else nullcontext()
+        with refused:
+            result = train(made, world=world, precision=case.precision, **options)
+    return Ended(losses, result.metrics, result.sha256)
 
 
-def check(
-    model: Any, mesh: str, changes: dict[str, Any], options: dict[str, Any], *, rel: float = 1e-4
-) -> list[Any]:
-    ranks = Mesh.read(mesh).size
-    plain = {name: value for name, value in options.items() if name not in ("schedule", "update")}
-    ((losses, metrics, _),) = run_ranks(one, 1, (model, changes, plain))
-    found = run_ranks(one, ranks, (model, changes, {"mesh": mesh, **options}))
-    for its_losses, its_metrics, _ in found:
-        assert its_losses == pytest.approx(losses, rel=rel)
-        assert its_metrics == pytest.approx(metrics, rel=rel)
-    assert len({sha256 for _, _, sha256 in found}) == 1
-    return found
+def each_case(world: lockstep.World) -> dict[str, Ended]:
+    """Those of as many ranks; of one rank, all."""
+    results = {}
+    for name, case in CASES.items():
+        if world.size in (1, Mesh.read(case.mesh).size):
+            try:
+                results[name] = trained(world, case)
+            except Exception as error:
+                error.add_note(f"in the case {name!r}")
+                raise
+    return results
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
-def test_every_schedule_with_short_windows_and_uneven_micro_batches(schedule: str) -> None:
-    check(Tied, "pipeline=2", {}, {"schedule": schedule})
+@cache
+def results(ranks: int) -> list[dict[str, Ended]]:
+    """By rank and case: ranks start once for all cases of their number."""
+    return run_ranks(each_case, ranks)
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=2", "pipeline=3", "data=2,pipeline=2", "shard=3"])
-def test_tied_weights(mesh: str) -> None:
-    check(Tied, mesh, {}, {})
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.rest if Mesh.read(case.mesh).size > 4 else ())
+        for name, case in CASES.items()
+    ],
+)
+def test_a_split_training_is_that_of_one_process(name: str) -> None:
+    case, (alone,) = CASES[name], results(1)
+    ranks = [rank[name] for rank in results(Mesh.read(case.mesh).size)]
+    for ended in ranks:
+        if case.losses:
+            assert ended.losses == pytest.approx(alone[name].losses, rel=case.rel)
+        assert ended.metrics == pytest.approx(alone[name].metrics, rel=case.rel)
+    assert len({ended.sha256 for ended in ranks}) == 1
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=2", "data=3", "shard=2"])
-def test_frozen_layers(mesh: str) -> None:
-    check(Frozen, mesh, {}, {})
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def trains(world: lockstep.World, case: Case) -> None:
+    trained(world, case)
 
 
 def test_a_stage_with_nothing_to_train_is_named() -> None:
+    stages = Parts(stages=["blocks.1", "blocks.2"])
     with pytest.raises(
         WorkerFailed,
         match=(
@@ -152,170 +274,42 @@ def test_a_stage_with_nothing_to_train_is_named() -> None:
             r".*\[nothing-to-train-on-rank\]"
         ),
     ):
-        run_ranks(
-            one,
-            3,
-            (Frozen, {"parts": Parts(stages=["blocks.1.0", "blocks.2.0"])}, {"mesh": "pipeline=3"}),
-        )
-
-
-@pytest.mark.parametrize("mesh", ["shard=4", "data=2,shard=2"])
-def test_ranks_without_a_micro_batch_take_part(mesh: str) -> None:
-    """Steps of two micro-batches over four ranks; the last step of an epoch has one sample."""
-    check(Tied, mesh, {"global_batch": 4, "micro_batch": 2, "samples": 9}, {})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"optimizer": two_groups}, {"clip": 0.02}],
-    ids=["AdamW in two groups", "SGD, clipped in every step"],
-)
-def test_the_sharded_update_on_a_pipeline(changes: dict[str, Any]) -> None:
-    check(wide, "data=2,pipeline=2", changes, {"update": "sharded"})
-
-
-def wide() -> nn.Module:
-    """Shards are cut at multiples of 1024 elements: every rank has some of each stage."""
-    return nn.Sequential(
-        nn.Embedding(16, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 16)
-    )
-
-
-@pytest.mark.parametrize("mesh", ["pipeline=2", "shard=2"])
-def test_groups_of_parameters(mesh: str) -> None:
-    check(Frozen, mesh, {"optimizer": two_groups}, {})
-
-
-@pytest.mark.parametrize("mesh", ["pipeline=2", "shard=2"])
-def test_bf16(mesh: str) -> None:
-    check(Tied, mesh, {}, {"precision": "bf16"}, rel=3e-2)
-
-
-def dropping() -> nn.Module:
-    """Works in place, and drops: in training only."""
-    blocks = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.5))
-        for _ in range(4)
-    ]
-    return nn.Sequential(nn.Embedding(16, WIDTH), *blocks, nn.Linear(WIDTH, 16))
-
-
-def zero_rate(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_dropout_is_off_in_evaluation(schedule: str) -> None:
-    """With a rate of next to nothing the weights stay, and the evaluation is one process's."""
-    ((_, metrics, _),) = run_ranks(one, 1, (dropping, {"optimizer": zero_rate}, {}))
-    for _, its_metrics, _ in run_ranks(
-        one, 2, (dropping, {"optimizer": zero_rate}, {"mesh": "pipeline=2", "schedule": schedule})
-    ):
-        assert its_metrics == pytest.approx(metrics, rel=1e-5)
-
-
-def test_layers_named_by_the_task() -> None:
-    check(Branching, "pipeline=3", {"parts": Parts(layers=parts_of)}, {})
-
-
-def test_tensor_parts_of_a_model_of_two_layers() -> None:
-    check(pair, "tensor=2", {"parts": Parts(tensor={"1": "colwise", "3": "rowwise"})}, {})
-    check(pair, "data=2,tensor=4", {"parts": Parts(tensor={"1": "colwise", "3": "rowwise"})}, {})
-
-
-def summed_in_two_ways(
-    world: lockstep.World, *given: Any
-) -> tuple[list[float], dict[str, float], str]:
-    """One group along the data axis finds that the backend sums fastest, the other that memory
-    does, as on a busy host.
-    """
-    reductions._is_quicker = lambda candidate, native, group: group.ranks[0] == 0
-    return one(world, *given)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ("data=2,tensor=2", {}),
-        ("data=2,pipeline=2", {"update": "sharded"}),
-    ],
-)
-def test_a_norm_over_parts_that_are_summed_in_different_ways(
-    mesh: str, options: dict[str, Any]
-) -> None:
-    changes = {
-        "parts": Parts(tensor={"1": "colwise", "3": "rowwise"} if "tensor" in mesh else {}),
-        "clip": 0.02,
-    }
-    ((losses, metrics, _),) = run_ranks(one, 1, (pair, changes, {}))
-    for its_losses, its_metrics, _ in run_ranks(
-        summed_in_two_ways, 4, (pair, changes, {"mesh": mesh, **options})
-    ):
-        assert its_losses == pytest.approx(losses, rel=1e-4)
-        assert its_metrics == pytest.approx(metrics, rel=1e-4)
-
-
-def pair() -> nn.Module:
-    return nn.Sequential(
-        nn.Embedding(16, WIDTH),
-        nn.Linear(WIDTH, 12),
-        nn.GELU(),
-        nn.Linear(12, WIDTH),
-        nn.Linear(WIDTH, 16),
-    )
+        run_ranks(trains, 3, (Case(model=frozen, mesh="pipeline=3", changes={"parts": stages}),))
 
 
 def drifting(world: lockstep.World, mesh: str) -> None:
     """On rank 3 a weight that all tensor ranks hold whole is scaled after each update."""
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        found = sgd(model)
+        steps = sgd(model)
 
         def drift(*_: object) -> None:
             if world.rank == 3:
                 with torch.no_grad():
                     model.get_parameter("0.weight").mul_(1.001)
 
-        found.register_step_post_hook(drift)
-        return found
+        steps.register_step_post_hook(drift)
+        return steps
 
-    changes = {
-        "parts": Parts(tensor={"1": "colwise", "3": "rowwise"}),
-        "optimizer": optimizer,
-    }
-    train(task(pair, **changes), world=world, mesh=mesh)
-
-
-def weight_between() -> nn.Module:
-    return nn.Sequential(
-        nn.Embedding(16, WIDTH),
-        nn.Linear(WIDTH, 2 * WIDTH),
-        nn.PReLU(),
-        nn.Linear(2 * WIDTH, 16),
-    )
+    train(task(pair, parts=PAIR, optimizer=optimizer), world=world, mesh=mesh)
 
 
 def partial_gradients(world: lockstep.World) -> None:
     """The PReLU's one weight gets a gradient from this rank's features only."""
-    parts = Parts(tensor={"1": "colwise", "3": "rowwise"})
-    train(task(weight_between, parts=parts), world=world, mesh="tensor=2")
+    train(task(lambda: pair(nn.PReLU), parts=PAIR), world=world, mesh="tensor=2")
 
 
 def divergence(world: lockstep.World, fn: Any, *args: Any) -> tuple[str, str, tuple[int, ...]]:
-    with pytest.raises(ReplicaDivergence) as found:
+    with pytest.raises(ReplicaDivergence) as caught:
         fn(world, *args)
-    return found.value.code, found.value.parameter, found.value.ranks
+    return caught.value.code, caught.value.parameter, caught.value.ranks
 
 
 def test_what_tensor_ranks_share_must_stay_equal() -> None:
-    assert (
-        run_ranks(divergence, 4, (drifting, "tensor=4"))
-        == [("replicas-differ", "0.weight", (3,))] * 4
-    )
-    assert (
-        run_ranks(divergence, 2, (partial_gradients,))
-        == [("replicas-differ", "2.weight", (1,))] * 2
-    )
+    drifted = ("replicas-differ", "0.weight", (3,))
+    assert run_ranks(divergence, 4, (drifting, "tensor=4")) == [drifted] * 4
+    partial = ("replicas-differ", "2.weight", (1,))
+    assert run_ranks(divergence, 2, (partial_gradients,)) == [partial] * 2
 
 
 def test_ranks_are_named_by_their_numbers_in_the_world() -> None:

@@ -5,6 +5,7 @@ digest.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def trained(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {key: tensor.clone() for key, tensor in identity.weights(model).items()}, state
 
 
-def write(world: World, name: str, text: str, directory: str) -> str:
+def write(world: World, name: str, text: str, directory: Path) -> str:
     mesh = Mesh.read(text)
     model, here, axes = models.cut(world, name, mesh)
     for key, tensor in identity.weights(models.build(name)).items():  # as torch has cut it
@@ -71,7 +72,7 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     for key, whole in state.items():
         parameter = key.partition("/")[2]
         state_pieces += here.pieces(key, parameter, here.take(parameter, whole))
-    folder = folders.unfinished(Path(directory), 5, text)
+    folder = folders.unfinished(directory, 5, text)
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     if mesh.at(world.rank).data == 0:
@@ -85,7 +86,7 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     if world.rank == 0:
         files.commit(
             folder,
-            folders.folder_of(Path(directory), 5),
+            folders.folder_of(directory, 5),
             5,
             [SealedFile(*each) for part in every for each in part],
             {},
@@ -93,30 +94,45 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     return sha256(here, axes.pipeline, ModelNames(models.build(name)))
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("gpt", text) for text in LAYOUTS]
-    + [("odd", text) for text in LAYOUTS if "tensor" not in text],
-)
+CASES = [("gpt", text) for text in LAYOUTS] + [
+    ("odd", text) for text in LAYOUTS if "tensor" not in text
+]
+
+
+def write_each(world: World, directory: Path) -> dict[tuple[str, str], str]:
+    """The digests of all cases of as many ranks."""
+    return {
+        case: write(world, *case, directory / "-".join(case))
+        for case in CASES
+        if Mesh.read(case[1]).size == world.size
+    }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+    """The folder of all cases, and the digests by number of ranks and rank."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, {size: run_ranks(write_each, size, (folder,)) for size in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
 def test_a_checkpoint_of_any_mesh_is_that_of_one_process(
-    name: str, text: str, tmp_path: Path
+    name: str, text: str, written: tuple[Path, dict[int, Any]]
 ) -> None:
-    found = run_ranks(write, Mesh.read(text).size, args=(name, text, str(tmp_path)))
+    folder, mesh = written[0] / f"{name}-{text}", Mesh.read(text)
     weights, state = trained(name)
-    assert set(found) == {identity.sha256(weights)}
-    checkpoint = files.read(folders.folder_of(tmp_path, 5))
-    for read, expected in (
+    digests = {rank[name, text] for rank in written[1][mesh.size]}
+    assert digests == {identity.sha256(weights)}
+    checkpoint = files.read(folders.folder_of(folder, 5))
+    for tensors, expected in (
         (checkpoint.tensors, weights),
         (read_all(checkpoint.optimizer()), state),
     ):
-        assert read.keys() == expected.keys()
+        assert tensors.keys() == expected.keys()
         for key, tensor in expected.items():
-            assert torch.equal(read[key], tensor), key
-    assert (
-        len(list(checkpoint.folder.glob("model-*.safetensors")))
-        <= Mesh.read(text).size // Mesh.read(text).data
-    )
-    _commands(tmp_path, checkpoint, weights)
+            assert torch.equal(tensors[key], tensor), key
+    assert len(list(checkpoint.folder.glob("model-*.safetensors"))) <= mesh.size // mesh.data
+    _commands(folder, checkpoint, weights)
 
 
 def _commands(directory: Path, checkpoint: files.Checkpoint, weights: dict[str, Tensor]) -> None:

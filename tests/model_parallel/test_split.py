@@ -21,7 +21,7 @@ from lockstep.model_parallel.layers import Layers, layers_of
 from lockstep.model_parallel.split import ModelNames, balanced, by_parameters, cut
 from lockstep.model_parallel.stages import described, stage_module
 from lockstep.tasks.text import GPT
-from tests.model_parallel.layered import Block, reader, sentences
+from tests.model_parallel.layered import Block, Halves, reader, sentences
 from tests.refused import refused
 
 
@@ -38,27 +38,6 @@ def through(stages: Sequence[nn.Module], *arguments: Any) -> Any:
 # -- where a model can be cut --------------------------------------------------------------------
 
 
-def test_a_transformer_is_cut_between_its_blocks() -> None:
-    layers = layers_of(GPT(16, 3, 8, 0.0))
-    assert layers.names == ("bytes", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
-
-
-def test_what_has_no_module_joins_the_layer_before_it() -> None:
-    layers = layers_of(reader(depth=2))
-    assert layers.names == ("words", "blocks.0", "blocks.1", "head")
-    names = [name for name, _ in stage_module(layers, range(2, 3)).named_parameters()]
-    assert "scale" in names  # the root's own parameter is where it is used
-
-
-def test_sequentials_are_gone_into() -> None:
-    model = nn.Sequential(
-        nn.Flatten(),
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))),
-        nn.Linear(4, 2),
-    )
-    assert layers_of(model).names == ("0", "1.0", "1.1", "1.2.0", "2")
-
-
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,10 +47,6 @@ class Residual(nn.Module):
         y = self.a(x)
         out: Tensor = self.d(y + self.c(self.b(y)))
         return out
-
-
-def test_a_residual_connection_at_the_root_leaves_no_place_to_cut_inside_it() -> None:
-    assert layers_of(Residual()).names == ("a", "b", "d")
 
 
 class Recurrent(nn.Module):
@@ -116,8 +91,38 @@ class Pair(nn.Module):
         return out
 
 
-def test_a_tuple_of_which_two_parts_are_used_stays_with_who_uses_them() -> None:
-    assert layers_of(Pair()).names == ("before", "lstm", "after")
+NESTED = nn.Sequential(
+    nn.Flatten(),
+    nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))),
+    nn.Linear(4, 2),
+)
+NAMES: dict[str, tuple[nn.Module, tuple[str, ...]]] = {
+    "a transformer, between its blocks": (
+        GPT(16, 3, 8, 0.0),
+        ("bytes", "blocks.0", "blocks.1", "blocks.2", "norm", "head"),
+    ),
+    "what has no module joins the layer before it": (
+        reader(depth=2),
+        ("words", "blocks.0", "blocks.1", "head"),
+    ),
+    "sequentials are gone into": (NESTED, ("0", "1.0", "1.1", "1.2.0", "2")),
+    "not inside a residual connection at the root": (Residual(), ("a", "b", "d")),
+    "a tuple of which two parts are used stays with who uses them": (
+        Pair(),
+        ("before", "lstm", "after"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_where_a_model_is_cut(case: str) -> None:
+    model, names = NAMES[case]
+    assert layers_of(model).names == names
+
+
+def test_the_roots_own_parameter_is_where_it_is_used() -> None:
+    stage = stage_module(layers_of(reader(depth=2)), range(2, 3))
+    assert "scale" in dict(stage.named_parameters())
 
 
 def test_an_argument_that_is_given_crosses_until_it_is_used() -> None:
@@ -148,17 +153,6 @@ def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
 # -- the stages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_stages_one_after_the_other_are_the_model_and_have_its_names(count: int) -> None:
-    model = reader(depth=3)
-    stages = stages_of(layers_of(model), count)
-    (ids,) = sentences(1)[0]
-    assert torch.equal(through(stages, ids), model(ids))
-    found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-    assert found.keys() == dict(model.named_parameters()).keys()
-    assert all(found[name] is parameter for name, parameter in model.named_parameters())
-
-
 def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
     model = Recurrent()
     stages = stages_of(layers_of(model), 2)
@@ -171,21 +165,15 @@ def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
 
 
 def test_train_and_eval_reach_the_modules() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(4, 4).eval(), nn.Dropout(0.5), nn.BatchNorm1d(4))
     stage = stage_module(layers_of(model), range(1, 3))
+    modes = [module.training for module in (model, *model)]
+    assert modes == [True, False, True, True], "left as they were"
     x = torch.randn(6, 4)
     assert not torch.equal(stage(x), stage(x))
     stage.eval()
     assert torch.equal(stage(x), stage(x))
-    assert [module.training for module in model] == [True, False, False]
-
-
-def test_tracing_leaves_the_mode_of_every_module() -> None:
-    model = reader(depth=2)
-    model.blocks[0].eval()
-    before = {name: module.training for name, module in model.named_modules()}
-    stages_of(layers_of(model), 2)
-    assert {name: module.training for name, module in model.named_modules()} == before
+    assert not any(module.training for module in model)
 
 
 # -- layers given by the task --------------------------------------------------------------------
@@ -221,17 +209,25 @@ def test_a_forward_that_cannot_be_followed_is_refused_with_the_way_out() -> None
     assert "Parts(layers=...)" in str(caught.value)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_given_layers_make_the_same_stages(count: int) -> None:
-    model = Branching()
-    layers = layers_of(model, GIVEN)
-    assert layers.names == ("first", "body.0", "body.1", "last")
-    stages = stages_of(layers, count)
-    x = torch.randn(2, 3)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("model", "parts", "x"),
+    [
+        (reader(depth=3), None, sentences(1)[0][0]),
+        (Branching(), GIVEN, torch.linspace(0, 1, 6).view(2, 3)),
+    ],
+    ids=["traced", "given"],
+)
+def test_stages_one_after_the_other_are_the_model_and_have_its_names(
+    model: nn.Module, parts: Parts | None, x: Tensor, count: int
+) -> None:
+    stages = stages_of(layers_of(model, parts), count)
     assert torch.equal(through(stages, x), model(x))
-    assert {name for stage in stages for name, _ in stage.named_parameters()} == dict(
-        model.named_parameters()
-    ).keys()
+    parameters: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        parameters.update(stage.named_parameters())
+    assert parameters.keys() == dict(model.named_parameters()).keys()
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -251,11 +247,6 @@ def test_layers_that_are_not_the_models_are_refused(
 ) -> None:
     with refused(code, TaskError, **values):
         layers_of(Branching(), Parts(layers=layers))
-
-
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, :1], x[:, 1:]
 
 
 def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
@@ -299,6 +290,7 @@ def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
     )
 )
 @example(([1, 6, 2, 4, 7], 4))
+@example(([3, 4, 8, 1], 3))  # 3 | 4 | 8 1 has smaller squares, and a stage of 9
 def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
     costs, stages = case
     parts = balanced(costs, stages)
@@ -307,11 +299,6 @@ def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
     assert all(len(part) for part in parts)
     sums = [sum(costs[layer] for layer in part) for part in parts]
     assert (max(sums), sum(each * each for each in sums)) == brute_force(costs, stages)
-
-
-def test_the_largest_stage_comes_first_and_squares_after() -> None:
-    # 3 | 4 | 8 1 has smaller squares, and a stage of 9
-    assert balanced([3, 4, 8, 1], 3) == [range(0, 2), range(2, 3), range(3, 4)]
 
 
 def test_ties_are_cut_early() -> None:
@@ -334,6 +321,7 @@ def test_a_model_without_layers() -> None:
 
 def test_stages_begin_where_parts_says() -> None:
     layers = layers_of(reader(depth=3))
+    assert layers_of(Branching(), GIVEN).names == ("first", "body.0", "body.1", "last")
     assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [
         range(0, 1),
         range(1, 4),
