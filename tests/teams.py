@@ -126,12 +126,15 @@ class Team:
             for _, remote in pipes:
                 remote.close()
             self.pids = _children_of(server.pid) - before
-            self._changed = False
             self._stack = stack.pop_all()
 
     def run(self, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[R]:
-        request = for_ranks((self._changed, fn, tuple(args), dict(kwargs)))
-        self._changed = False
+        answers = self._ask(for_ranks((fn, tuple(args), dict(kwargs))))
+        self._ask(pickle.dumps(any(changed for changed, _ in answers)))
+        return [result for _, result in answers]
+
+    def _ask(self, request: bytes) -> list[Any]:
+        """Send something to all ranks, and return their answers."""
         for connection in self._connections.values():
             connection.send_bytes(request)
         answers: dict[int, Any] = {}
@@ -145,9 +148,8 @@ class Team:
                 break
             for rank in waiting:
                 if self._connections[rank] in ready:
-                    good, changed, content = _answer(self._connections[rank])
+                    good, content = _answer(self._connections[rank])
                     (answers if good else failures)[rank] = content
-                    self._changed |= changed
         if failures:
             raise TeamFailed(
                 "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
@@ -164,14 +166,12 @@ def _children_of(pid: int) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children()}
 
 
-def _answer(connection: Connection) -> tuple[bool, bool, Any]:
-    """Return whether the function has returned, whether it has changed the world, and its result or
-    else what happened.
-    """
+def _answer(connection: Connection) -> tuple[bool, Any]:
+    """Return whether all went well, and what the rank sent, or else what happened."""
     try:
-        answer: tuple[bool, bool, Any] = pickle.loads(connection.recv_bytes())
+        answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
-        return False, False, "its process has ended"
+        return False, "its process has ended"
     return answer
 
 
@@ -186,27 +186,27 @@ def _serve(connections: Sequence[Connection]) -> None:
             connection.close()
     connection = connections[world.rank]
     while True:
+        request = _received(connection)
         try:
-            request = connection.recv_bytes()
-        except EOFError:
-            os._exit(0)  # the other ranks may have ended already
-        changed = False
-        try:
-            reopen, fn, args, kwargs = pickle.loads(request)
-            if reopen:
-                world.close()
-                world = _opened()
             with nothing_left():
+                fn, args, kwargs = pickle.loads(request)
                 result = fn(world, *args, **kwargs)
                 assert World.current() is world, "the function has closed the team's world"
-                changed = _changed(world)
-                if changed:
+                connection.send_bytes(for_ranks((True, (_changed(), result))))
+                if pickle.loads(_received(connection)):
                     world.close()
-                    torch.set_num_threads(1)  # as before the world, it was otherwise
-            answer = for_ranks((True, changed, result))
-        except BaseException:
-            answer = pickle.dumps((False, changed, traceback.format_exc()))
-        connection.send_bytes(answer)
+                    world = _opened()
+            answer = True, None
+        except Exception:
+            answer = False, traceback.format_exc()
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _received(connection: Connection) -> bytes:
+    try:
+        return connection.recv_bytes()
+    except EOFError:
+        os._exit(0)  # at once: the other ranks may have ended already
 
 
 def _opened() -> World:
@@ -215,8 +215,8 @@ def _opened() -> World:
     return world
 
 
-def _changed(world: World) -> bool:
-    """Whether the world has what lasts until it closes: further process groups, exact mode, its
+def _changed() -> bool:
+    """Return whether the world has what lasts until it closes: further process groups, exact mode, its
     thread for collectives in the background.
     """
     return (
