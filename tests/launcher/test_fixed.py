@@ -11,13 +11,11 @@ from lockstep.runtime.cores import cores
 from lockstep.runtime.interfaces import towards
 from lockstep.runtime.process_lifetime import PARENT
 from tests.refused import refused
+from tests.runtime.variables import variables
 
-PET = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "3",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-}
+PET = variables(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=3 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job"
+)
 
 
 def test_options_and_variables_say_the_same() -> None:
@@ -30,13 +28,12 @@ def test_options_and_variables_say_the_same() -> None:
     assert by_options == Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
 
 
-@pytest.mark.parametrize(
-    ("each", "workers"), [("auto", None), ("gpu", None), ("", None), ("2", 2), ("cpu", cores())]
-)
-def test_ranks_of_a_node(each: str, workers: int | None) -> None:
-    found = Nodes.read(None, None, None, None, {**PET, "PET_NPROC_PER_NODE": each})
-    assert found is not None
-    assert found.workers == workers
+def test_ranks_of_a_node() -> None:
+    counts = {"auto": None, "gpu": None, "": None, "2": 2, "cpu": cores()}
+    for count, workers in counts.items():
+        nodes = Nodes.read(None, None, None, None, {**PET, "PET_NPROC_PER_NODE": count})
+        assert nodes is not None
+        assert nodes.workers == workers
 
 
 def test_one_host_alone() -> None:
@@ -47,103 +44,96 @@ def test_one_host_alone() -> None:
     ) == Nodes(count=1, rank=0, host="127.0.0.1", port=29400, workers=4)
 
 
-LACKS = "incomplete-settings"
+LACKS, RANGE = "incomplete-settings", "rank-out-of-range"
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "code", "values"),
+    ("given", "code", "values"),
     [
         (
             (None, 1, None, None),
-            {},
             LACKS,
             {"given": "--node-rank 1", "lacking": "--nodes and --rdzv-endpoint"},
         ),
-        ((None, None, "a:1", None), {}, LACKS, {"given": "--rdzv-endpoint a:1"}),
+        ((None, None, "a:1", None), LACKS, {"given": "--rdzv-endpoint a:1"}),
         (
             (2, None, None, None),
-            {},
             LACKS,
             {"given": "--nodes 2", "lacking": "--node-rank and --rdzv-endpoint"},
         ),
-        (
-            (2, 0, None, None),
-            {},
-            LACKS,
-            {"given": "--nodes 2", "lacking": "--rdzv-endpoint"},
-        ),
-        ((0, 0, "a:1", None), {}, "wrong-value", {"name": "--nodes", "value": 0}),
+        ((2, 0, None, None), LACKS, {"given": "--nodes 2", "lacking": "--rdzv-endpoint"}),
+        ((0, 0, "a:1", None), "wrong-value", {"name": "--nodes", "value": 0}),
         (
             (2, 2, "a:1", None),
-            {},
-            "rank-out-of-range",
+            RANGE,
             {"name": "--node-rank", "value": 2, "size_name": "--nodes", "size": 2},
         ),
-        ((2, 0, "a:1", "3"), {}, "workers-not-divisible", {"workers": "3", "nodes": 2}),
-        ((2, 0, "a:1", "1:2"), {}, "workers-not-divisible", {"workers": "1:2"}),
-        ((2, 0, "a", None), {}, "not-an-endpoint", {"name": "--rdzv-endpoint", "value": "a"}),
-        ((2, 0, "a:99999", None), {}, "not-an-endpoint", {"value": "a:99999"}),
+        ((2, 0, "a:1", "3"), "workers-not-divisible", {"workers": "3", "nodes": 2}),
+        ((2, 0, "a:1", "1:2"), "workers-not-divisible", {"workers": "1:2"}),
+        ((2, 0, "a", None), "not-an-endpoint", {"name": "--rdzv-endpoint", "value": "a"}),
+        ((2, 0, "a:99999", None), "not-an-endpoint", {"value": "a:99999"}),
+    ],
+)
+def test_options_that_do_not_add_up_are_refused_with_both_values(
+    given: Any, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
+        Nodes.read(*given, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "values"),
+    [
         (
-            (None,) * 4,
-            {"PET_NNODES": "2"},
+            "PET_NNODES=2",
             LACKS,
             {"given": "PET_NNODES=2", "lacking": "PET_NODE_RANK and PET_MASTER_ADDR"},
         ),
         (
-            (None,) * 4,
-            {"PET_NODE_RANK": "1"},
+            "PET_NODE_RANK=1",
             LACKS,
             {"given": "PET_NODE_RANK=1", "lacking": "PET_NNODES and PET_MASTER_ADDR"},
         ),
         (
-            (None,) * 4,
-            {"PET_MASTER_ADDR": "a"},
+            "PET_MASTER_ADDR=a",
             LACKS,
             {"given": "PET_MASTER_ADDR=a", "lacking": "PET_NNODES and PET_NODE_RANK"},
         ),
+    ],
+)
+def test_variables_of_which_some_are_missing_are_refused(
+    text: str, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
+        Nodes.read(None, None, None, None, variables(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "code", "values"),
+    [
         (
-            (None,) * 4,
-            {**PET, "PET_NODE_RANK": "2"},
-            "rank-out-of-range",
+            "PET_NODE_RANK=2",
+            None,
+            RANGE,
             {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2},
         ),
+        ("PET_NNODES=two", None, "wrong-value", {"name": "PET_NNODES", "value": "two"}),
+        ("PET_NNODES=1:2", None, "wrong-value", {"name": "PET_NNODES", "value": "1:2"}),
+        ("PET_NPROC_PER_NODE=many", None, "wrong-value", {"name": "PET_NPROC_PER_NODE"}),
         (
-            (None,) * 4,
-            {**PET, "PET_NNODES": "two"},
-            "wrong-value",
-            {"name": "PET_NNODES", "value": "two"},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NNODES": "1:2"},
-            "wrong-value",
-            {"name": "PET_NNODES", "value": "1:2"},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NPROC_PER_NODE": "many"},
-            "wrong-value",
-            {"name": "PET_NPROC_PER_NODE", "value": "many"},
-        ),
-        (
-            (None, None, None, "4"),
-            PET,
+            "",
+            "4",
             "workers-differ-from-variables",
             {"workers": "4", "share": 2, "each_name": "PET_NPROC_PER_NODE", "each": 3},
         ),
-        (
-            (None, None, None, "5"),
-            PET,
-            "workers-not-divisible",
-            {"workers": "5", "name": "PET_NNODES"},
-        ),
+        ("", "5", "workers-not-divisible", {"workers": "5", "name": "PET_NNODES"}),
     ],
 )
-def test_what_does_not_add_up_is_refused_with_both_values(
-    given: Any, env: dict[str, str], code: str, values: dict[str, Any]
+def test_variables_that_do_not_add_up_are_refused_with_both_values(
+    text: str, workers: str | None, code: str, values: dict[str, Any]
 ) -> None:
     with refused(code, **values):
-        Nodes.read(*given, env)
+        Nodes.read(None, None, None, workers, {**PET, **variables(text)})
 
 
 def test_addresses() -> None:

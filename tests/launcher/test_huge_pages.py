@@ -55,11 +55,12 @@ def test_a_plain_process_has_a_fault_for_every_page(tmp_path: Path) -> None:
     assert _faults(tmp_path) > _ROUNDS * _PAGES // 2  # else the others show nothing
 
 
-@pytest.mark.parametrize("options", [(), ("--cold",)], ids=["warm", "cold"])
+@pytest.mark.parametrize("options", [(), pytest.param(("--cold",), marks=pytest.mark.rest)])
 def test_a_rank_has_few(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert _faults(tmp_path, "-m", "lockstep", "run", *options) < _ROUNDS * _PAGES // 16
 
 
+@pytest.mark.rest
 def test_what_the_user_says_of_glibc_stands(tmp_path: Path) -> None:
     tunables = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
     faults = _faults(tmp_path, "-m", "lockstep", "run", **tunables)

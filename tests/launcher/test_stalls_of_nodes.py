@@ -13,8 +13,9 @@ from lockstep.launcher import processes
 from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Watcher
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
-from tests.launcher.test_stalls import BUCKET, sight
+from tests.launcher.sights import sight
 
+BUCKET = "all_reduce sum f32[9] for gradient bucket 3 (layer4.weight and 1 more)"
 WAITING = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 

@@ -66,7 +66,11 @@ _BY_URL = "init_method='tcp://127.0.0.1:' + os.environ['MASTER_PORT'], rank=rank
 
 @pytest.mark.parametrize(
     ("address", "options", "start"),
-    [("127.0.0.1", "", "--cold"), ("localhost", "", ""), ("127.0.0.1", _BY_URL, "")],
+    [
+        ("localhost", "", ""),
+        pytest.param("127.0.0.1", "", "--cold", marks=pytest.mark.rest),
+        ("127.0.0.1", _BY_URL, ""),
+    ],
 )
 def test_ranks_join_through_the_launchers_store(
     tmp_path: Path, address: str, options: str, start: str
@@ -92,24 +96,21 @@ dist.barrier()
     assert _written(_run(tmp_path, script, 2)) == ["0 True", "1 True"]
 
 
-_SPAWNING = """
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
+def test_ranks_that_each_rank_starts_have_worlds_of_their_own(tmp_path: Path, method: str) -> None:
+    """They inherit nothing that would send rank 0 to a store that nobody opens."""
+    script = f"""
 def main(rank, ranks, port):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
     print(os.environ["RANK"], joined(rank=rank, world_size=ranks))
 
 if __name__ == "__main__":
-    mp.{start}(main, args=(3, free_port()), nprocs=3, join=True{options})
+    mp.start_processes(main, args=(3, free_port()), nprocs=3, join=True, start_method="{method}")
 """
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_ranks_that_each_rank_starts_have_worlds_of_their_own(tmp_path: Path, method: str) -> None:
-    """They inherit nothing that would send rank 0 to a store that nobody opens."""
-    script = _SPAWNING.format(start="start_processes", options=f', start_method="{method}"')
     assert _written(_run(tmp_path, script, 2)) == ["0 13.0"] * 3 + ["1 13.0"] * 3  # 1 + 3 + 9
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
 def test_such_ranks_at_the_launchers_port_hear_that_it_is_taken(
     tmp_path: Path, method: str
 ) -> None:
@@ -128,7 +129,10 @@ if __name__ == "__main__":
     assert f"port: {port}" in done.stderr
 
 
-def test_only_the_rank_itself_counts_as_launched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["", pytest.param("--cold", marks=pytest.mark.rest)])
+def test_only_the_rank_itself_counts_as_launched_and_one_thread_that_was_asked_for_is_one(
+    tmp_path: Path, start: str
+) -> None:
     script = """
 import subprocess, sys
 
@@ -137,10 +141,12 @@ child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=Tr
 with mp.get_context("fork").Pool(1) as pool:
     forked = pool.apply(dist.is_torchelastic_launched)
 torchruns = [name for name in os.environ if name.startswith("TORCHELASTIC")]
-print(dist.is_torchelastic_launched(), child, forked, torchruns)
+import lockstep
+with lockstep.init():
+    print(dist.is_torchelastic_launched(), child, forked, torchruns, torch.get_num_threads())
 """
-    for options in ((), ("--cold",)):
-        assert _written(_run(tmp_path, script, 1, *options)) == ["True False False []"]
+    done = _run(tmp_path, script, 1, *start.split(), variables={"OMP_NUM_THREADS": "1"})
+    assert _written(done) == ["True False False [] 1"]
 
 
 def _is_launched() -> bool:
@@ -151,12 +157,6 @@ def _is_launched() -> bool:
 
 def test_ranks_of_a_function_do_not_count_as_launched() -> None:
     assert lockstep.launch(_is_launched, workers=2) == [False, False]
-
-
-def test_one_thread_that_the_user_asked_for_is_one_thread(tmp_path: Path) -> None:
-    script = "import lockstep\nwith lockstep.init():\n    print(torch.get_num_threads())\n"
-    variables = {"OMP_NUM_THREADS": "1"}
-    assert _written(_run(tmp_path, script, 1, variables=variables)) == ["1"]
 
 
 def test_init_takes_an_address_that_the_script_sets(tmp_path: Path) -> None:
