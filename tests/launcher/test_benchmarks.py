@@ -7,12 +7,13 @@ from __future__ import annotations
 import importlib
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.launcher.commands import python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -61,30 +62,26 @@ def recover(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("recover")
 
 
-def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run it in a process of its own: it waits for all children."""
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    command = [sys.executable, "-c", f"import sys, pathlib, start\n{code}"]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def test_cpu_seconds_include_those_of_orphans(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(FORKED_AND_LEFT)
     code = """
+import sys, pathlib, start
 start.adopt_orphans()  # of this process only
 cost, printed = start.measured([sys.executable, "command.py"], pathlib.Path())
 print(printed.strip(), cost.cpu >= 0.5)
 """
-    done = _python(code, tmp_path)
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(BENCHMARKS))
     assert done.stdout == "done True\n", done.stderr
 
 
 def test_a_command_that_fails_ends_the_benchmark_with_what_it_said(tmp_path: Path) -> None:
     fails = "import sys; print('no ranks', file=sys.stderr); sys.exit(3)"
-    code = f'start.measured([sys.executable, "-c", {fails!r}], pathlib.Path())'
-    done = _python(code, tmp_path)
+    code = f"""
+import sys, pathlib, start
+start.measured([sys.executable, "-c", {fails!r}], pathlib.Path())
+"""
+    # a process of its own: it waits for all children
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(BENCHMARKS))
     assert done.returncode == 1
     assert "ended with exit code 3:\nno ranks" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What ranks print, joined on its way: a launcher and ranks as processes."""
+"""What ranks print, joined on its way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.launcher import console
 from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans
+from tests.launcher.conftest import Run
 
 _SPEAK = """
 import os, sys
@@ -26,24 +27,13 @@ print("no end", end="")
 """
 
 
-def environment(temporary: Path) -> dict[str, str]:
-    return {**os.environ, "TMPDIR": str(temporary)}
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "lockstep", "run", *args]
-
-
-def run(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
+def started(
+    folder: Path, text: str, workers: int, stdout: int, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
     (folder / "script.py").write_text(text)
-    return subprocess.run(
-        [*command(*args), "script.py"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "script.py"]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=stderr)
 
 
 def expanded(out: str, ranks: int) -> dict[int, list[str]]:
@@ -59,19 +49,18 @@ def expanded(out: str, ranks: int) -> dict[int, list[str]]:
 
 
 def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_logs(
-    tmp_path: Path,
+    run: Run, tmp_path: Path
 ) -> None:
-    done = run(tmp_path, _SPEAK, "-n", "3", "--log", "logs")
-    assert done.returncode == 0, done.stderr
+    code, out, err = run(_SPEAK, 3, console="joined", logs=tmp_path)
+    assert code == 0, err
     own = {rank: ["begin", f"I am {rank}", "from a child", "no end"] for rank in range(3)}
-    assert expanded(done.stdout, 3) == own
-    said, _, ours = done.stderr.rstrip().rpartition("\n")
+    assert expanded(out, 3) == own
+    said, _, ours = err.rstrip().rpartition("\n")
     assert "never joined" in ours
     assert expanded(said, 3) == {rank: ["to stderr"] for rank in range(3)}
     for rank in range(3):
-        assert (
-            tmp_path / "logs" / f"rank-{rank}.log"
-        ).read_text() == f"begin\nI am {rank}\nto stderr\nno end"
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        assert log == f"begin\nI am {rank}\nto stderr\nno end"
 
 
 def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +76,7 @@ def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixtu
     )
 
 
-def test_a_flood_arrives_whole_and_so_do_a_killed_ranks_last_words(tmp_path: Path) -> None:
+def test_a_flood_arrives_whole_and_so_do_a_killed_ranks_last_words(run: Run) -> None:
     """The flood is more than a pipe holds."""
     text = """
 import os, signal, time
@@ -102,50 +91,37 @@ while not Path("done").exists():
 print("last words", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = run(tmp_path, text, "-n", "2")
-    assert done.returncode == 137
-    lines = expanded(done.stdout, 2)
+    code, out, err = run(text, console="joined")
+    assert code == 137
+    lines = expanded(out, 2)
     for rank, words in ((0, []), (1, ["last words"])):
         flood = [f"{rank} {number} {'x' * 20}" for number in range(20000)]
         assert lines[rank] == [*flood, *words]
-    last = done.stderr.splitlines()[-1]
+    last = err.splitlines()[-1]
     log = Path(last.split("log ")[1].split(")")[0])
     assert log.read_text().endswith("\nlast words\n")
     assert "was killed by signal 9 (SIGKILL)" in last
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path: Path) -> None:
-    text = (
-        "import pathlib, os\nfor number in range(20000): print(number)\npathlib.Path('done' +"
-        " os.environ['RANK']).touch()\n"
-    )
-    (tmp_path / "script.py").write_text(text)
-    with subprocess.Popen(
-        [*command("-n", "2"), "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-    ) as running:
+    text = """
+import os, pathlib
+for number in range(20000): print(number)
+pathlib.Path("done" + os.environ["RANK"]).touch()
+"""
+    with started(tmp_path, text, 2, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         running.stdout.readline()
         running.stdout.close()
-        assert running.wait(60) == 0
+        assert running.wait() == 0
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
 
 
 def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"
-    )
+    text = "import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"
     controller, terminal = pty.openpty()
-    done = subprocess.Popen(
-        [*command("-n", "3"), "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=terminal,
-        stderr=terminal,
-    )
+    done = started(tmp_path, text, 3, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
     try:
@@ -154,7 +130,7 @@ def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
     except OSError:  # the terminal is closed when all have left
         pass
     os.close(controller)
-    assert done.wait(60) == 0
+    assert done.wait() == 0
     lines = shown.decode().split("\r\n")
     assert sorted(line for line in lines if "ranks" not in line) == [
         "",

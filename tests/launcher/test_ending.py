@@ -17,13 +17,12 @@ import pytest
 
 from lockstep.launcher import ending, processes
 from lockstep.launcher.ending import Endings, Held
-from lockstep.launcher.rank import Target
-from lockstep.launcher.supervise import supervise
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.ending import end
+from tests.launcher.conftest import Run
 
 HERE, GO = threading.Event(), threading.Event()
 
@@ -228,16 +227,9 @@ dist.destroy_process_group()
     ],
 )
 def test_a_program_that_never_becomes_distributed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    text: str,
-    workers: int,
-    warned: bool,
+    run: Run, text: str, workers: int, warned: bool
 ) -> None:
-    (tmp_path / "script.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    assert supervise(Target(script="script.py"), workers).exit_code == 0
-    err = capfd.readouterr().err
+    code, _, err = run(text, workers)
+    assert code == 0
     assert ("never joined" in err) == warned
     assert len(err.splitlines()) == int(warned)

@@ -186,13 +186,6 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
     assert failures.read_all(tmp_path) == written
 
 
-def test_the_traceback_ends_with_the_rank_and_begins_in_the_users_code() -> None:
-    shown = failures.render(failures.of_exception(_caught(ValueError("boom\nmore")), 1))
-    assert shown.splitlines()[0] == "Traceback (most recent call last):"
-    assert __file__ in shown.splitlines()[1]
-    assert shown.splitlines()[-1].endswith("failed: ValueError: boom")
-
-
 def through_ours(error: BaseException) -> None:
     """Raise it in a frame of this package."""
     file = failures._PACKAGE + "launcher/made_up.py"
@@ -233,10 +226,6 @@ def test_a_usage_error_is_one_sentence_with_the_users_line() -> None:
     )
     assert shown.startswith(f"error: micro_batch=0: give at least 1 ({__file__}:")
     assert "\n" not in shown
-
-
-def test_ranks_are_named_in_order() -> None:
-    assert [failures.named(ranks) for ranks in ([3], [2, 0, 1])] == ["rank 3", "ranks 0, 1 and 2"]
 
 
 def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lockstep.launcher.fixed import Nodes, host_and_port
@@ -19,13 +17,10 @@ PET = variables(
 
 
 def test_options_and_variables_say_the_same() -> None:
-    by_options = Nodes.read(2, 1, "job-node-0-0.job:29400", "6", {})
-    assert (
-        by_options
-        == Nodes.read(None, None, None, None, PET)
-        == Nodes.read(None, None, None, 6, PET)
-    )
-    assert by_options == Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
+    nodes = Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
+    assert Nodes.read(2, 1, "job-node-0-0.job:29400", "6", {}) == nodes
+    assert Nodes.read(None, None, None, None, PET) == nodes
+    assert Nodes.read(None, None, None, 6, PET) == nodes
 
 
 def test_ranks_of_a_node() -> None:
@@ -44,96 +39,55 @@ def test_one_host_alone() -> None:
     ) == Nodes(count=1, rank=0, host="127.0.0.1", port=29400, workers=4)
 
 
-LACKS, RANGE = "incomplete-settings", "rank-out-of-range"
+def test_options_that_do_not_add_up_are_refused_with_both_values() -> None:
+    lacks = "incomplete-settings"
+    with refused(lacks, given="--node-rank 1", lacking="--nodes and --rdzv-endpoint"):
+        Nodes.read(None, 1, None, None, {})
+    with refused(lacks, given="--rdzv-endpoint a:1"):
+        Nodes.read(None, None, "a:1", None, {})
+    with refused(lacks, given="--nodes 2", lacking="--node-rank and --rdzv-endpoint"):
+        Nodes.read(2, None, None, None, {})
+    with refused(lacks, given="--nodes 2", lacking="--rdzv-endpoint"):
+        Nodes.read(2, 0, None, None, {})
+    with refused("wrong-value", name="--nodes", value=0):
+        Nodes.read(0, 0, "a:1", None, {})
+    with refused("rank-out-of-range", name="--node-rank", value=2, size_name="--nodes", size=2):
+        Nodes.read(2, 2, "a:1", None, {})
+    with refused("workers-not-divisible", workers="3", nodes=2):
+        Nodes.read(2, 0, "a:1", "3", {})
+    with refused("workers-not-divisible", workers="1:2"):
+        Nodes.read(2, 0, "a:1", "1:2", {})
+    with refused("not-an-endpoint", name="--rdzv-endpoint", value="a"):
+        Nodes.read(2, 0, "a", None, {})
+    with refused("not-an-endpoint", value="a:99999"):
+        Nodes.read(2, 0, "a:99999", None, {})
 
 
-@pytest.mark.parametrize(
-    ("given", "code", "values"),
-    [
-        (
-            (None, 1, None, None),
-            LACKS,
-            {"given": "--node-rank 1", "lacking": "--nodes and --rdzv-endpoint"},
-        ),
-        ((None, None, "a:1", None), LACKS, {"given": "--rdzv-endpoint a:1"}),
-        (
-            (2, None, None, None),
-            LACKS,
-            {"given": "--nodes 2", "lacking": "--node-rank and --rdzv-endpoint"},
-        ),
-        ((2, 0, None, None), LACKS, {"given": "--nodes 2", "lacking": "--rdzv-endpoint"}),
-        ((0, 0, "a:1", None), "wrong-value", {"name": "--nodes", "value": 0}),
-        (
-            (2, 2, "a:1", None),
-            RANGE,
-            {"name": "--node-rank", "value": 2, "size_name": "--nodes", "size": 2},
-        ),
-        ((2, 0, "a:1", "3"), "workers-not-divisible", {"workers": "3", "nodes": 2}),
-        ((2, 0, "a:1", "1:2"), "workers-not-divisible", {"workers": "1:2"}),
-        ((2, 0, "a", None), "not-an-endpoint", {"name": "--rdzv-endpoint", "value": "a"}),
-        ((2, 0, "a:99999", None), "not-an-endpoint", {"value": "a:99999"}),
-    ],
-)
-def test_options_that_do_not_add_up_are_refused_with_both_values(
-    given: Any, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Nodes.read(*given, {})
+def _read(text: str, workers: str | None = None, **variables_before: str) -> Nodes | None:
+    return Nodes.read(None, None, None, workers, {**variables_before, **variables(text)})
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "values"),
-    [
-        (
-            "PET_NNODES=2",
-            LACKS,
-            {"given": "PET_NNODES=2", "lacking": "PET_NODE_RANK and PET_MASTER_ADDR"},
-        ),
-        (
-            "PET_NODE_RANK=1",
-            LACKS,
-            {"given": "PET_NODE_RANK=1", "lacking": "PET_NNODES and PET_MASTER_ADDR"},
-        ),
-        (
-            "PET_MASTER_ADDR=a",
-            LACKS,
-            {"given": "PET_MASTER_ADDR=a", "lacking": "PET_NNODES and PET_NODE_RANK"},
-        ),
-    ],
-)
-def test_variables_of_which_some_are_missing_are_refused(
-    text: str, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Nodes.read(None, None, None, None, variables(text))
-
-
-@pytest.mark.parametrize(
-    ("text", "workers", "code", "values"),
-    [
-        (
-            "PET_NODE_RANK=2",
-            None,
-            RANGE,
-            {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2},
-        ),
-        ("PET_NNODES=two", None, "wrong-value", {"name": "PET_NNODES", "value": "two"}),
-        ("PET_NNODES=1:2", None, "wrong-value", {"name": "PET_NNODES", "value": "1:2"}),
-        ("PET_NPROC_PER_NODE=many", None, "wrong-value", {"name": "PET_NPROC_PER_NODE"}),
-        (
-            "",
-            "4",
-            "workers-differ-from-variables",
-            {"workers": "4", "share": 2, "each_name": "PET_NPROC_PER_NODE", "each": 3},
-        ),
-        ("", "5", "workers-not-divisible", {"workers": "5", "name": "PET_NNODES"}),
-    ],
-)
-def test_variables_that_do_not_add_up_are_refused_with_both_values(
-    text: str, workers: str | None, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Nodes.read(None, None, None, workers, {**PET, **variables(text)})
+def test_variables_that_do_not_add_up_are_refused_with_both_values() -> None:
+    lacks = "incomplete-settings"
+    with refused(lacks, given="PET_NNODES=2", lacking="PET_NODE_RANK and PET_MASTER_ADDR"):
+        _read("PET_NNODES=2")
+    with refused(lacks, given="PET_NODE_RANK=1", lacking="PET_NNODES and PET_MASTER_ADDR"):
+        _read("PET_NODE_RANK=1")
+    with refused(lacks, given="PET_MASTER_ADDR=a", lacking="PET_NNODES and PET_NODE_RANK"):
+        _read("PET_MASTER_ADDR=a")
+    outside = {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2}
+    with refused("rank-out-of-range", **outside):
+        _read("PET_NODE_RANK=2", **PET)
+    for count in ("two", "1:2"):
+        with refused("wrong-value", name="PET_NNODES", value=count):
+            _read(f"PET_NNODES={count}", **PET)
+    with refused("wrong-value", name="PET_NPROC_PER_NODE", value="many"):
+        _read("PET_NPROC_PER_NODE=many", **PET)
+    differ = {"workers": "4", "share": 2, "each_name": "PET_NPROC_PER_NODE", "each": 3}
+    with refused("workers-differ-from-variables", **differ):
+        _read("", "4", **PET)
+    with refused("workers-not-divisible", workers="5", name="PET_NNODES"):
+        _read("", "5", **PET)
 
 
 def test_addresses() -> None:

@@ -4,13 +4,12 @@ faults, where each step makes large tensors anew.
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.commands import python
 
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GLIBC = platform.libc_ver()
@@ -40,15 +39,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def _faults(tmp_path: Path, *start: str, **variables: str) -> int:
     script = tmp_path / "faults.py"
     script.write_text(_FAULTS)
-    ran = subprocess.run(
-        [sys.executable, *start, str(script)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return int(ran.stdout.split()[-1])
+    done = python(*start, str(script), **variables)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
 
 
 def test_a_plain_process_has_a_fault_for_every_page(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import launch, start_ranks
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
-from tests.ending import end, wait_gone
+from tests.ending import wait_gone
+from tests.launcher.commands import python
 from tests.refused import refused
 
 
@@ -248,8 +249,7 @@ def _hash_seed() -> tuple[str, int]:
 
 def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    command = [sys.executable, str(tmp_path / "script.py")]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return python(str(tmp_path / "script.py"))
 
 
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
@@ -339,8 +339,7 @@ print([(result.rank, result.total) for result in results if isinstance(result, R
     [(["-c", NOTEBOOK], ""), pytest.param(["-"], NOTEBOOK, marks=pytest.mark.rest)],
 )
 def test_a_function_of_a_notebook_travels_by_value(args: list[str], read: str) -> None:
-    command = [sys.executable, *args]
-    done = subprocess.run(command, input=read, capture_output=True, text=True, check=False)
+    done = python(*args, read=read)
     assert (done.stdout, done.stderr) == ("[(0, 6.0), (1, 6.0)]\n", "")
 
 
@@ -353,30 +352,7 @@ exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"))
 
 
 def test_a_traceback_shows_the_lines_of_a_notebooks_cell() -> None:
-    done = subprocess.run([sys.executable, "-c", CELL], capture_output=True, text=True, check=False)
+    done = python("-c", CELL)
     ranks_own = done.stderr.partition("lockstep.errors.WorkerFailed")[2]
     line = '  File "/tmp/ipykernel_1/2.py", line 3, in fails\n    return 1 / 0  # of a cell\n'
     assert line in ranks_own, done.stderr
-
-
-ENDLESS = """
-import os, signal, lockstep
-def rank():
-    os.write(1, f"{os.getpid()}\\n".encode())  # in one piece
-    signal.pause()
-if __name__ == "__main__":
-    lockstep.launch(rank, 2)
-"""
-
-
-def test_ranks_die_with_their_killed_parent(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ENDLESS)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        pids = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.kill()
-        wait_gone(pids)
-    finally:
-        end(parent)

@@ -21,6 +21,7 @@ from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures, start
 from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, said
 from lockstep.runtime.environment import placement
+from tests.launcher.commands import python
 from tests.refused import refused
 
 _DESCRIBE = (
@@ -70,11 +71,10 @@ def _rank(
         return Done(code, out.read(), err.read())
 
 
-def _plain(cwd: Path, *args: str, environment: dict[str, str] | None = None) -> str:
-    env = {**os.environ, **(environment or {})}
-    return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=True
-    ).stdout
+def _plain(cwd: Path, *args: str, **variables: str) -> str:
+    done = python(*args, cwd=cwd, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -107,9 +107,8 @@ def test_a_program_sees_what_plain_python_shows_it(target: Path, program: str, c
 @pytest.mark.rest
 def test_a_safe_path_stays_safe(target: Path) -> None:
     safe = {"PYTHONSAFEPATH": "1"}
-    assert _rank(target, "sub/script.py", environment=safe).stdout == _plain(
-        target, "sub/script.py", environment=safe
-    )
+    done = _rank(target, "sub/script.py", environment=safe)
+    assert done.stdout == _plain(target, "sub/script.py", **safe)
 
 
 def _fail(tmp_path: Path, text: str, **environment: str) -> tuple[Done, list[failures.Failure]]:

@@ -12,11 +12,10 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.launcher import processes
-from lockstep.launcher.rank import Target
 from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
-from lockstep.launcher.supervise import supervise
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
+from tests.launcher.conftest import Run
 from tests.launcher.sights import SECOND, Pages, plain, said, sight, view
 from tests.refused import refused
 
@@ -155,7 +154,7 @@ def test_a_stall_is_said_once_after_the_quiet_time_and_again_after_another(pages
     pages.at(5)
     assert pages.after(9.5) is None
     assert "no rank makes progress, step 5" in pages.stall(2).message
-    assert pages.after(1000) is None
+    assert pages.after(500) is None
     pages.at(6)
     assert pages.after(9) is None
     assert "step 6" in pages.stall(2).message
@@ -183,7 +182,7 @@ def test_the_users_own_code_may_take_as_long_as_it_likes_where_nobody_waits(
     pages: Pages, step: int
 ) -> None:
     pages.at(step, "loop")
-    assert pages.after(5000) is None
+    assert pages.after(500) is None
     pages.at(max(step, 2), "loop")
     pages.pages[1].waits(True, time.monotonic_ns())
     assert pages.after(9) is None
@@ -293,35 +292,29 @@ with lockstep.init() as world:
 """
 
 
+Hung = Callable[..., tuple[int, list[str]]]
+
+
 @pytest.fixture
-def hung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, list[str]]]:
+def hung(run: Run) -> Hung:
     """Exit code and the lines of stderr of a run of two ranks."""
 
-    def run(
+    def of_script(
         fault: str = "pass",
         sample: int = -1,
         workers: int = 0,
         forward: str = "pass",
         **stalls: Any,
     ) -> tuple[int, list[str]]:
-        (tmp_path / "script.py").write_text(
-            SCRIPT.format(fault=fault, workers=workers, forward=forward)
-        )
-        monkeypatch.chdir(tmp_path)
-        target = Target(script="script.py", args=[str(sample)])
-        outcome = supervise(target, 2, launch=Launch(stall_after=1, **stalls))
-        out, err = capfd.readouterr()
+        text = SCRIPT.format(fault=fault, workers=workers, forward=forward)
+        code, out, err = run(text, 2, str(sample), launch=Launch(stall_after=1, **stalls))
         assert out == ""
-        return outcome.exit_code, err.splitlines()
+        return code, err.splitlines()
 
-    return run
+    return of_script
 
 
-def test_a_stuck_loader_worker_is_found_with_its_line(
-    hung: Callable[..., tuple[int, list[str]]],
-) -> None:
+def test_a_stuck_loader_worker_is_found_with_its_line(hung: Hung) -> None:
     """Sample 26 belongs to rank 1's micro-batch of step 7."""
     code, lines = hung(sample=26, workers=1)
     assert code == 76
@@ -348,9 +341,7 @@ def test_a_stuck_loader_worker_is_found_with_its_line(
         ),
     ],
 )
-def test_a_rank_that_cannot_answer_is_found_too(
-    hung: Callable[..., tuple[int, list[str]]], fault: str, what: str
-) -> None:
+def test_a_rank_that_cannot_answer_is_found_too(hung: Hung, fault: str, what: str) -> None:
     code, lines = hung(fault)
     assert code == 76
     assert re.search(
@@ -361,7 +352,7 @@ def test_a_rank_that_cannot_answer_is_found_too(
 
 
 def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
-    hung: Callable[..., tuple[int, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hung: Hung, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 hangs in step 4 until its launcher has said so, and is slow until it has said that."""
     texts: list[str] = []
@@ -404,19 +395,15 @@ lockstep.collectives.all_reduce(torch.ones(4), algorithm="{algorithm}")
     ],
 )
 def test_who_does_not_come_to_our_collectives_is_named_also_in_a_process_group_of_the_scripts_own(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    algorithm: str,
+    run: Run, algorithm: str
 ) -> None:
-    (tmp_path / "script.py").write_text(PLAIN.format(algorithm=algorithm))
-    monkeypatch.chdir(tmp_path)
-    assert supervise(Target(script="script.py"), 2, launch=Launch(stall_after=0.3)).exit_code == 76
-    last = capfd.readouterr().err.splitlines()[-1]
+    text = PLAIN.format(algorithm=algorithm)
+    code, _, err = run(text, launch=Launch(stall_after=0.3))
+    assert code == 76
     assert re.search(
         r"rank 0 waits in #2 \(all_reduce sum.* f32\[4\] at script.py:8\)\. Rank 1 never"
         r" issued it: .*script.py:7 <module>",
-        last,
+        err.splitlines()[-1],
     )
 
 

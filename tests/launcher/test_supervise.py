@@ -9,13 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import pytest
@@ -25,6 +24,7 @@ from lockstep.launcher.failures import Failure, Kind
 from lockstep.launcher.rank import Target
 from lockstep.launcher.supervise import Outcome, Workers, run_with_restarts, supervise
 from tests.ending import alive, end, kill, wait_gone
+from tests.launcher.conftest import Run
 from tests.refused import refused
 
 # Ranks that need no torch start fast; those that use it say so.
@@ -79,26 +79,6 @@ class Launched:
         out, err = self.process.communicate()
         assert [file for file in self.temporary.rglob("*") if "run-" in file.name] == []
         return self.process.returncode, out, err
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Supervise ranks from this process, which has torch loaded already: exit code, stdout,
-    stderr.
-    """
-
-    def supervised(text: str, workers: int = 2, **options: Any) -> tuple[int, str, str]:
-        (tmp_path / "script.py").write_text(textwrap.dedent(text))
-        outcome = supervise(Target(script="script.py"), workers, **options)
-        assert not list(tmp_path.rglob("run-*"))
-        return (outcome.exit_code, *capfd.readouterr())
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return supervised
 
 
 @pytest.fixture

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.config.launching import Launch
-from lockstep.launcher.rank import Target
-from lockstep.launcher.supervise import supervise
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
+from tests.launcher.conftest import Run
 from tests.launcher.sights import Pages
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -30,14 +28,6 @@ def page():
     from lockstep.runtime import status
     return status.read(status.file_of(Path(os.environ["LOCKSTEP_FAILURES"]), rank))
 """
-
-
-def ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, workers: int, **launch: Any
-) -> int:
-    (tmp_path / "script.py").write_text(START + script)
-    monkeypatch.chdir(tmp_path)
-    return supervise(Target(script="script.py"), workers, launch=Launch(**launch)).exit_code
 
 
 SAME = """
@@ -113,26 +103,21 @@ dist.destroy_process_group()
     ],
 )
 def test_results_exceptions_and_signatures_are_torchs_own(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    workers: int,
-    cold: bool,
+    run: Run, workers: int, cold: bool
 ) -> None:
-    assert ranks(tmp_path, monkeypatch, SAME, workers, cold=cold) == 0, capfd.readouterr().err
+    code, _, err = run(START + SAME, workers, launch=Launch(cold=cold))
+    assert code == 0, err
 
 
-def test_an_exception_has_the_users_frames_and_torchs_and_none_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert ranks(tmp_path, monkeypatch, "dist.broadcast(x, src=7)  # HERE\n", 1) == 1
-    err = capfd.readouterr().err
+def test_an_exception_has_the_users_frames_and_torchs_and_none_of_ours(run: Run) -> None:
+    code, _, err = run(f"{START}dist.broadcast(x, src=7)  # HERE\n", 1)
+    assert code == 1
     assert "# HERE" in err
     assert "torch_calls" not in err
 
 
 def test_who_has_work_to_do_may_yet_come_and_nothing_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 computes until its launcher has said that the others wait for it."""
     script = """
@@ -141,17 +126,18 @@ if rank == 0:
         sum(range(1000))
 dist.barrier()
 """
-    told: list[str] = []
+    texts: list[str] = []
 
     def say(text: str) -> None:
-        told.append(text)
+        texts.append(text)
         (tmp_path / "said").touch()
 
     monkeypatch.setattr("lockstep.launcher.supervise.say", say)
-    assert ranks(tmp_path, monkeypatch, script, 2, stall_after=0.5) == 0, capfd.readouterr().err
-    assert "rank 1 waits in #1 (barrier at script.py:" in told[0]
-    assert "Rank 0 never issued it: running, script.py:" in told[0]
-    assert told[0].endswith("Lockstep only waits.")
+    code, _, err = run(START + script, launch=Launch(stall_after=0.5))
+    assert code == 0, err
+    assert "rank 1 waits in #1 (barrier at script.py:" in texts[0]
+    assert "Rank 0 never issued it: running, script.py:" in texts[0]
+    assert texts[0].endswith("Lockstep only waits.")
 
 
 # -- when ----------------------------------------------------------------------------------------
@@ -166,7 +152,7 @@ def test_a_plain_script_that_computes_and_has_nobody_wait_is_left_alone(plain: P
     for page in plain.pages:
         page.call(b"barrier at a.py:1", status.EVERYBODY, True)
         page.called()
-    assert plain.after(5000) is None
+    assert plain.after(500) is None
     plain.pages[0].call(b"barrier at a.py:2", status.EVERYBODY, True)
     assert plain.after(9) is None
     stall = plain.stall(2)

@@ -5,15 +5,14 @@ lead to it. Everywhere else, and in processes that a rank starts, torch behaves 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import lockstep
+from lockstep.runtime import slurm_step
+from tests.launcher.commands import python
 
 # The sum tells which ranks have met: each has another value.
 _JOIN = """
@@ -21,11 +20,9 @@ import os, torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-def free_port():
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def own_port():
+    from lockstep.runtime.slurm_step import port
+    return port(str(os.getpid()), 0)
 
 def joined(**options):
     dist.init_process_group("gloo", **options)
@@ -37,22 +34,11 @@ def joined(**options):
 
 
 def _run(
-    folder: Path,
-    script: str,
-    workers: int,
-    *options: str,
-    variables: Mapping[str, str] | None = None,
+    folder: Path, script: str, workers: int, *options: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(_JOIN + script)
-    command = [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), *options]
-    return subprocess.run(
-        [*command, "script.py"],
-        cwd=folder,
-        env={**os.environ, **(variables or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "lockstep", "run", "--workers", str(workers), *options, "script.py"]
+    return python(*command, cwd=folder, **variables)
 
 
 def _written(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -84,8 +70,7 @@ print(rank, joined({options}))
 
 
 def test_a_script_that_sets_its_own_port_gets_a_store_there(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = slurm_step.port(str(os.getpid()), 1)  # no outgoing connection of this host gets it
     script = f"""
 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
 dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
@@ -105,7 +90,7 @@ def main(rank, ranks, port):
     print(os.environ["RANK"], joined(rank=rank, world_size=ranks))
 
 if __name__ == "__main__":
-    mp.start_processes(main, args=(3, free_port()), nprocs=3, join=True, start_method="{method}")
+    mp.start_processes(main, args=(3, own_port()), nprocs=3, join=True, start_method="{method}")
 """
     assert _written(_run(tmp_path, script, 2)) == ["0 13.0"] * 3 + ["1 13.0"] * 3  # 1 + 3 + 9
 
@@ -143,10 +128,10 @@ with mp.get_context("fork").Pool(1) as pool:
 torchruns = [name for name in os.environ if name.startswith("TORCHELASTIC")]
 import lockstep
 with lockstep.init():
-    print(dist.is_torchelastic_launched(), child, forked, torchruns, torch.get_num_threads())
+    print(torch.get_num_threads(), dist.is_torchelastic_launched(), child, forked, torchruns)
 """
-    done = _run(tmp_path, script, 1, *start.split(), variables={"OMP_NUM_THREADS": "1"})
-    assert _written(done) == ["True False False [] 1"]
+    done = _run(tmp_path, script, 1, *start.split(), OMP_NUM_THREADS="1")
+    assert _written(done) == ["1 True False False []"]
 
 
 def _is_launched() -> bool:
@@ -160,8 +145,7 @@ def test_ranks_of_a_function_do_not_count_as_launched() -> None:
 
 
 def test_init_takes_an_address_that_the_script_sets(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = slurm_step.port(str(os.getpid()), 2)
     script = f"""
 import lockstep, lockstep.collectives
 os.environ["MASTER_PORT"] = "{port}"

@@ -4,8 +4,6 @@ rendezvous.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lockstep.runtime.environment import Placement, placement, rank_and_size, started_by_others
@@ -52,54 +50,32 @@ def test_launchers() -> None:
             assert numbers == expected, case
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "values"),
-    [
-        ("RANK=1", "incomplete-settings", {"given": "RANK=1", "lacking": "WORLD_SIZE"}),
-        ("WORLD_SIZE=2", "incomplete-settings", {"given": "WORLD_SIZE=2", "lacking": "RANK"}),
-        (
-            "RANK=2 WORLD_SIZE=2",
-            "rank-out-of-range",
-            {"name": "RANK", "value": 2, "size_name": "WORLD_SIZE", "size": 2, "last": 1},
-        ),
-        ("RANK=-1 WORLD_SIZE=2", "rank-out-of-range", {"name": "RANK", "value": -1}),
-        ("RANK=0 WORLD_SIZE=0", "wrong-value", {"name": "WORLD_SIZE", "value": 0}),
-        ("RANK=one WORLD_SIZE=2", "wrong-value", {"name": "RANK", "value": "one"}),
-        (
-            "OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4",
-            "rank-out-of-range",
-            {"name": "OMPI_COMM_WORLD_RANK", "value": 4},
-        ),
-        (
-            "RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
-            "rank-out-of-range",
-            {"name": "LOCAL_RANK", "value": 2},
-        ),
-        (
-            "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4",
-            "local-size-out-of-range",
-            {"name": "LOCAL_WORLD_SIZE", "value": 4, "size_name": "WORLD_SIZE", "size": 2},
-        ),
-        (
-            "RANK=0 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4",
-            "pod-without-torchrun",
-            {"nodes": "2", "each": "4", "size": 8},
-        ),
-    ],
-)
-def test_contradictions_name_variables_and_values(
-    text: str, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        placement(variables(text))
-
-
-def test_contradictions_of_a_step() -> None:
-    values = {"name": "SLURM_PROCID", "value": 6, "size_name": "SLURM_NTASKS", "size": 6}
-    with refused("rank-out-of-range", **values):
+def test_contradictions_name_variables_and_values() -> None:
+    incomplete, outside = "incomplete-settings", "rank-out-of-range"
+    with refused(incomplete, given="RANK=1", lacking="WORLD_SIZE"):
+        placement(variables("RANK=1"))
+    with refused(incomplete, given="WORLD_SIZE=2", lacking="RANK"):
+        placement(variables("WORLD_SIZE=2"))
+    with refused(outside, name="RANK", value=2, size_name="WORLD_SIZE", size=2, last=1):
+        placement(variables("RANK=2 WORLD_SIZE=2"))
+    with refused(outside, name="RANK", value=-1):
+        placement(variables("RANK=-1 WORLD_SIZE=2"))
+    with refused("wrong-value", name="WORLD_SIZE", value=0):
+        placement(variables("RANK=0 WORLD_SIZE=0"))
+    with refused("wrong-value", name="RANK", value="one"):
+        placement(variables("RANK=one WORLD_SIZE=2"))
+    with refused(outside, name="OMPI_COMM_WORLD_RANK", value=4):
+        placement(variables("OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4"))
+    with refused(outside, name="LOCAL_RANK", value=2):
+        placement(variables("RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2"))
+    local = {"name": "LOCAL_WORLD_SIZE", "value": 4}
+    with refused("local-size-out-of-range", **local, size_name="WORLD_SIZE", size=2):
+        placement(variables("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4"))
+    with refused("pod-without-torchrun", nodes="2", each="4", size=8):
+        placement(variables("RANK=0 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4"))
+    with refused(outside, name="SLURM_PROCID", value=6, size_name="SLURM_NTASKS", size=6):
         placement({**SRUN, "SLURM_PROCID": "6"})
-    values = {"name": "SLURM_LOCALID", "value": 3, "size_name": "tasks on this node", "size": 3}
-    with refused("rank-out-of-range", **values):
+    with refused(outside, name="SLURM_LOCALID", value=3, size_name="tasks on this node", size=3):
         placement({**SRUN, "SLURM_LOCALID": "3"})
 
 

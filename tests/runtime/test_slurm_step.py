@@ -5,7 +5,6 @@ environments as SLURM 22.05 sets them.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,72 +54,35 @@ def test_tasks_of_each_host_are_counted_out() -> None:
         assert place.local_size == local_size
 
 
-PLAIN = {
-    "no SLURM": {},
-    "a shell of salloc": {**JOB, "SLURM_NTASKS": "4"},
-    "a shell of salloc that is a step": task(0, 1, f"SLURM_STEP_ID={2**32 - 6} SLURM_NTASKS=4"),
-    "a batch script of one task": {**BATCH, "SLURM_NTASKS": "1"},
-    "a batch script that did not ask": BATCH,
-    "a batch script of one task a host": {
-        **BATCH,
-        **variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=1"),
-    },
-}
+def test_a_plain_process() -> None:
+    assert step({}) is None, "no SLURM"
+    assert step({**JOB, "SLURM_NTASKS": "4"}) is None, "a shell of salloc"
+    shell = task(0, 1, f"SLURM_STEP_ID={2**32 - 6} SLURM_NTASKS=4")
+    assert step(shell) is None, "a shell of salloc that is a step"
+    assert step(BATCH) is None, "a batch script that did not ask"
+    assert step({**BATCH, "SLURM_NTASKS": "1"}) is None, "a batch script of one task"
+    one = variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=1")
+    assert step({**BATCH, **one}) is None, "a batch script of one task a host"
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_a_plain_process(case: str) -> None:
-    assert step(PLAIN[case]) is None
-
-
-@pytest.mark.parametrize(
-    ("env", "code", "values"),
-    [
-        (
-            task(0, 1, "SLURM_NTASKS_PER_NODE=2 SLURM_STEP_TASKS_PER_NODE=1"),
-            "fewer-tasks-than-asked",
-            {"size_name": "SLURM_NTASKS", "size": 1, "per_node": 2, "expected": 2, "fullest": 1},
-        ),
-        (
-            {**BATCH, **variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=2")},
-            "fewer-tasks-than-asked",
-            {"size": 1, "per_node": 2, "expected": 2},
-        ),
-        (
-            task(1, 2, "SLURM_NTASKS_PER_NODE=4"),
-            "fewer-tasks-than-asked",
-            {"size": 2, "per_node": 4, "expected": 4},
-        ),
-        (
-            {**BATCH, **variables("SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2")},
-            "batch-script-shell",
-            {"expected": 2},
-        ),
-        (
-            {**BATCH, **variables("SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=3")},
-            "batch-script-shell",
-            {"expected": 6},
-        ),
-        (
-            {"SLURM_PROCID": "1"},
-            "incomplete-settings",
-            {"given": "SLURM_PROCID=1", "lacking": "SLURM_NTASKS"},
-        ),
-        (
-            task(0, 2, "SLURM_PROCID=first"),
-            "wrong-value",
-            {"name": "SLURM_PROCID", "value": "first"},
-        ),
-        (
-            task(0, 2, "SLURM_STEP_TASKS_PER_NODE=two"),
-            "slurm-list-unreadable",
-            {"name": "SLURM_STEP_TASKS_PER_NODE", "value": "two"},
-        ),
-    ],
-)
-def test_contradictions(env: dict[str, str], code: str, values: dict[str, Any]) -> None:
-    with refused(code, **values):
-        step(env)
+def test_contradictions() -> None:
+    fewer, lists = "fewer-tasks-than-asked", "slurm-list-unreadable"
+    with refused(fewer, size_name="SLURM_NTASKS", size=1, per_node=2, expected=2, fullest=1):
+        step(task(0, 1, "SLURM_NTASKS_PER_NODE=2 SLURM_STEP_TASKS_PER_NODE=1"))
+    with refused(fewer, size=1, per_node=2, expected=2):
+        step({**BATCH, **variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=2")})
+    with refused(fewer, size=2, per_node=4, expected=4):
+        step(task(1, 2, "SLURM_NTASKS_PER_NODE=4"))
+    with refused("batch-script-shell", expected=2):
+        step({**BATCH, **variables("SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2")})
+    with refused("batch-script-shell", expected=6):
+        step({**BATCH, **variables("SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=3")})
+    with refused("incomplete-settings", given="SLURM_PROCID=1", lacking="SLURM_NTASKS"):
+        step({"SLURM_PROCID": "1"})
+    with refused("wrong-value", name="SLURM_PROCID", value="first"):
+        step(task(0, 2, "SLURM_PROCID=first"))
+    with refused(lists, name="SLURM_STEP_TASKS_PER_NODE", value="two"):
+        step(task(0, 2, "SLURM_STEP_TASKS_PER_NODE=two"))
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000))
@@ -188,12 +150,7 @@ def test_a_step_without_hosts() -> None:
 
 def test_first_host_of_a_nodelist() -> None:
     hosts = {
-        "a1": "a1",
-        "n[01-03,07]": "n01",
-        "b[2-3],a1": "b2",
-        "rack[1-2]n[1-2]": "rack1n1",
-        "n[1-2].cluster.local,x": "n1.cluster.local",
-        "n[08-11]": "n08",
+        "n[08-11,07].cluster.local,x": "n08.cluster.local",
         ",a,,b,": "a",
         "[1-2]": "1",
         "a[0-9999]b[0-9999]c[0-9999]": "a0b0c0",

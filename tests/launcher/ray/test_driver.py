@@ -221,11 +221,13 @@ def test_a_rank_of_another_node_that_hangs_is_named_with_its_node_and_line(
 def test_more_ranks_than_there_is_room_for_are_waited_for_and_another_version_is_named(
     nodes: Cluster, folder: Path
 ) -> None:
-    options = ["train", "my_task.py", "--run", "run", "--workers"]
-    waiting = nodes.lockstep(*options, "7", cwd=folder)
+    options = ["train", "my_task.py", "--workers"]
+    waiting = nodes.lockstep(*options, "7", "--run", "run", cwd=folder)
     code = "import lockstep\nlockstep.__version__ = '9.9'\nfrom lockstep.cli import main\nmain()"
     ray = f"--ray={nodes.address}"
-    returned, _, err = nodes.python("-c", code, *options, "2", ray, cwd=folder).end()
+    returned, _, err = nodes.python(
+        "-c", code, *options, "2", "--run", "other", ray, cwd=folder
+    ).end()
     assert (returned, err.count("\n")) == (2, 1), err
     assert re.match(
         rf"error: lockstep is \S+ on node {NODE} but 9\.9 at the driver.*\[version-differs\]$",
@@ -237,7 +239,7 @@ def test_more_ranks_than_there_is_room_for_are_waited_for_and_another_version_is
     waiting.process.send_signal(signal.SIGINT)
     returned, _, err = waiting.end()
     assert (returned, last(err)) == (130, "stopped by Ctrl-C; all ranks have ended")
-    assert not (folder / "run").exists()
+    assert not (folder / "other").exists()
 
 
 def test_code_that_nodes_do_not_see_is_brought_to_them_and_a_clock_that_is_far_off_is_named(

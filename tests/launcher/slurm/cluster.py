@@ -23,6 +23,8 @@ from typing import TypeVar
 
 import psutil
 
+from lockstep.runtime.slurm_step import port
+
 T = TypeVar("T")
 
 _PROGRAMS = [
@@ -142,8 +144,9 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
+    ports = [port(str(os.getpid()), number) for number in (3, 4)]
     (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=_free_ports())
+        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=ports)
     )
     made = Cluster(folder)
     names = [
@@ -167,14 +170,6 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             yield made
         finally:
             _end_jobs(made)
-
-
-def _free_ports() -> list[int]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as first,
-        socket.create_server(("127.0.0.1", 0)) as second,
-    ):
-        return [first.getsockname()[1], second.getsockname()[1]]
 
 
 @contextmanager
