@@ -137,7 +137,7 @@ threading.Thread(target=upload, name="uploader").start()
 """
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_ranks_that_wait_for_threads_say_so_and_end_when_these_do_or_at_one_ctrl_c(
     tmp_path: Path, interrupted: bool
 ) -> None:
