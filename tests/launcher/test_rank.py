@@ -179,12 +179,14 @@ def test_who_is_a_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
             rank_here(None)
         assert rank_here("2") is None, "in a batch script's shell the number must be meant"
     _set(monkeypatch, RANK)
-    for workers in (None, "2", 2):
+    same: tuple[str | int | None, ...] = (None, "2", 2)
+    for workers in same:
         assert rank_here(workers) == placement(RANK)
-    for workers in ("3", "1:2", 4):
-        values = {"workers": workers, "size_name": "WORLD_SIZE", "size": 2, "rank": 1}
+    others: tuple[str | int, ...] = ("3", "1:2", 4)
+    for other in others:
+        values = {"workers": other, "size_name": "WORLD_SIZE", "size": 2, "rank": 1}
         with refused("workers-differ-from-launcher", **values):
-            rank_here(workers)
+            rank_here(other)
 
 
 def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:

@@ -368,10 +368,10 @@ def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
     assert code == 0
     stalls = [text for text in texts if "STALL" in text]
     assert any("Rank 1 never issued it: in forward" in text for text in stalls), texts
-    (slowness,) = [text for text in texts if text.startswith("SLOW")]
+    (slow_line,) = [text for text in texts if text.startswith("SLOW")]
     assert re.match(
         r"SLOW: rank 0 waits \d+ % of the time for rank 1, which is alive and spends \d+ % of its own time in forward",
-        slowness,
+        slow_line,
     )
 
 

@@ -154,7 +154,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for option in ("socket", "pid-file", "log-file", "seed-file")
     ]
     with ExitStack() as stack:
-        daemons = []
+        daemons: list[subprocess.Popen[bytes]] = []
 
         def start(name: str, *options: str) -> None:
             command = [str(programs[name]), *options]
