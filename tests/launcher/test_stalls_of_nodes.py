@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Watcher
+from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Stall, Watcher
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
 from tests.launcher.sights import sight
@@ -28,6 +28,12 @@ def quiet(seconds: float, **ranks: Sight) -> Quiet:
     )
 
 
+def stall(told: QuietNodes) -> Stall:
+    found = told.verdict(LABELS)
+    assert found is not None
+    return found
+
+
 def test_the_rank_of_another_node_is_named_with_it() -> None:
     told = QuietNodes()
     assert told.quiet("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
@@ -40,8 +46,7 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
         '  File "dataset.py", line 88, in read_shard',
     )
     assert not told.quiet("b", quiet(30, rank2=sight(**WAITING), rank3=late))
-    found = told.verdict(LABELS)
-    assert found is not None
+    found = stall(told)
     assert (found.rank, found.stack) == (3, late.stack)
     assert "ranks 0, 1 and 2 wait in #8" in found.message
     assert "dataset.py:88 read_shard" in found.message
@@ -53,11 +58,8 @@ def test_where_all_wait_for_each_other_it_is_the_network() -> None:
     told = QuietNodes()
     told.quiet("a", quiet(31, rank0=sight(**WAITING)))
     told.quiet("b", quiet(31, rank1=sight(**WAITING)))
-    found = told.verdict(LABELS)
-    assert found is not None
-    assert (
-        found.message
-        == f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
+    assert stall(told).message == (
+        f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
         " look at the network."
     )
 
