@@ -87,7 +87,8 @@ def test_ranks_that_each_rank_starts_have_worlds_of_their_own(tmp_path: Path, me
     script = f"""
 def main(rank, ranks, port):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
-    print(os.environ["RANK"], joined(rank=rank, world_size=ranks))
+    line = os.environ["RANK"] + f" {{joined(rank=rank, world_size=ranks)}}\\n"
+    os.write(1, line.encode())  # in one piece: three processes share the pipe
 
 if __name__ == "__main__":
     mp.start_processes(main, args=(3, own_port()), nprocs=3, join=True, start_method="{method}")
