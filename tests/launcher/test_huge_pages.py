@@ -55,6 +55,6 @@ def test_a_rank_has_few(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 @pytest.mark.rest
 def test_what_the_user_says_of_glibc_stands(tmp_path: Path) -> None:
-    tunables = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
-    faults = _faults(tmp_path, "-m", "lockstep", "run", **tunables)
+    tunables = "glibc.malloc.perturb=0"
+    faults = _faults(tmp_path, "-m", "lockstep", "run", GLIBC_TUNABLES=tunables)
     assert faults > _ROUNDS * _PAGES // 2

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from lockstep.runtime.step_clock import PHASES
 from tests.launcher.sights import sight
 
 BUCKET = "all_reduce sum f32[9] for gradient bucket 3 (layer4.weight and 1 more)"
-WAITING = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
+WAITING: dict[str, Any] = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 
 
