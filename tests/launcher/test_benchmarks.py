@@ -7,12 +7,13 @@ from __future__ import annotations
 import importlib
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.launcher.commands import python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -69,33 +70,18 @@ start.adopt_orphans()  # of this process only
 cost, printed = start.measured([sys.executable, "command.py"], pathlib.Path())
 print(printed.strip(), cost.cpu >= 0.5)
 """
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(BENCHMARKS))
     assert done.stdout == "done True\n", done.stderr
 
 
 def test_a_command_that_fails_ends_the_benchmark_with_what_it_said(tmp_path: Path) -> None:
-    code = """
+    fails = "import sys; print('no ranks', file=sys.stderr); sys.exit(3)"
+    code = f"""
 import sys, pathlib, start
-start.measured([sys.executable, "-c", "import sys; print('no ranks', file=sys.stderr); sys.exit(3)"], pathlib.Path())
+start.measured([sys.executable, "-c", {fails!r}], pathlib.Path())
 """
     # a process of its own: it waits for all children
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(BENCHMARKS))
     assert done.returncode == 1
     assert "ended with exit code 3:\nno ranks" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What ranks print, joined on its way: a launcher and ranks as processes."""
+"""What ranks print, joined on its way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.launcher import console
 from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans
+from tests.launcher.conftest import Run
 
 _SPEAK = """
 import os, sys
@@ -26,24 +27,13 @@ print("no end", end="")
 """
 
 
-def environment(temporary: Path) -> dict[str, str]:
-    return {**os.environ, "TMPDIR": str(temporary)}
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "lockstep", "run", *args]
-
-
-def run(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
+def started(
+    folder: Path, text: str, workers: int, stdout: int, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
     (folder / "script.py").write_text(text)
-    return subprocess.run(
-        [*command(*args), "script.py"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "script.py"]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=stderr)
 
 
 def expanded(out: str, ranks: int) -> dict[int, list[str]]:
@@ -59,19 +49,18 @@ def expanded(out: str, ranks: int) -> dict[int, list[str]]:
 
 
 def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_logs(
-    tmp_path: Path,
+    run: Run, tmp_path: Path
 ) -> None:
-    done = run(tmp_path, _SPEAK, "-n", "3", "--log", "logs")
-    assert done.returncode == 0, done.stderr
+    code, out, err = run(_SPEAK, 3, console="joined", logs=tmp_path)
+    assert code == 0, err
     own = {rank: ["begin", f"I am {rank}", "from a child", "no end"] for rank in range(3)}
-    assert expanded(done.stdout, 3) == own
-    said, _, ours = done.stderr.rstrip().rpartition("\n")
+    assert expanded(out, 3) == own
+    said, _, ours = err.rstrip().rpartition("\n")
     assert "never joined" in ours
     assert expanded(said, 3) == {rank: ["to stderr"] for rank in range(3)}
     for rank in range(3):
-        assert (
-            tmp_path / "logs" / f"rank-{rank}.log"
-        ).read_text() == f"begin\nI am {rank}\nto stderr\nno end"
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        assert log == f"begin\nI am {rank}\nto stderr\nno end"
 
 
 def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,64 +76,52 @@ def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixtu
     )
 
 
-def test_a_flood_of_more_than_a_pipe_holds_arrives_whole(tmp_path: Path) -> None:
-    text = "import os\nfor number in range(20000): print(os.environ['RANK'], number, 'x' * 20)\n"
-    done = run(tmp_path, text, "-n", "2")
-    lines = expanded(done.stdout, 2)
-    assert [
-        lines[rank] == [f"{rank} {number} {'x' * 20}" for number in range(20000)] for rank in (0, 1)
-    ] == [True, True]
-
-
-def test_a_killed_ranks_last_words_arrive(tmp_path: Path) -> None:
+def test_a_flood_arrives_whole_and_so_do_a_killed_ranks_last_words(run: Run) -> None:
+    """The flood is more than a pipe holds."""
     text = """
-import os, signal
-if os.environ["RANK"] == "1":
-    print("last words", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
+import os, signal, time
+from pathlib import Path
+for number in range(20000): print(os.environ["RANK"], number, "x" * 20)
+print(end="", flush=True)
+if os.environ["RANK"] == "0":
+    Path("done").touch()
+    signal.pause()
+while not Path("done").exists():
+    time.sleep(0.01)
+print("last words", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = run(tmp_path, text, "-n", "2")
-    assert done.returncode == 137
-    assert done.stdout == "[1] last words\n"
-    last = done.stderr.splitlines()[-1]
+    code, out, err = run(text, console="joined")
+    assert code == 137
+    lines = expanded(out, 2)
+    for rank, words in ((0, []), (1, ["last words"])):
+        flood = [f"{rank} {number} {'x' * 20}" for number in range(20000)]
+        assert lines[rank] == [*flood, *words]
+    last = err.splitlines()[-1]
     log = Path(last.split("log ")[1].split(")")[0])
-    assert log.read_text() == "last words\n"
+    assert log.read_text().endswith("\nlast words\n")
     assert "was killed by signal 9 (SIGKILL)" in last
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path: Path) -> None:
-    text = (
-        "import pathlib, os\nfor number in range(20000): print(number)\npathlib.Path('done' +"
-        " os.environ['RANK']).touch()\n"
-    )
-    (tmp_path / "script.py").write_text(text)
-    with subprocess.Popen(
-        [*command("-n", "2"), "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-    ) as running:
+    text = """
+import os, pathlib
+for number in range(20000): print(number)
+pathlib.Path("done" + os.environ["RANK"]).touch()
+"""
+    with started(tmp_path, text, 2, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         running.stdout.readline()
         running.stdout.close()
-        assert running.wait(60) == 0
+        assert running.wait() == 0
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
 
 
 def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"
-    )
+    text = "import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"
     controller, terminal = pty.openpty()
-    done = subprocess.Popen(
-        [*command("-n", "3"), "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=terminal,
-        stderr=terminal,
-    )
+    done = started(tmp_path, text, 3, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
     try:
@@ -153,7 +130,7 @@ def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
     except OSError:  # the terminal is closed when all have left
         pass
     os.close(controller)
-    assert done.wait(60) == 0
+    assert done.wait() == 0
     lines = shown.decode().split("\r\n")
     assert sorted(line for line in lines if "ranks" not in line) == [
         "",
@@ -163,86 +140,57 @@ def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_last_lines_of_a_rank_that_was_not_on_the_terminal_are_shown(
-    rank: int, tmp_path: Path
-) -> None:
-    text = (
-        f"import os\nprint('said by', os.environ['RANK'])\nif os.environ['RANK'] == '{rank}': raise"
-        " ValueError('boom')\nimport signal; signal.pause()"
-    )
-    (tmp_path / "script.py").write_text(text)
-    code = (
-        "from lockstep.launcher.supervise import *; from lockstep.launcher.rank import Target;"
-        " supervise(Target(script='script.py'), 2, console='first')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = done.stderr.splitlines()
-    assert lines[: 2 * rank] == ["the last that rank 1 printed:", "said by 1"][: 2 * rank]
-    assert lines[2 * rank] == "Traceback (most recent call last):"
-    assert lines[-1].endswith("failed: ValueError: boom")
-    assert f"rank-{rank}.log) failed" in lines[-1]
-
-
-def test_a_line_of_all_ranks_leaves_at_once_and_is_shown_once() -> None:
+def test_a_line_of_all_leaves_at_once_and_one_of_some_when_its_time_has_come() -> None:
     joiner = Joiner(3)
     for rank in (2, 0, 1):
         assert joiner.take(rank, "epoch 1", now=0.0) == []
     assert joiner.ready(now=0.0) == ["[0-2] epoch 1"]
     assert joiner.due() is None
-
-
-def test_a_line_of_some_leaves_when_its_time_has_come() -> None:
     joiner = Joiner(8)
     for rank in (7, 3, 0, 1):
         joiner.take(rank, "warning", now=1.0)
     assert joiner.due() == pytest.approx(1.1)
     assert joiner.ready(now=1.05) == []
     assert joiner.ready(now=1.1) == ["[0-1,3,7] warning"]
+    joiner.take(5, "warning", now=1.2)
+    assert joiner.end() == ["[5] warning"], "which comes after the window"
 
 
-def test_a_line_that_comes_after_the_window_is_shown_again() -> None:
+@pytest.mark.parametrize(
+    ("lines", "joined"),
+    [
+        pytest.param(
+            [(0, "begin"), (0, "I am 0"), (0, "end"), (1, "begin"), (1, "I am 1"), (1, "end")],
+            ["[0-1] begin", "[1] I am 1", "[0] I am 0", "[0-1] end"],
+            id="lines around a different one",
+        ),
+        pytest.param(
+            [(0, "again"), (0, "again"), (1, "again")],
+            ["[0-1] again", "[0] again"],
+            id="said twice",
+        ),
+        pytest.param(
+            [(0, "a"), (0, "b"), (1, "b"), (1, "a")],
+            ["[0] a", "[0-1] b", "[1] a"],
+            id="in another order",
+        ),
+        pytest.param(
+            [(1, "loss 0.1"), (0, "\x1b[31mloss 0.1\x1b[0m")],
+            ["[0-1] \x1b[31mloss 0.1\x1b[0m"],
+            id="colours do not tell lines apart, and the first rank's are shown",
+        ),
+    ],
+)
+def test_what_is_joined(lines: list[tuple[int, str]], joined: list[str]) -> None:
     joiner = Joiner(2)
-    joiner.take(0, "same", now=0.0)
-    assert joiner.ready(now=0.2) == ["[0] same"]
-    joiner.take(1, "same", now=0.2)
-    assert joiner.end() == ["[1] same"]
-
-
-def test_lines_around_a_different_one_are_joined_too() -> None:
-    joiner = Joiner(2)
-    for rank in (0, 1):
-        for line in ("begin", f"I am {rank}", "end"):
-            joiner.take(rank, line, now=0.0)
-    assert joiner.end() == ["[0-1] begin", "[1] I am 1", "[0] I am 0", "[0-1] end"]
-
-
-def test_one_rank_that_says_something_twice_has_said_it_twice() -> None:
-    joiner = Joiner(2)
-    for rank in (0, 0, 1):
-        joiner.take(rank, "again", now=0.0)
-    assert joiner.end() == ["[0-1] again", "[0] again"]
-
-
-def test_ranks_that_say_the_same_in_another_order_keep_theirs() -> None:
-    joiner = Joiner(2)
-    for rank, line in [(0, "a"), (0, "b"), (1, "b"), (1, "a")]:
+    for rank, line in lines:
         joiner.take(rank, line, now=0.0)
-    assert joiner.end() == ["[0] a", "[0-1] b", "[1] a"]
+    assert joiner.end() == joined
 
 
-def test_colours_do_not_tell_lines_apart_and_the_first_ranks_are_shown() -> None:
-    joiner = Joiner(3)
-    joiner.take(1, "loss 0.1", now=0.0)
-    joiner.take(0, "\x1b[31mloss 0.1\x1b[0m", now=0.0)
-    assert joiner.end() == ["[0-1] \x1b[31mloss 0.1\x1b[0m"]
+def test_spans() -> None:
+    ranks = ([3], [0, 1, 2], [5, 0, 2, 3], [7, 6])
+    assert [*map(spans, ranks)] == ["3", "0-2", "0,2-3,5", "6-7"]
 
 
 _Heard = st.lists(
@@ -262,10 +210,8 @@ def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
         due = joiner.due()
         assert due is None or now < due <= now + console.WINDOW
     out += joiner.end()
-    for rank in range(4):
-        assert [_text(line) for line in out if rank in _ranks(line)] == [
-            text for other, text, _ in heard if other == rank
-        ]
+    spoken = {rank: [text for other, text, _ in heard if other == rank] for rank in range(4)}
+    assert expanded("\n".join(out), 4) == spoken
 
 
 def test_a_flood_does_not_wait() -> None:
@@ -274,22 +220,17 @@ def test_a_flood_does_not_wait() -> None:
     assert 5000 - left == len(joiner.end()) == console._MOST
 
 
-def test_bytes_become_lines_whatever_the_cuts() -> None:
-    text = "eins\nzwei ü\r\ndrei".encode()
-    for cut in range(len(text)):
-        lines = Lines()
-        assert [*lines.feed(text[:cut]), *lines.feed(text[cut:]), *lines.end()] == [
-            "eins",
-            "zwei ü",
-            "drei",
-        ]
-
-
-@pytest.mark.parametrize("cut", range(20))
-def test_of_a_bar_only_the_last_state_counts(cut: int) -> None:
-    text = b"\r 10%\r 50%\r100%\nnext"
-    lines = Lines()
-    assert [*lines.feed(text[:cut]), *lines.feed(text[cut:]), *lines.end()] == ["100%", "next"]
+def test_bytes_become_lines_whatever_the_cuts_and_of_a_bar_only_the_last_state_counts() -> None:
+    texts = {
+        "eins\nzwei ü\r\ndrei": ["eins", "zwei ü", "drei"],
+        "\r 10%\r 50%\r100%\nnext": ["100%", "next"],
+    }
+    for text, expected in texts.items():
+        octets = text.encode()
+        for cut in range(len(octets)):
+            lines = Lines()
+            shown = [*lines.feed(octets[:cut]), *lines.feed(octets[cut:]), *lines.end()]
+            assert shown == expected
 
 
 def test_a_bar_that_is_redrawn_for_hours_takes_no_memory_and_an_endless_line_comes_in_pieces() -> (
@@ -302,24 +243,3 @@ def test_a_bar_that_is_redrawn_for_hours_takes_no_memory_and_an_endless_line_com
     pieces = lines.feed(b"x" * 200_000)
     assert "".join([*pieces, *lines.end()]).endswith("x" * 200_000)
     assert max(map(len, pieces)) == console._LONGEST
-
-
-def test_spans() -> None:
-    assert [spans(each) for each in ([3], [0, 1, 2], [5, 0, 2, 3], [7, 6])] == [
-        "3",
-        "0-2",
-        "0,2-3,5",
-        "6-7",
-    ]
-
-
-def _text(line: str) -> str:
-    return line.partition("] ")[2]
-
-
-def _ranks(line: str) -> set[int]:
-    found: set[int] = set()
-    for part in line[1 : line.index("]")].split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found

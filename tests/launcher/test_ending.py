@@ -9,23 +9,20 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.launcher import ending, processes
 from lockstep.launcher.ending import Endings, Held
-from lockstep.launcher.rank import Target
-from lockstep.launcher.supervise import supervise
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.ending import end
+from tests.launcher.conftest import Run
 
 HERE, GO = threading.Event(), threading.Event()
 
@@ -38,24 +35,6 @@ def upload(what: str) -> None:
 LINE = upload.__code__.co_firstlineno
 
 
-@pytest.fixture
-def run_thread() -> Iterator[Callable[[threading.Thread], None]]:
-    """Start it, and have it end with the test."""
-    started: list[threading.Thread] = []
-
-    def start(thread: threading.Thread) -> None:
-        thread.start()
-        assert HERE.wait(60)
-        HERE.clear()
-        started.append(thread)
-
-    yield start
-    GO.set()
-    for thread in started:
-        thread.join()
-    GO.clear()
-
-
 class Uploader(threading.Thread):
     def run(self) -> None:
         upload("x")
@@ -64,31 +43,32 @@ class Uploader(threading.Thread):
 @pytest.mark.parametrize(
     ("thread", "runs"),
     [
+        (threading.Thread(target=upload, args=("x",)), f"upload, test_ending.py:{LINE}"),
         (
-            lambda: threading.Thread(target=upload, args=("x",), name="uploader"),
+            threading.Thread(target=functools.partial(upload, "x")),
             f"upload, test_ending.py:{LINE}",
         ),
-        (
-            lambda: threading.Thread(target=functools.partial(upload, "x"), name="uploader"),
-            f"upload, test_ending.py:{LINE}",
-        ),
-        (
-            lambda: Uploader(name="uploader"),
-            f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}",
-        ),
+        (Uploader(), f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}"),
     ],
 )
 def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
-    run_thread: Callable[[threading.Thread], None],
-    thread: Callable[[], threading.Thread],
-    runs: str,
+    thread: threading.Thread, runs: str
 ) -> None:
-    run_thread(thread())
-    run_thread(threading.Thread(target=upload, args=("x",), name="a daemon", daemon=True))
-    held = ending.waits_for()
-    assert (
-        held.what == f"the thread 'uploader' (runs {runs}; now at test_ending.py:{LINE + 2} upload)"
-    )
+    thread.name = "uploader"
+    daemon = threading.Thread(target=upload, args=("x",), name="a daemon", daemon=True)
+    try:
+        for started in (thread, daemon):
+            started.start()
+            assert HERE.wait(60)
+            HERE.clear()
+        held = ending.waits_for()
+    finally:
+        GO.set()
+        thread.join()
+        daemon.join()
+        GO.clear()
+    now = f"now at test_ending.py:{LINE + 2} upload"
+    assert held.what == f"the thread 'uploader' (runs {runs}; {now})"
     assert held.stack.startswith("Stack of 'uploader':\n")
     assert f'  File "{__file__}", line {LINE + 2}, in upload\n    GO.wait()' in held.stack
 
@@ -133,17 +113,14 @@ def test_ranks_that_wait_for_the_same_are_named_together_and_once(tmp_path: Path
 def test_a_rank_that_cannot_say_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        processes,
-        "ask_for_stack",
-        lambda pid, file: "Thread 0x1 (most recent call first):\n  File x",
-    )
+    stack = "Thread 0x1 (most recent call first):\n  File x"
+    monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: stack)
     launcher = Launcher(tmp_path)
     launcher.over(1)
     assert launcher.look() == []
     launcher.over(0)
     (said,) = launcher.look()
-    assert said.startswith("Thread 0x1 (most recent call first):\n  File x\nrank 1 (pid ")
+    assert said.startswith(f"{stack}\nrank 1 (pid ")
     assert ending.waits(tmp_path, 1)
     assert not ending.waits(tmp_path, 0)
 
@@ -160,47 +137,27 @@ threading.Thread(target=upload, name="uploader").start()
 """
 
 
-@pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """A run of SCRIPT that has said that it waits for its threads."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
+@pytest.mark.parametrize("interrupted", [True, pytest.param(False, marks=pytest.mark.rest)])
+def test_ranks_that_wait_for_threads_say_so_and_end_when_these_do_or_at_one_ctrl_c(
+    tmp_path: Path, interrupted: bool
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         said = next(line for line in lines if "do not end" in line or "does not end" in line)
         assert "the thread 'uploader' (runs upload, script.py:4; now at script.py:6 upload)" in said
-        return process
-
-    yield start
-    for process in started:
+        if interrupted:
+            process.send_signal(signal.SIGINT)
+        else:
+            (tmp_path / "go").touch()
+        assert process.wait() == (130 if interrupted else 0)
+        end_of_all = "stopped by Ctrl-C; all ranks have ended\n"
+        assert process.stderr.read().endswith(end_of_all) == interrupted
+    finally:
         end(process)
-
-
-def test_ranks_that_wait_for_threads_say_so_and_end_well_when_these_do(
-    waiting: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    process = waiting()
-    (tmp_path / "go").touch()
-    assert process.wait() == 0
-
-
-def test_one_ctrl_c_ends_ranks_that_wait_for_threads(
-    waiting: Callable[..., subprocess.Popen[str]],
-) -> None:
-    process = waiting()
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    assert process.stderr is not None
-    assert process.stderr.read().endswith("stopped by Ctrl-C; all ranks have ended\n")
 
 
 def _leaves_a_thread(world: World, folder: Path) -> int:
@@ -266,20 +223,13 @@ dist.destroy_process_group()
         (ALONE, 1, False),
         (OURS, 2, False),
         (TORCHS, 2, False),
-        (OWN_STORE, 2, False),
+        pytest.param(OWN_STORE, 2, False, marks=pytest.mark.rest),
     ],
 )
 def test_a_program_that_never_becomes_distributed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    text: str,
-    workers: int,
-    warned: bool,
+    run: Run, text: str, workers: int, warned: bool
 ) -> None:
-    (tmp_path / "script.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    assert supervise(Target(script="script.py"), workers).exit_code == 0
-    err = capfd.readouterr().err
+    code, _, err = run(text, workers)
+    assert code == 0
     assert ("never joined" in err) == warned
     assert len(err.splitlines()) == int(warned)

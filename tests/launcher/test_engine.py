@@ -40,58 +40,43 @@ class Stub:
         return self.states[pid]
 
 
-def settling(
+@pytest.mark.parametrize(
+    ("explained", "states", "codes", "seconds"),
+    [
+        pytest.param(True, ("zombie", "sleeping"), [1, None], 0, id="what is explained is settled"),
+        pytest.param(
+            False, ("zombie", "sleeping"), [1, None], 1, id="a complaint waits for its cause"
+        ),
+        pytest.param(
+            False, ("zombie", "zombie"), [1, 1], 0, id="and not where nobody is left to say it"
+        ),
+        # Its first thread is dead, which is what the others see; a thread of it that hardly gets
+        # the processor is not, and the kernel waits for it.
+        pytest.param(
+            False, ("zombie", "zombie"), [1, None], 21, id="longer for a peer that is dying"
+        ),
+        pytest.param(
+            False, ("zombie", "sleeping"), [75, None], 21, id="and for those that leave as asked"
+        ),
+        # They may do so between two looks: that is not "ended at once".
+        pytest.param(False, ("zombie", "zombie"), [75, 75], 0, id="which all have done"),
+    ],
+)
+def test_how_long_it_settles(
     monkeypatch: pytest.MonkeyPatch,
     explained: bool,
-    states: Mapping[int, str],
+    states: tuple[str, str],
     codes: list[int | None],
-) -> float:
-    """Seconds until it has settled, where rank 0 has failed."""
-    server = Stub(codes, states)
+    seconds: float,
+) -> None:
+    """Rank 0 has failed. A look takes a tenth of a second."""
+    server = Stub(codes, {10: states[0], 11: states[1]})
     ended: list[float] = []
     monkeypatch.setattr(Ranks, "end", lambda self, grace: ended.append(server.seconds))
     place = LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
     ranks = Ranks(server, place, lambda: 100 + server.seconds)  # type: ignore[arg-type]
     ranks.start(lambda rank, variables: (print, variables))
     known = [of_exit(1, 0, 10)] if explained else []
-    found = ranks.run(failures=lambda now: known, stopping=lambda living: not living)
-    assert found.codes == dict(enumerate(codes))
-    return round(ended[0], 1)
-
-
-def test_what_is_explained_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settling(monkeypatch, True, {10: "zombie", 11: "sleeping"}, [1, None]) == 0
-
-
-def test_a_complaint_waits_a_second_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settling(monkeypatch, False, {10: "zombie", 11: "sleeping"}, [1, None]) == pytest.approx(
-        1.0, abs=0.11
-    )
-
-
-def test_and_not_where_nobody_is_left_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settling(monkeypatch, False, {10: "zombie", 11: "zombie"}, [1, 1]) == 0
-
-
-def test_and_longer_for_a_peer_that_is_dying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first thread is dead, which is what the others see; a thread of it that hardly gets
-    the processor is not, and the kernel waits for it.
-    """
-    assert settling(monkeypatch, False, {10: "zombie", 11: "zombie"}, [1, None]) == pytest.approx(
-        21.0, abs=0.11
-    )
-
-
-def test_and_for_those_that_leave_as_they_were_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settling(
-        monkeypatch, False, {10: "zombie", 11: "sleeping"}, [75, None]
-    ) == pytest.approx(21.0, abs=0.11)
-
-
-def test_where_all_have_ended_nobody_is_asked_whether_they_must(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ranks that leave as they were asked to may do so between two looks: that is not "ended at
-    once".
-    """
-    assert settling(monkeypatch, False, {10: "zombie", 11: "zombie"}, [75, 75]) == 0
+    result = ranks.run(failures=lambda now: known, stopping=lambda living: not living)
+    assert result.codes == dict(enumerate(codes))
+    assert ended[0] == pytest.approx(seconds, abs=0.11)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lockstep.launcher.fixed import Nodes, host_and_port
@@ -11,32 +9,26 @@ from lockstep.runtime.cores import cores
 from lockstep.runtime.interfaces import towards
 from lockstep.runtime.process_lifetime import PARENT
 from tests.refused import refused
+from tests.runtime.variables import variables
 
-PET = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "3",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-}
+PET = variables(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=3 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job"
+)
 
 
 def test_options_and_variables_say_the_same() -> None:
-    by_options = Nodes.read(2, 1, "job-node-0-0.job:29400", "6", {})
-    assert (
-        by_options
-        == Nodes.read(None, None, None, None, PET)
-        == Nodes.read(None, None, None, 6, PET)
-    )
-    assert by_options == Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
+    nodes = Nodes(count=2, rank=1, host="job-node-0-0.job", port=29400, workers=3)
+    assert Nodes.read(2, 1, "job-node-0-0.job:29400", "6", {}) == nodes
+    assert Nodes.read(None, None, None, None, PET) == nodes
+    assert Nodes.read(None, None, None, 6, PET) == nodes
 
 
-@pytest.mark.parametrize(
-    ("each", "workers"), [("auto", None), ("gpu", None), ("", None), ("2", 2), ("cpu", cores())]
-)
-def test_ranks_of_a_node(each: str, workers: int | None) -> None:
-    found = Nodes.read(None, None, None, None, {**PET, "PET_NPROC_PER_NODE": each})
-    assert found is not None
-    assert found.workers == workers
+def test_ranks_of_a_node() -> None:
+    counts = {"auto": None, "gpu": None, "": None, "2": 2, "cpu": cores()}
+    for count, workers in counts.items():
+        nodes = Nodes.read(None, None, None, None, {**PET, "PET_NPROC_PER_NODE": count})
+        assert nodes is not None
+        assert nodes.workers == workers
 
 
 def test_one_host_alone() -> None:
@@ -47,103 +39,55 @@ def test_one_host_alone() -> None:
     ) == Nodes(count=1, rank=0, host="127.0.0.1", port=29400, workers=4)
 
 
-LACKS = "incomplete-settings"
+def test_options_that_do_not_add_up_are_refused_with_both_values() -> None:
+    lacks = "incomplete-settings"
+    with refused(lacks, given="--node-rank 1", lacking="--nodes and --rdzv-endpoint"):
+        Nodes.read(None, 1, None, None, {})
+    with refused(lacks, given="--rdzv-endpoint a:1"):
+        Nodes.read(None, None, "a:1", None, {})
+    with refused(lacks, given="--nodes 2", lacking="--node-rank and --rdzv-endpoint"):
+        Nodes.read(2, None, None, None, {})
+    with refused(lacks, given="--nodes 2", lacking="--rdzv-endpoint"):
+        Nodes.read(2, 0, None, None, {})
+    with refused("wrong-value", name="--nodes", value=0):
+        Nodes.read(0, 0, "a:1", None, {})
+    with refused("rank-out-of-range", name="--node-rank", value=2, size_name="--nodes", size=2):
+        Nodes.read(2, 2, "a:1", None, {})
+    with refused("workers-not-divisible", workers="3", nodes=2):
+        Nodes.read(2, 0, "a:1", "3", {})
+    with refused("workers-not-divisible", workers="1:2"):
+        Nodes.read(2, 0, "a:1", "1:2", {})
+    with refused("not-an-endpoint", name="--rdzv-endpoint", value="a"):
+        Nodes.read(2, 0, "a", None, {})
+    with refused("not-an-endpoint", value="a:99999"):
+        Nodes.read(2, 0, "a:99999", None, {})
 
 
-@pytest.mark.parametrize(
-    ("given", "env", "code", "values"),
-    [
-        (
-            (None, 1, None, None),
-            {},
-            LACKS,
-            {"given": "--node-rank 1", "lacking": "--nodes and --rdzv-endpoint"},
-        ),
-        ((None, None, "a:1", None), {}, LACKS, {"given": "--rdzv-endpoint a:1"}),
-        (
-            (2, None, None, None),
-            {},
-            LACKS,
-            {"given": "--nodes 2", "lacking": "--node-rank and --rdzv-endpoint"},
-        ),
-        (
-            (2, 0, None, None),
-            {},
-            LACKS,
-            {"given": "--nodes 2", "lacking": "--rdzv-endpoint"},
-        ),
-        ((0, 0, "a:1", None), {}, "wrong-value", {"name": "--nodes", "value": 0}),
-        (
-            (2, 2, "a:1", None),
-            {},
-            "rank-out-of-range",
-            {"name": "--node-rank", "value": 2, "size_name": "--nodes", "size": 2},
-        ),
-        ((2, 0, "a:1", "3"), {}, "workers-not-divisible", {"workers": "3", "nodes": 2}),
-        ((2, 0, "a:1", "1:2"), {}, "workers-not-divisible", {"workers": "1:2"}),
-        ((2, 0, "a", None), {}, "not-an-endpoint", {"name": "--rdzv-endpoint", "value": "a"}),
-        ((2, 0, "a:99999", None), {}, "not-an-endpoint", {"value": "a:99999"}),
-        (
-            (None,) * 4,
-            {"PET_NNODES": "2"},
-            LACKS,
-            {"given": "PET_NNODES=2", "lacking": "PET_NODE_RANK and PET_MASTER_ADDR"},
-        ),
-        (
-            (None,) * 4,
-            {"PET_NODE_RANK": "1"},
-            LACKS,
-            {"given": "PET_NODE_RANK=1", "lacking": "PET_NNODES and PET_MASTER_ADDR"},
-        ),
-        (
-            (None,) * 4,
-            {"PET_MASTER_ADDR": "a"},
-            LACKS,
-            {"given": "PET_MASTER_ADDR=a", "lacking": "PET_NNODES and PET_NODE_RANK"},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NODE_RANK": "2"},
-            "rank-out-of-range",
-            {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NNODES": "two"},
-            "wrong-value",
-            {"name": "PET_NNODES", "value": "two"},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NNODES": "1:2"},
-            "wrong-value",
-            {"name": "PET_NNODES", "value": "1:2"},
-        ),
-        (
-            (None,) * 4,
-            {**PET, "PET_NPROC_PER_NODE": "many"},
-            "wrong-value",
-            {"name": "PET_NPROC_PER_NODE", "value": "many"},
-        ),
-        (
-            (None, None, None, "4"),
-            PET,
-            "workers-differ-from-variables",
-            {"workers": "4", "share": 2, "each_name": "PET_NPROC_PER_NODE", "each": 3},
-        ),
-        (
-            (None, None, None, "5"),
-            PET,
-            "workers-not-divisible",
-            {"workers": "5", "name": "PET_NNODES"},
-        ),
-    ],
-)
-def test_what_does_not_add_up_is_refused_with_both_values(
-    given: Any, env: dict[str, str], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Nodes.read(*given, env)
+def _read(text: str, workers: str | None = None, **variables_before: str) -> Nodes | None:
+    return Nodes.read(None, None, None, workers, {**variables_before, **variables(text)})
+
+
+def test_variables_that_do_not_add_up_are_refused_with_both_values() -> None:
+    lacks = "incomplete-settings"
+    with refused(lacks, given="PET_NNODES=2", lacking="PET_NODE_RANK and PET_MASTER_ADDR"):
+        _read("PET_NNODES=2")
+    with refused(lacks, given="PET_NODE_RANK=1", lacking="PET_NNODES and PET_MASTER_ADDR"):
+        _read("PET_NODE_RANK=1")
+    with refused(lacks, given="PET_MASTER_ADDR=a", lacking="PET_NNODES and PET_NODE_RANK"):
+        _read("PET_MASTER_ADDR=a")
+    outside = {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2}
+    with refused("rank-out-of-range", **outside):
+        _read("PET_NODE_RANK=2", **PET)
+    for count in ("two", "1:2"):
+        with refused("wrong-value", name="PET_NNODES", value=count):
+            _read(f"PET_NNODES={count}", **PET)
+    with refused("wrong-value", name="PET_NPROC_PER_NODE", value="many"):
+        _read("PET_NPROC_PER_NODE=many", **PET)
+    differ = {"workers": "4", "share": 2, "each_name": "PET_NPROC_PER_NODE", "each": 3}
+    with refused("workers-differ-from-variables", **differ):
+        _read("", "4", **PET)
+    with refused("workers-not-divisible", workers="5", name="PET_NNODES"):
+        _read("", "5", **PET)
 
 
 def test_addresses() -> None:

@@ -60,16 +60,16 @@ def test_a_child_has_its_own_descriptors_and_no_other() -> None:
             assert (warm, len(opened), opened[:3]) == (not cold, 4, [0, 1, 2])
 
 
+_STARTS_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+"""
+
+
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (
-            (
-                "import threading, time; threading.Thread(target=time.sleep, args=(1000,),"
-                " daemon=True).start()"
-            ),
-            "has started a thread",
-        ),
+        (_STARTS_A_THREAD, "has started a thread"),
         ("pass", ""),
         ("raise RuntimeError('is said by the rank that imports it')", ""),
     ],
@@ -93,11 +93,11 @@ def _with_arrow(descriptor: int) -> None:
     sizes = [1, 5_000, 3_000_000] * 20
     with ThreadPoolExecutor(4) as threads:
         buffers = list(threads.map(lambda size: pyarrow.allocate_buffer(size, pool), sizes))
-    os.write(
-        descriptor, json.dumps(["fresh" not in sys.orig_argv, sum(map(len, buffers))]).encode()
-    )
+    answer = ["fresh" not in sys.orig_argv, sum(map(len, buffers))]
+    os.write(descriptor, json.dumps(answer).encode())
 
 
+@pytest.mark.rest
 def test_an_allocators_thread_does_not_forbid_forking(capfd: pytest.CaptureFixture[str]) -> None:
     """pandas and scikit-learn import pyarrow, whose jemalloc has a thread."""
     with _server("pyarrow") as server:

@@ -4,13 +4,12 @@ faults, where each step makes large tensors anew.
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.commands import python
 
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GLIBC = platform.libc_ver()
@@ -40,27 +39,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def _faults(tmp_path: Path, *start: str, **variables: str) -> int:
     script = tmp_path / "faults.py"
     script.write_text(_FAULTS)
-    ran = subprocess.run(
-        [sys.executable, *start, str(script)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return int(ran.stdout.split()[-1])
+    done = python(*start, str(script), **variables)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
 
 
 def test_a_plain_process_has_a_fault_for_every_page(tmp_path: Path) -> None:
     assert _faults(tmp_path) > _ROUNDS * _PAGES // 2  # else the others show nothing
 
 
-@pytest.mark.parametrize("options", [(), ("--cold",)], ids=["warm", "cold"])
+@pytest.mark.parametrize("options", [(), pytest.param(("--cold",), marks=pytest.mark.rest)])
 def test_a_rank_has_few(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert _faults(tmp_path, "-m", "lockstep", "run", *options) < _ROUNDS * _PAGES // 16
 
 
+@pytest.mark.rest
 def test_what_the_user_says_of_glibc_stands(tmp_path: Path) -> None:
-    tunables = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
-    faults = _faults(tmp_path, "-m", "lockstep", "run", **tunables)
+    tunables = "glibc.malloc.perturb=0"
+    faults = _faults(tmp_path, "-m", "lockstep", "run", GLIBC_TUNABLES=tunables)
     assert faults > _ROUNDS * _PAGES // 2

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -28,7 +28,8 @@ from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import launch, start_ranks
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
-from tests.ending import end, wait_gone
+from tests.ending import wait_gone
+from tests.launcher.commands import python
 from tests.refused import refused
 
 
@@ -40,84 +41,54 @@ def _sum_over_ranks(factor: float, *, offset: float = 0.0) -> tuple[int, float]:
 
 
 def test_results_come_back_by_rank_from_plain_torch() -> None:
-    assert launch(_sum_over_ranks, workers=3, args=(10.0,), kwargs={"offset": 1.0}) == [
-        (0, 31.0),
-        (1, 31.0),
-        (2, 31.0),
-    ]
+    results = launch(_sum_over_ranks, workers=3, args=(10.0,), kwargs={"offset": 1.0})
+    assert results == [(0, 31.0), (1, 31.0), (2, 31.0)]
 
 
-def _with_lockstep() -> tuple[int, int]:
+def _with_lockstep() -> tuple[int, int, str]:
     world = lockstep.init()  # left open: launch closes it
-    return world.rank, world.size
+    return world.rank, world.size, str(multiprocessing.get_start_method())
 
 
 def test_lockstep_init_needs_no_arguments_and_a_world_left_open_is_closed() -> None:
-    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2), (1, 2)]
-
-
-LINES = """
-import lockstep
-def say():
-    print("one", "line")
-if __name__ == "__main__":
-    lockstep.launch(say, 2)
-"""
-
-
-@pytest.mark.parametrize("options", [(), ("-u",)])
-def test_ranks_print_whole_lines(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """They share what they print to, such as a notebook's cell. A pipe in packet mode keeps
-    pieces apart.
+    """A rank starts processes as its caller does, and not as it was started itself: loader workers
+    that are spawned take seconds.
     """
-    (tmp_path / "script.py").write_text(LINES)
-    reading, writing = os.pipe2(os.O_DIRECT)
-    subprocess.run(
-        [sys.executable, *options, "script.py"], cwd=tmp_path, stdout=writing, check=True
-    )
-    os.close(writing)
-    assert [os.read(reading, 100) for _ in range(3)] == [b"one line\n", b"one line\n", b""]
-    os.close(reading)
+    method = multiprocessing.get_start_method()
+    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2, method), (1, 2, method)]
 
 
-def test_the_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_TEST", "here")
-    assert run_ranks(_variables, 2) == [("here", "0", "0", "2"), ("here", "1", "1", "2")]
-
-
-def _variables(world: World) -> tuple[str, ...]:
-    return tuple(
-        os.environ[name] for name in ("LOCKSTEP_TEST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-
-
-def _add_one(world: World, model: torch.nn.Linear) -> float:
+def _uses_what_it_gets(
+    world: World, model: torch.nn.Linear, queue: Queue[int]
+) -> tuple[float, list[str], str]:
     world.barrier()
     with torch.no_grad():
         model.weight += 1
     world.barrier()
-    return model.weight.item()
-
-
-def test_tensors_are_copied_never_shared() -> None:
-    model = torch.nn.Linear(1, 1)
-    before = model.weight.item()
-    assert run_ranks(_add_one, 3, args=(model,)) == [before + 1] * 3
-    assert model.weight.item() == before
-
-
-def _put_rank(world: World, queue: Queue[int]) -> None:
     queue.put(world.rank)
     queue.close()
     queue.join_thread()
+    names = ("LOCKSTEP_TEST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    method = str(multiprocessing.get_start_method())
+    return model.weight.item(), [os.environ[name] for name in names], method
 
 
-def test_queues_can_be_handed_over() -> None:
-    queue = multiprocessing.get_context("spawn").Queue()
-    run_ranks(_put_rank, 2, args=(queue,))
-    assert {queue.get(timeout=20), queue.get(timeout=20)} == {0, 1}
+def test_tensors_are_copied_queues_handed_over_and_the_environment_reaches_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST", "here")
+    model, queue = torch.nn.Linear(1, 1), multiprocessing.get_context("spawn").Queue()
+    before, method = model.weight.item(), multiprocessing.get_start_method()
+    assert run_ranks(_uses_what_it_gets, 3, args=(model, queue)) == [
+        (before + 1, ["here", str(rank), str(rank), "3"], method) for rank in range(3)
+    ]
+    assert model.weight.item() == before
+    assert {queue.get(timeout=20) for _ in range(3)} == {0, 1, 2}
     queue.close()
     queue.join_thread()
+
+
+# -- failures ------------------------------------------------------------------------------------
 
 
 def _raise_on_one(world: World) -> None:
@@ -136,7 +107,7 @@ def test_the_failing_rank_is_named_and_not_its_victims() -> None:
     assert caught.value.traceback in str(caught.value) + "\n"
 
 
-def cut_connections() -> None:
+def _cut_connections() -> None:
     """What the others see when a process dies, while this one lives on."""
     for connection in psutil.Process().net_connections("tcp"):
         if connection.status == psutil.CONN_ESTABLISHED:
@@ -149,27 +120,50 @@ def _unwind_slowly(world: World) -> None:
         try:
             raise ValueError("the true cause")
         finally:  # the others see the lost connection long before this rank can say why
-            cut_connections()
+            _cut_connections()
             time.sleep(0.3)
     dist.all_reduce(torch.ones(3))
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However loaded the machine is: what a rank has to say comes in time."""
-    monkeypatch.setattr("lockstep.launcher.engine._SETTLE_SECONDS", 300.0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_complaint_about_a_peer_waits_for_the_peers_own_word() -> None:
-    with pytest.raises(WorkerFailed, match="the true cause"):
-        run_ranks(_unwind_slowly, 2)
 
 
 def _killed(world: World) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.group.all_reduce(torch.ones(3)).wait()
+
+
+def _leaves(world: World) -> None:
+    if world.rank == 1:
+        os._exit(0)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def _returns_early(world: World) -> None:
+    if world.rank == 0:
+        world.group.all_reduce(torch.ones(3)).wait()
+    else:
+        dist.destroy_process_group()
+        world._open.clear()  # as a rank that never opened one
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (_unwind_slowly, "the true cause"),
+        (_killed, r"rank 1 .* was killed by signal 9 \(SIGKILL\)"),
+        (_leaves, "rank 1 .* exited with code 0: before it returned a result"),
+        (
+            _returns_early,
+            "rank 1 had finished before that: do all ranks take the same number of steps",
+        ),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[World], None], sentence: str
+) -> None:
+    # however loaded the machine is: what a rank has to say comes in time
+    monkeypatch.setattr("lockstep.launcher.engine._SETTLE_SECONDS", 300.0)
+    with pytest.raises(WorkerFailed, match=sentence):
+        run_ranks(function, 2)
 
 
 def _leave_a_name_behind() -> None:
@@ -188,44 +182,6 @@ def test_what_a_killed_process_of_a_rank_has_named_in_shared_memory_is_removed()
     assert not Path("/dev/shm", f"torch_{child}_1_0").exists()
 
 
-def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(
-        WorkerFailed, match=r"rank 1 .* was killed by signal 9 \(SIGKILL\)"
-    ) as caught:
-        run_ranks(_killed, 3)
-    assert (caught.value.rank, caught.value.traceback) == (1, "")
-
-
-def _leaves(world: World) -> None:
-    if world.rank == 1:
-        os._exit(0)
-    world.group.all_reduce(torch.ones(3)).wait()
-
-
-def test_a_rank_that_leaves_early_is_named() -> None:
-    with pytest.raises(
-        WorkerFailed, match=r"rank 1 .* exited with code 0: before it returned a result"
-    ):
-        run_ranks(_leaves, 2)
-
-
-def _returns_early(world: World) -> None:
-    if world.rank == 0:
-        world.group.all_reduce(torch.ones(3)).wait()
-    else:
-        dist.destroy_process_group()
-        world._open.clear()  # as a rank that never opened one
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_rank_that_returned_early_is_noted() -> None:
-    with pytest.raises(
-        WorkerFailed,
-        match="rank 1 had finished before that: do all ranks take the same number of steps",
-    ):
-        run_ranks(_returns_early, 2)
-
-
 def _generator(world: World) -> Iterator[int]:
     return (number for number in range(world.rank))
 
@@ -238,9 +194,9 @@ def test_a_result_that_cannot_be_sent_back_is_a_sentence() -> None:
 
 def _hang_on_one(world: World, directory: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    said = Path(directory, f"{world.rank}.writing")
-    said.write_text(f"{os.getpid()} {child.pid}")
-    said.rename(said.with_suffix(".pids"))
+    pids = Path(directory, f"{world.rank}.writing")
+    pids.write_text(f"{os.getpid()} {child.pid}")
+    pids.rename(pids.with_suffix(".pids"))
     if world.rank == 1:
         signal.pause()
     world.barrier()
@@ -266,19 +222,13 @@ def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_child
     wait_gone([int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()])
 
 
-@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
-def test_workers_must_be_a_whole_number_above_zero(workers: int) -> None:
-    with refused("wrong-value", name="workers", value=workers):
-        launch(_with_lockstep, workers=workers)
-
-
-def test_a_lambda_is_refused_with_a_sentence() -> None:
+def test_what_cannot_be_launched_is_refused() -> None:
+    for workers in (0, -1, 1.5, True):
+        with refused("wrong-value", name="workers", value=workers):
+            launch(_with_lockstep, workers=workers)  # type: ignore[arg-type]
     with refused("function-not-importable") as caught:
         launch(lambda: 1)
     assert caught.value.values["name"].endswith("<lambda>")
-
-
-def test_arguments_that_cannot_be_sent_are_refused_with_a_sentence() -> None:
     with refused("call-not-sendable"):
         launch(print, args=((number for number in range(3)),))
 
@@ -294,22 +244,12 @@ def _hash_seed() -> tuple[str, int]:
     return os.environ["PYTHONHASHSEED"], int(sys.flags.hash_randomization)
 
 
-def test_a_rank_starts_processes_as_its_caller_does() -> None:
-    # and not as the rank was started: loader workers that are spawned take seconds
-    mine = multiprocessing.get_start_method()
-    assert lockstep.launch(multiprocessing.get_start_method, workers=1) == [mine]
-    assert run_ranks(_start_method, 1) == [mine]
-
-
-def _start_method(world: World) -> str:
-    return str(multiprocessing.get_start_method())
+# -- from scripts and notebooks ------------------------------------------------------------------
 
 
 def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False
-    )
+    return python(str(tmp_path / "script.py"))
 
 
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
@@ -325,23 +265,40 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_function_of_the_script_itself_can_be_launched(tmp_path: Path) -> None:
-    done = _script(
-        tmp_path,
-        """
-        import os, lockstep
-        from dataclasses import dataclass
-        @dataclass
-        class Result:
-            rank: str
-        def rank(): return Result(os.environ["RANK"])
-        if __name__ == "__main__":
-            print(lockstep.launch(rank, workers=2))
-        """,
+OWN_FUNCTION = """
+import os, lockstep
+from dataclasses import dataclass
+@dataclass
+class Result:
+    rank: str
+def rank():
+    print("one", "line")
+    return Result(os.environ["RANK"])
+if __name__ == "__main__":
+    print(lockstep.launch(rank, 2))
+"""
+
+
+def test_a_function_of_the_script_itself_can_be_launched_and_prints_whole_lines(
+    tmp_path: Path,
+) -> None:
+    """Ranks share what they print to, such as a notebook's cell, and an unbuffered Python writes a
+    line in pieces. A pipe in packet mode keeps pieces apart.
+    """
+    (tmp_path / "script.py").write_text(OWN_FUNCTION)
+    reading, writing = os.pipe2(os.O_DIRECT)
+    command = [sys.executable, "-u", "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, check=True
     )
-    assert (done.stdout, done.stderr) == ("[Result(rank='0'), Result(rank='1')]\n", "")
+    os.close(writing)
+    assert [os.read(reading, 100) for _ in range(2)] == [b"one line\n"] * 2
+    with os.fdopen(reading) as rest:
+        assert rest.read() == "[Result(rank='0'), Result(rank='1')]\n"
+    assert done.stderr == ""
 
 
+@pytest.mark.rest
 def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,21 +324,22 @@ def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(
 
 NOTEBOOK = """
 import lockstep, torch
-class Found:
+class Result:
     def __init__(self, rank, total): self.rank, self.total = rank, total
 def train(values):
     with lockstep.init() as world:
-        return Found(world.rank, lockstep.collectives.all_reduce(values * (world.rank + 1)).sum().item())
-print([(found.rank, found.total) for found in lockstep.launch(train, 2, (torch.ones(2),)) if isinstance(found, Found)])
-
+        return Result(world.rank, lockstep.collectives.all_reduce(values * (world.rank + 1)).sum().item())
+results = lockstep.launch(train, 2, (torch.ones(2),))
+print([(result.rank, result.total) for result in results if isinstance(result, Result)])
 """
 
 
-@pytest.mark.parametrize(("args", "read"), [(["-c", NOTEBOOK], ""), (["-"], NOTEBOOK)])
+@pytest.mark.parametrize(
+    ("args", "read"),
+    [(["-c", NOTEBOOK], ""), pytest.param(["-"], NOTEBOOK, marks=pytest.mark.rest)],
+)
 def test_a_function_of_a_notebook_travels_by_value(args: list[str], read: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *args], input=read, capture_output=True, text=True, check=False
-    )
+    done = python(*args, read=read)
     assert (done.stdout, done.stderr) == ("[(0, 6.0), (1, 6.0)]\n", "")
 
 
@@ -394,34 +352,7 @@ exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"))
 
 
 def test_a_traceback_shows_the_lines_of_a_notebooks_cell() -> None:
-    done = subprocess.run([sys.executable, "-c", CELL], capture_output=True, text=True, check=False)
+    done = python("-c", CELL)
     ranks_own = done.stderr.partition("lockstep.errors.WorkerFailed")[2]
-    assert (
-        '  File "/tmp/ipykernel_1/2.py", line 3, in fails\n    return 1 / 0  # of a cell\n'
-        in ranks_own
-    ), done.stderr
-
-
-@pytest.mark.parametrize("how", ["launch", "run_ranks"])
-def test_ranks_die_with_their_killed_parent(tmp_path: Path, how: str) -> None:
-    (tmp_path / "script.py").write_text(
-        textwrap.dedent(f"""
-            import os, signal, lockstep
-            from lockstep.testing import run_ranks
-            def rank(*_):
-                os.write(1, f"{{os.getpid()}}\\n".encode())  # in one piece
-                signal.pause()
-            if __name__ == "__main__":
-                lockstep.{"launch" if how == "launch" else "testing.run_ranks"}(rank, 2)
-            """)
-    )
-    parent = subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert parent.stdout is not None
-        pids = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.kill()
-        wait_gone(pids)
-    finally:
-        end(parent)
+    line = '  File "/tmp/ipykernel_1/2.py", line 3, in fails\n    return 1 / 0  # of a cell\n'
+    assert line in ranks_own, done.stderr

@@ -26,21 +26,34 @@ print("out")
 print("err", file=sys.stderr)
 os.write(1, b"from C\\n")
 """
+_PYTHON, _ALL = "out\nerr\n", "out\nerr\nfrom C\n"
 
 
-def _output(*args: str) -> str:
+@pytest.mark.parametrize(
+    ("rank", "console", "shown", "logged"),
+    [
+        (1, "all", _ALL, None),
+        (0, "first", _ALL, None),
+        (1, "first", "", None),
+        (1, "first", "", _ALL),
+        (0, "first", _ALL, _PYTHON),
+        (3, "all", _ALL, _PYTHON),
+    ],
+)
+def test_which_rank_writes_to_the_console_and_what_is_in_its_log(
+    tmp_path: Path, rank: int, console: str, shown: str, logged: str | None
+) -> None:
+    folder = [] if logged is None else [str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", _CODE, *args],
+        [sys.executable, "-c", _CODE, str(rank), console, *folder],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
     )
-    return done.stdout
-
-
-def test_all_ranks_on_the_console_line_by_line() -> None:
-    assert _output("1", "all") == "out\nerr\nfrom C\n"
+    assert done.stdout == shown
+    logs = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert logs == ({} if logged is None else {f"rank-{rank}.log": logged})
 
 
 def test_a_line_is_written_in_one_piece_also_when_python_is_unbuffered() -> None:
@@ -58,42 +71,18 @@ def test_a_line_is_written_in_one_piece_also_when_python_is_unbuffered() -> None
     os.close(reading)
 
 
-def test_only_the_first_rank_on_the_console() -> None:
-    assert _output("0", "first") == "out\nerr\nfrom C\n"
-    assert not _output("1", "first")
-
-
-def test_the_other_ranks_write_to_their_logs_what_c_prints_included(tmp_path: Path) -> None:
-    assert not _output("1", "first", str(tmp_path))
-    assert (tmp_path / "rank-1.log").read_text() == "out\nerr\nfrom C\n"
-
-
-def test_the_first_rank_writes_to_both(tmp_path: Path) -> None:
-    assert _output("0", "first", str(tmp_path)) == "out\nerr\nfrom C\n"
-    assert (tmp_path / "rank-0.log").read_text() == "out\nerr\n"
-
-
-def test_all_ranks_write_to_both(tmp_path: Path) -> None:
-    assert _output("3", "all", str(tmp_path)) == "out\nerr\nfrom C\n"
-    assert (tmp_path / "rank-3.log").read_text() == "out\nerr\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "copied"),
-    [
-        ("loss 0.1\n", "loss 0.1\n"),
-        ("\x1b[31mred\x1b[0m\n", "red\n"),
-        ("\r 50 %", ""),
-        ("\x1b[2K\x1b[1A 50 %", ""),
-        ("dos\r\n", "dos\r\n"),
-    ],
-)
-def test_redraws_and_colours_stay_out_of_the_copy(text: str, copied: str) -> None:
-    stream, copy = io.StringIO(), io.StringIO()
-    tee = Tee(stream, copy)
-    assert tee.write(text) == len(text)
-    assert stream.getvalue() == text
-    assert copy.getvalue() == copied
+def test_redraws_and_colours_stay_out_of_the_copy() -> None:
+    copies = {
+        "loss 0.1\n": "loss 0.1\n",
+        "\x1b[31mred\x1b[0m\n": "red\n",
+        "\r 50 %": "",
+        "\x1b[2K\x1b[1A 50 %": "",
+        "dos\r\n": "dos\r\n",
+    }
+    for text, copied in copies.items():
+        stream, copy = io.StringIO(), io.StringIO()
+        assert Tee(stream, copy).write(text) == len(text)
+        assert (stream.getvalue(), copy.getvalue()) == (text, copied)
 
 
 def test_the_terminal_is_still_one() -> None:

@@ -8,25 +8,28 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.launcher import failures, preemption
 from lockstep.launcher.preemption import HANDLED, Stop, noted
-from tests.ending import end
+from tests.ending import alive, end
+
+PIDS = {0: 100, 1: 101}
+Sent = list[tuple[int, int]]
 
 
 @pytest.fixture
-def told() -> list[tuple[int, int]]:
+def sent() -> Sent:
     """The signals that are sent, in place of sending them."""
     return []
 
 
-PIDS = {0: 100, 1: 101}
+@pytest.fixture
+def stop(sent: Sent) -> Stop:
+    return Stop(kill=lambda *signal_of: sent.append(signal_of))
 
 
 def heeding(directory: Path, *ranks: int) -> None:
@@ -35,53 +38,45 @@ def heeding(directory: Path, *ranks: int) -> None:
 
 
 def test_ranks_that_heed_are_told_once_and_let_go_on(
-    tmp_path: Path, told: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stop: Stop, sent: Sent, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop = Stop(kill=lambda *sent: told.append(sent))
     heeding(tmp_path, 0, 1)
     assert not stop.now(tmp_path, PIDS)
-    assert told == []
+    assert sent == []
     stop.note(signal.SIGTERM, None)
     assert [stop.now(tmp_path, PIDS) for _ in range(3)] == [False] * 3
-    assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
-    assert (
-        capsys.readouterr().err
-        == "signal 15 (SIGTERM): stopping after this step; repeat it to stop at once\n"
-    )
+    assert sent == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
+    line = "signal 15 (SIGTERM): stopping after this step; repeat it to stop at once\n"
+    assert capsys.readouterr().err == line
     stop.note(signal.SIGTERM, None)
     assert stop.now(tmp_path, PIDS)
     assert stop.exit_code(saved=True) == 75
     assert stop.exit_code(saved=False) == 143
 
 
-def test_ranks_that_do_not_heed_are_ended(tmp_path: Path, told: list[tuple[int, int]]) -> None:
-    stop = Stop(kill=lambda *sent: told.append(sent))
-    stop.note(signal.SIGINT, None)
-    heeding(tmp_path, 0)
+@pytest.mark.parametrize(
+    ("number", "ranks", "code"), [(signal.SIGINT, [0], 130), (signal.SIGQUIT, [0, 1], 131)]
+)
+def test_ranks_that_do_not_heed_and_all_ranks_at_a_quit_are_ended(
+    tmp_path: Path, stop: Stop, sent: Sent, number: int, ranks: list[int], code: int
+) -> None:
+    stop.note(number, None)
+    heeding(tmp_path, *ranks)
     assert stop.now(tmp_path, PIDS)
     assert stop.now(tmp_path, {})
-    assert told == []
-    assert stop.exit_code(saved=True) == 130
+    assert sent == []
+    assert stop.exit_code(saved=True) == code
 
 
-def test_quit_is_now(tmp_path: Path, told: list[tuple[int, int]]) -> None:
-    stop = Stop(kill=lambda *sent: told.append(sent))
-    heeding(tmp_path, 0, 1)
-    stop.note(signal.SIGQUIT, None)
-    assert stop.now(tmp_path, PIDS)
-    assert stop.exit_code(saved=True) == 131
-
-
-def test_one_rank_that_is_asked_is_enough(tmp_path: Path, told: list[tuple[int, int]]) -> None:
+def test_one_rank_that_is_asked_is_enough(tmp_path: Path, stop: Stop, sent: Sent) -> None:
     """Also while the others are not listening yet: they are waited for."""
-    stop = Stop(kill=lambda *sent: told.append(sent))
     heeding(tmp_path, 1)
     preemption.mark(tmp_path, 1, preemption.ASKED).touch()
     assert not stop.now(tmp_path, PIDS)
-    assert told == []
+    assert sent == []
     heeding(tmp_path, 0)
     assert not stop.now(tmp_path, PIDS)
-    assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
+    assert sent == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
 
 
 def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,39 +128,24 @@ print(child.wait(), flush=True)
 """
 
 
-@pytest.fixture
-def parent() -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(CHILD)]
-        started.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        return started[-1]
-
-    yield start
-    for process in started:
-        end(process)
-
-
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal"
 )
-def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses(
-    parent: Callable[[], subprocess.Popen[str]],
-) -> None:
-    process = parent()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
-    os.kill(child, signal.SIGTERM)
-    os.kill(child, signal.SIGUSR1)
-    deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline:
-        os.kill(child, 0)
-        assert "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        time.sleep(0.02)
-    process.stdin.write("now\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == f"{128 + signal.SIGTERM}\n"
+def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses() -> None:
+    command = [sys.executable, "-c", PARENT, CHILD]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        os.kill(child, signal.SIGTERM)
+        os.kill(child, signal.SIGUSR1)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            assert alive(child)
+            time.sleep(0.02)
+        process.stdin.write("now\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{128 + signal.SIGTERM}\n"
+    finally:
+        end(process)

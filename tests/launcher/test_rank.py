@@ -21,6 +21,7 @@ from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures, start
 from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, said
 from lockstep.runtime.environment import placement
+from tests.launcher.commands import python
 from tests.refused import refused
 
 _DESCRIBE = (
@@ -44,17 +45,17 @@ def _rank(
     cold: bool = False,
 ) -> Done:
     """Rank 1 runs `[-m] target args`, forked from a warm server or as a fresh interpreter."""
-    given = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    env = {**os.environ, **given, **(environment or {})}
-    with ExitStack() as at_end:
-        at_end.enter_context(chdir(cwd))
-        records = records or Path(at_end.enter_context(TemporaryDirectory()))
+    address = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    env = {**os.environ, **address, **(environment or {})}
+    with ExitStack() as stack:
+        stack.enter_context(chdir(cwd))
+        records = records or Path(stack.enter_context(TemporaryDirectory()))
         target = (
             Target(module=args[1], args=args[2:])
             if args[0] == "-m"
             else Target(script=args[0], args=args[1:])
         )
-        out, err = (at_end.enter_context(TemporaryFile("w+")) for _ in range(2))
+        out, err = (stack.enter_context(TemporaryFile("w+")) for _ in range(2))
         server = start.fork_server(environment=env, cold=cold)
         pid = server.fork(
             Rank(rank=1, work=target, records=str(records)),
@@ -70,11 +71,10 @@ def _rank(
         return Done(code, out.read(), err.read())
 
 
-def _plain(cwd: Path, *args: str, environment: dict[str, str] | None = None) -> str:
-    env = {**os.environ, **(environment or {})}
-    return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=True
-    ).stdout
+def _plain(cwd: Path, *args: str, **variables: str) -> str:
+    done = python(*args, cwd=cwd, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -90,28 +90,25 @@ def target(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("script", ["sub/script.py", "link.py", "sub", "archive.zip"])
-def test_a_script_sees_what_plain_python_shows_it(target: Path, script: str, cold: bool) -> None:
-    done = _rank(target, script, "-x", "--", "a b", records=target, cold=cold)
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "program",
+    ["sub/script.py", "link.py", "sub", "archive.zip", "-m package.module", "-m package"],
+)
+def test_a_program_sees_what_plain_python_shows_it(target: Path, program: str, cold: bool) -> None:
+    *option, name = program.split()
+    done = _rank(target, *option, name, "-x", "--", "a b", records=target, cold=cold)
     assert done.stderr == ""
-    # sys.argv[0] of a folder or an archive is absolute here
-    named = script if script.endswith(".py") else str(target / script)
-    assert done.stdout == _plain(target, named, "-x", "--", "a b")
+    if name in ("sub", "archive.zip"):
+        name = str(target / name)  # sys.argv[0] of a folder or an archive is absolute here
+    assert done.stdout == _plain(target, *option, name, "-x", "--", "a b")
 
 
-@pytest.mark.parametrize("module", ["package.module", "package"])
-def test_a_module_sees_what_plain_python_shows_it(target: Path, module: str) -> None:
-    done = _rank(target, "-m", module, "-x")
-    assert done.stderr == ""
-    assert done.stdout == _plain(target, "-m", module, "-x")
-
-
+@pytest.mark.rest
 def test_a_safe_path_stays_safe(target: Path) -> None:
     safe = {"PYTHONSAFEPATH": "1"}
-    assert _rank(target, "sub/script.py", environment=safe).stdout == _plain(
-        target, "sub/script.py", environment=safe
-    )
+    done = _rank(target, "sub/script.py", environment=safe)
+    assert done.stdout == _plain(target, "sub/script.py", **safe)
 
 
 def _fail(tmp_path: Path, text: str, **environment: str) -> tuple[Done, list[failures.Failure]]:
@@ -128,71 +125,33 @@ def test_an_exception_goes_into_the_record_and_is_not_printed(tmp_path: Path) ->
 
 
 def test_a_failure_leaves_at_once_though_threads_live_on(tmp_path: Path) -> None:
-    done, (record,) = _fail(
-        tmp_path,
-        "import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise"
-        " ValueError('boom')",
-    )
+    text = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    done, (record,) = _fail(tmp_path, text + "raise ValueError('boom')")
     assert (done.returncode, record.message) == (1, "ValueError: boom")
 
 
 def test_a_usage_error_is_2_with_the_users_line(tmp_path: Path) -> None:
-    done, (record,) = _fail(
-        tmp_path, "from lockstep.errors import UsageError\n\nraise UsageError('x=1: no')"
-    )
-    assert (done.returncode, record.kind, record.message, record.where) == (
-        2,
-        "usage",
-        "x=1: no",
-        "script.py:3",
-    )
-
-
-@pytest.mark.parametrize(("argument", "code", "message"), [("3", 3, ""), ("'sorry'", 1, "sorry")])
-def test_exits_pass_through(tmp_path: Path, argument: str, code: int, message: str) -> None:
-    done, (record,) = _fail(tmp_path, f"import sys; sys.exit({argument})")
-    assert (done.returncode, done.stderr, record.kind, record.code, record.message) == (
-        code,
-        "",
-        "exit",
-        code,
-        message,
-    )
-
-
-def test_the_line_of_an_exit_is_known(tmp_path: Path) -> None:
-    _, (record,) = _fail(tmp_path, "import sys\n\nsys.exit(3)")
+    text = "from lockstep.errors import UsageError\n\nraise UsageError('x=1: no')"
+    done, (record,) = _fail(tmp_path, text)
+    assert (done.returncode, record.kind, record.message) == (2, "usage", "x=1: no")
     assert record.where == "script.py:3"
-    assert "exited with code 3 (script.py:3)" in failures.summary(record)
 
 
-@pytest.mark.parametrize("end", ["", "import sys; sys.exit()", "import sys; sys.exit(0)"])
-def test_a_good_end_leaves_no_record_and_runs_exit_handlers(tmp_path: Path, end: str) -> None:
-    done, records = _fail(tmp_path, f"import atexit; atexit.register(print, 'bye')\n{end}")
-    assert (done.returncode, done.stdout, done.stderr, records) == (0, "bye\n", "", [])
+def test_a_good_end_leaves_no_record_and_runs_exit_handlers(tmp_path: Path) -> None:
+    for end in ("", "import sys; sys.exit()", "import sys; sys.exit(0)"):
+        done, records = _fail(tmp_path, f"import atexit; atexit.register(print, 'bye')\n{end}")
+        assert (done.returncode, done.stdout, done.stderr, records) == (0, "bye\n", "", [])
 
 
-def test_an_interrupt_is_130(tmp_path: Path) -> None:
-    done, _ = _fail(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    assert done.returncode == 130
-
-
-def test_a_fatal_signal_leaves_the_stack(tmp_path: Path) -> None:
-    done, records = _fail(tmp_path, "import ctypes\ndef crash():\n    ctypes.string_at(0)\ncrash()")
-    assert (done.returncode, done.stderr, records) == (-11, "", [])
-    assert 'File "script.py", line 3 in crash' in (tmp_path / "rank-1.stack").read_text()
-
-
-@pytest.mark.parametrize("module", ["nowhere", "nowhere.at.all", "json.nowhere", "email"])
-def test_a_module_that_cannot_run_is_a_usage_error(tmp_path: Path, module: str) -> None:
-    done = _rank(tmp_path, "-m", module, records=tmp_path)
-    (record,) = failures.read_all(tmp_path)
-    assert (done.returncode, record.kind) == (2, "usage")
-    assert record.message.startswith(f"module {module!r} cannot be found from {tmp_path}")
-    assert UsageError(record.message).code == "module-not-found"
-
-
-def test_an_import_error_of_the_users_module_stays_an_exception(tmp_path: Path) -> None:
+def test_a_module_that_cannot_run_is_a_usage_error_and_one_that_fails_is_none(
+    tmp_path: Path,
+) -> None:
+    for module in ("nowhere", "nowhere.at.all", "json.nowhere", "email"):
+        done = _rank(tmp_path, "-m", module, records=tmp_path)
+        (record,) = failures.read_all(tmp_path)
+        assert (done.returncode, record.kind) == (2, "usage")
+        assert record.message.startswith(f"module {module!r} cannot be found from {tmp_path}")
+        assert UsageError(record.message).code == "module-not-found"
     (tmp_path / "broken.py").write_text("import not_installed_anywhere")
     done = _rank(tmp_path, "-m", "broken", records=tmp_path)
     (record,) = failures.read_all(tmp_path)
@@ -209,36 +168,25 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("workers", [None, "2", 2])
-def test_one_of_several_is_a_rank(
-    monkeypatch: pytest.MonkeyPatch, workers: str | int | None
-) -> None:
-    _set(monkeypatch, RANK)
-    assert rank_here(workers) == placement(RANK)
-
-
-@pytest.mark.parametrize("workers", ["3", "1:2", 4])
-def test_another_number_of_workers_is_refused(
-    monkeypatch: pytest.MonkeyPatch, workers: str | int
-) -> None:
-    _set(monkeypatch, RANK)
-    with refused(
-        "workers-differ-from-launcher", workers=workers, size_name="WORLD_SIZE", size=2, rank=1
-    ):
-        rank_here(workers)
-
-
-def test_alone_it_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_a_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_here(None) is None
-    _set(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1"})
-    assert rank_here("4") is None
-
-
-def test_in_a_batch_scripts_shell_the_number_must_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, BATCH)
-    with refused("batch-script-shell", expected=2):
-        rank_here(None)
-    assert rank_here("2") is None
+    with monkeypatch.context() as patch:
+        _set(patch, {"RANK": "0", "WORLD_SIZE": "1"})
+        assert rank_here("4") is None, "alone it is a launcher"
+    with monkeypatch.context() as patch:
+        _set(patch, BATCH)
+        with refused("batch-script-shell", expected=2):
+            rank_here(None)
+        assert rank_here("2") is None, "in a batch script's shell the number must be meant"
+    _set(monkeypatch, RANK)
+    same: tuple[str | int | None, ...] = (None, "2", 2)
+    for workers in same:
+        assert rank_here(workers) == placement(RANK)
+    others: tuple[str | int, ...] = ("3", "1:2", 4)
+    for other in others:
+        values = {"workers": other, "size_name": "WORLD_SIZE", "size": 2, "rank": 1}
+        with refused("workers-differ-from-launcher", **values):
+            rank_here(other)
 
 
 def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
@@ -252,11 +200,8 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
         Launch(stall_after=5),
         Launch(max_restarts=1),
     ):
-        with refused(
-            "options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2
-        ) as caught:
+        with refused("options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2):
             refuse_watching(place, launch)
-        assert "--debug and --cold are for Lockstep's launcher" in str(caught.value)
 
 
 def test_what_a_rank_says() -> None:

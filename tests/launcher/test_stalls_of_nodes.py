@@ -6,16 +6,18 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Watcher
+from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Stall, Watcher
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
-from tests.launcher.test_stalls import BUCKET, sight
+from tests.launcher.sights import sight
 
-WAITING = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
+BUCKET = "all_reduce sum f32[9] for gradient bucket 3 (layer4.weight and 1 more)"
+WAITING: dict[str, Any] = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 
 
@@ -25,6 +27,12 @@ def quiet(seconds: float, **ranks: Sight) -> Quiet:
         {int(rank.removeprefix("rank")): seen for rank, seen in ranks.items()},
         time.monotonic_ns(),
     )
+
+
+def stall(told: QuietNodes) -> Stall:
+    found = told.verdict(LABELS)
+    assert found is not None
+    return found
 
 
 def test_the_rank_of_another_node_is_named_with_it() -> None:
@@ -39,8 +47,7 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
         '  File "dataset.py", line 88, in read_shard',
     )
     assert not told.quiet("b", quiet(30, rank2=sight(**WAITING), rank3=late))
-    found = told.verdict(LABELS)
-    assert found is not None
+    found = stall(told)
     assert (found.rank, found.stack) == (3, late.stack)
     assert "ranks 0, 1 and 2 wait in #8" in found.message
     assert "dataset.py:88 read_shard" in found.message
@@ -52,11 +59,8 @@ def test_where_all_wait_for_each_other_it_is_the_network() -> None:
     told = QuietNodes()
     told.quiet("a", quiet(31, rank0=sight(**WAITING)))
     told.quiet("b", quiet(31, rank1=sight(**WAITING)))
-    found = told.verdict(LABELS)
-    assert found is not None
-    assert (
-        found.message
-        == f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
+    assert stall(told).message == (
+        f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
         " look at the network."
     )
 

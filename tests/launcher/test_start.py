@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lockstep.launcher.start import WARM, ServerGone, acting, fork_server, set_by
+from tests.launcher.commands import python
 
 _DESCRIBE = """
 import os
@@ -109,16 +110,9 @@ if __name__ == "__main__":
     main()
 """
 # begin the names of its variables
-_OF_A_RANK = {
-    "GROUP_",
-    "LOCAL_",
-    "LOCKSTEP_",
-    "MASTER_",
-    "RANK",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "WORLD_",
-}
+_OF_A_RANK = tuple(
+    ["GROUP_", "LOCAL_", "LOCKSTEP_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_"]
+)
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # as it is imported
 
 
@@ -133,7 +127,7 @@ def _read(file: Path) -> Described:
     described = Described(**json.loads(file.read_text()))
     variables = described.found["environment"]
     for name in [*variables]:
-        if name in ("TARGET", _SET_BY_TORCH) or any(name.startswith(start) for start in _OF_A_RANK):
+        if name in ("TARGET", _SET_BY_TORCH) or name.startswith(_OF_A_RANK):
             del variables[name]
     # flags that a variable has set are among the rest
     described.found["orig_argv"] = described.found["orig_argv"][-3:]
@@ -189,43 +183,33 @@ def _described(
     }
 
 
-def test_ranks_find_what_plain_python_finds(tmp_path: Path) -> None:
-    """Takes seconds: plain Python and cold ranks import torch, which is what warm ones are
-    compared with.
+@pytest.mark.parametrize("kind", ["warm", pytest.param("cold", marks=pytest.mark.rest)])
+def test_ranks_find_what_plain_python_finds(tmp_path: Path, kind: str) -> None:
+    """Takes seconds: plain Python and cold ranks import torch, and so does the server that forks
+    warm ones.
     """
-    described = _described(tmp_path, ["plain", "cold", "warm"])
+    described = _described(tmp_path, ["plain", kind])
     (plain,) = described["plain"]
-    assert plain.found["stdin"] == "typed\n"
-    for kind in ("cold", "warm"):
-        first, second = described[kind]
-        for found in (first.found, second.found):
-            # they share it, and one of them has read it
-            assert found.pop("stdin") in ("typed\n", "")
-        assert (
-            first.found
-            == second.found
-            == {name: value for name, value in plain.found.items() if name != "stdin"}
-        ), kind
-    for number, rank in enumerate(described["warm"]):
-        assert (rank.private["name"], rank.private["child"]) == (f"rank {number}", "cat")
-        assert (rank.private["group"], rank.private["threads"], rank.private["stack"]) == (
-            True,
-            1,
-            True,
-        )
-        assert not [
-            file
-            for file in rank.private["descriptors"].values()
-            if file and file.startswith(("socket:", "/memfd:", "anon_inode:"))
-        ]
-        assert sorted(rank.private["descriptors"]) == sorted(
-            described["cold"][number].private["descriptors"]
-        )
-    drawn = [each.private["random"] for ranks in described.values() for each in ranks]
+    assert plain.found.pop("stdin") == "typed\n"
+    for number, rank in enumerate(described[kind]):
+        # they share it, and one of them has read it
+        assert rank.found.pop("stdin") in ("typed\n", "")
+        assert rank.found == plain.found
+        opened = rank.private["descriptors"]
+        extra = len(opened) - len(plain.private["descriptors"])
+        assert extra == 4, "files of the run, and no other"
+        if kind == "warm":
+            assert (rank.private["name"], rank.private["child"]) == (f"rank {number}", "cat")
+            assert (rank.private["group"], rank.private["threads"]) == (True, 1)
+            assert rank.private["stack"]
+            kinds = ("socket:", "/memfd:", "anon_inode:")
+            assert not [file for file in opened.values() if file and file.startswith(kinds)]
+    drawn = [rank.private["random"] for ranks in described.values() for rank in ranks]
     for column in zip(*drawn, strict=True):
         assert len(set(column)) == len(drawn)
 
 
+@pytest.mark.rest
 def test_flags_and_variables_of_python_and_of_libraries_are_theirs_too(tmp_path: Path) -> None:
     """Takes seconds: with other flags and variables nothing is warm, and torch is imported
     twice.
@@ -277,36 +261,28 @@ def test_variables_that_act_as_a_library_starts_are_told_from_others() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("os.environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
-        ('os.environ.setdefault("MKL_NUM_THREADS", "1")', "MKL_NUM_THREADS"),
-        ('os.putenv("PYTORCH_CUDA_ALLOC_CONF", "x")', "PYTORCH_CUDA_ALLOC_CONF"),
-        ("os.environ.update(\n    A='1', OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
-        ("os.environ['TOKENIZERS_PARALLELISM'] = 'false'", ""),
-        ("print(os.environ.get('OMP_NUM_THREADS'))", ""),
-        ("# OMP_NUM_THREADS", ""),
-    ],
-)
-def test_a_script_that_sets_one_itself(tmp_path: Path, line: str, name: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import os\n\n{line}\nimport torch\n")
-    assert set_by(script) == name
-
-
-def test_what_is_no_text_sets_none(tmp_path: Path) -> None:
-    (tmp_path / "archive.zip").write_bytes(b"PK\x03\x04\xff\xfe")
-    assert set_by(tmp_path / "archive.zip") == ""
-    assert set_by(tmp_path) == ""
+def test_a_script_that_sets_one_itself(tmp_path: Path) -> None:
+    lines = {
+        "os.environ['OMP_NUM_THREADS'] = '1'": "OMP_NUM_THREADS",
+        'os.environ.setdefault("MKL_NUM_THREADS", "1")': "MKL_NUM_THREADS",
+        'os.putenv("PYTORCH_CUDA_ALLOC_CONF", "x")': "PYTORCH_CUDA_ALLOC_CONF",
+        "os.environ.update(\n    A='1', OMP_NUM_THREADS='1')": "OMP_NUM_THREADS",
+        "os.environ['TOKENIZERS_PARALLELISM'] = 'false'": "",
+        "print(os.environ.get('OMP_NUM_THREADS'))": "",
+        "# OMP_NUM_THREADS": "",
+    }
+    script, archive = tmp_path / "script.py", tmp_path / "archive.zip"
+    for line, name in lines.items():
+        script.write_text(f"import os\n\n{line}\nimport torch\n")
+        assert set_by(script) == name, line
+    archive.write_bytes(b"PK\x03\x04\xff\xfe")
+    assert (set_by(archive), set_by(tmp_path)) == ("", ""), "what is no text sets none"
 
 
 def test_all_flags_are_handed_on() -> None:
     program = "from lockstep.launcher.fork_server import flags; print(*flags())"
     given = ["-O", "-X", "dev", "-X", "int_max_str_digits=5000", "-W", "error"]
-    done = subprocess.run(
-        [sys.executable, *given, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = python(*given, "-c", program)
     bytecode = ["-B"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []
     options = ["-X", "dev", "-X", "int_max_str_digits=5000"]
     assert done.stdout.split() == ["-O", *bytecode, "-Werror", *options]
@@ -342,6 +318,7 @@ def _seeded(seed: int) -> dict[str, str]:
     return {**os.environ, "PYTHONHASHSEED": str(seed)}
 
 
+@pytest.mark.rest
 def test_a_process_with_the_number_of_an_earlier_one_has_not_ended() -> None:
     """Numbers come again within minutes where many processes are started, as a test suite does."""
     last = Path("/proc/sys/kernel/ns_last_pid")

@@ -5,15 +5,14 @@ lead to it. Everywhere else, and in processes that a rank starts, torch behaves 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import lockstep
+from lockstep.runtime import slurm_step
+from tests.launcher.commands import python
 
 # The sum tells which ranks have met: each has another value.
 _JOIN = """
@@ -21,11 +20,9 @@ import os, torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-def free_port():
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def own_port():
+    from lockstep.runtime.slurm_step import port
+    return port(str(os.getpid()), 0)
 
 def joined(**options):
     dist.init_process_group("gloo", **options)
@@ -37,22 +34,11 @@ def joined(**options):
 
 
 def _run(
-    folder: Path,
-    script: str,
-    workers: int,
-    *options: str,
-    variables: Mapping[str, str] | None = None,
+    folder: Path, script: str, workers: int, *options: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(_JOIN + script)
-    command = [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), *options]
-    return subprocess.run(
-        [*command, "script.py"],
-        cwd=folder,
-        env={**os.environ, **(variables or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "lockstep", "run", "--workers", str(workers), *options, "script.py"]
+    return python(*command, cwd=folder, **variables)
 
 
 def _written(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -66,7 +52,11 @@ _BY_URL = "init_method='tcp://127.0.0.1:' + os.environ['MASTER_PORT'], rank=rank
 
 @pytest.mark.parametrize(
     ("address", "options", "start"),
-    [("127.0.0.1", "", "--cold"), ("localhost", "", ""), ("127.0.0.1", _BY_URL, "")],
+    [
+        ("localhost", "", ""),
+        pytest.param("127.0.0.1", "", "--cold", marks=pytest.mark.rest),
+        ("127.0.0.1", _BY_URL, ""),
+    ],
 )
 def test_ranks_join_through_the_launchers_store(
     tmp_path: Path, address: str, options: str, start: str
@@ -80,8 +70,7 @@ print(rank, joined({options}))
 
 
 def test_a_script_that_sets_its_own_port_gets_a_store_there(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = slurm_step.port(str(os.getpid()), 1)  # no outgoing connection of this host gets it
     script = f"""
 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
 dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
@@ -92,24 +81,22 @@ dist.barrier()
     assert _written(_run(tmp_path, script, 2)) == ["0 True", "1 True"]
 
 
-_SPAWNING = """
-def main(rank, ranks, port):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
-    print(os.environ["RANK"], joined(rank=rank, world_size=ranks))
-
-if __name__ == "__main__":
-    mp.{start}(main, args=(3, free_port()), nprocs=3, join=True{options})
-"""
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
 def test_ranks_that_each_rank_starts_have_worlds_of_their_own(tmp_path: Path, method: str) -> None:
     """They inherit nothing that would send rank 0 to a store that nobody opens."""
-    script = _SPAWNING.format(start="start_processes", options=f', start_method="{method}"')
+    script = f"""
+def main(rank, ranks, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    line = os.environ["RANK"] + f" {{joined(rank=rank, world_size=ranks)}}\\n"
+    os.write(1, line.encode())  # in one piece: three processes share the pipe
+
+if __name__ == "__main__":
+    mp.start_processes(main, args=(3, own_port()), nprocs=3, join=True, start_method="{method}")
+"""
     assert _written(_run(tmp_path, script, 2)) == ["0 13.0"] * 3 + ["1 13.0"] * 3  # 1 + 3 + 9
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
 def test_such_ranks_at_the_launchers_port_hear_that_it_is_taken(
     tmp_path: Path, method: str
 ) -> None:
@@ -128,7 +115,10 @@ if __name__ == "__main__":
     assert f"port: {port}" in done.stderr
 
 
-def test_only_the_rank_itself_counts_as_launched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["", pytest.param("--cold", marks=pytest.mark.rest)])
+def test_only_the_rank_itself_counts_as_launched_and_one_thread_that_was_asked_for_is_one(
+    tmp_path: Path, start: str
+) -> None:
     script = """
 import subprocess, sys
 
@@ -137,10 +127,12 @@ child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=Tr
 with mp.get_context("fork").Pool(1) as pool:
     forked = pool.apply(dist.is_torchelastic_launched)
 torchruns = [name for name in os.environ if name.startswith("TORCHELASTIC")]
-print(dist.is_torchelastic_launched(), child, forked, torchruns)
+import lockstep
+with lockstep.init():
+    print(torch.get_num_threads(), dist.is_torchelastic_launched(), child, forked, torchruns)
 """
-    for options in ((), ("--cold",)):
-        assert _written(_run(tmp_path, script, 1, *options)) == ["True False False []"]
+    done = _run(tmp_path, script, 1, *start.split(), OMP_NUM_THREADS="1")
+    assert _written(done) == ["1 True False False []"]
 
 
 def _is_launched() -> bool:
@@ -153,15 +145,8 @@ def test_ranks_of_a_function_do_not_count_as_launched() -> None:
     assert lockstep.launch(_is_launched, workers=2) == [False, False]
 
 
-def test_one_thread_that_the_user_asked_for_is_one_thread(tmp_path: Path) -> None:
-    script = "import lockstep\nwith lockstep.init():\n    print(torch.get_num_threads())\n"
-    variables = {"OMP_NUM_THREADS": "1"}
-    assert _written(_run(tmp_path, script, 1, variables=variables)) == ["1"]
-
-
 def test_init_takes_an_address_that_the_script_sets(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = slurm_step.port(str(os.getpid()), 2)
     script = f"""
 import lockstep, lockstep.collectives
 os.environ["MASTER_PORT"] = "{port}"

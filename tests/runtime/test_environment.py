@@ -4,25 +4,13 @@ rendezvous.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lockstep.runtime.environment import Placement, placement, rank_and_size, started_by_others
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.refused import refused
-
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "6",
-    "SLURM_LOCALID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
+from tests.runtime.variables import SRUN, variables
+from tests.teams import on_team
 
 
 def test_nothing_set_is_no_placement() -> None:
@@ -30,145 +18,65 @@ def test_nothing_set_is_no_placement() -> None:
     assert placement({"RANK": "", "WORLD_SIZE": " "}) is None
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        pytest.param(
-            {
-                "RANK": "5",
-                "WORLD_SIZE": "8",
-                "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "4",
-                "GROUP_RANK": "1",
-            },
-            (5, 8, 1, 4, 1),
-            id="torchrun",
-        ),
-        pytest.param(
-            {"RANK": "3", "WORLD_SIZE": "4"},
-            (3, 4, 3, 4, 0),
-            id="PyTorchJob without local numbers is one host",
-        ),
-        pytest.param(
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
-            (3, 4, 0, 1, 3),
-            id="local rank 0 of rank 3: a host each",
-        ),
-        pytest.param(
-            {
-                "OMPI_COMM_WORLD_RANK": "2",
-                "OMPI_COMM_WORLD_SIZE": "6",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
-            (2, 6, 0, 2, 1),
-            id="Open MPI",
-        ),
-        pytest.param(
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            (1, 2, 1, 2, 0),
-            id="MPICH",
-        ),
-        pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "1", "PMI_SIZE": "2"},
-            (0, 1, 0, 1, 0),
-            id="RANK comes first",
-        ),
-        pytest.param(
-            {"RANK": "3", "WORLD_SIZE": "4", "PET_NNODES": "4", "PET_NODE_RANK": "3"},
-            (3, 4, 0, 1, 3),
-            id="PyTorchJob: a rank a pod",
-        ),
-        pytest.param(
-            {
-                "RANK": "5",
-                "WORLD_SIZE": "8",
-                "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "4",
-                "GROUP_RANK": "1",
-                "PET_NNODES": "2",
-            },
-            (5, 8, 1, 4, 1),
-            id="torchrun in a PyTorchJob",
-        ),
-        pytest.param(SRUN, (5, 6, 2, 3, 1), id="srun"),
-        pytest.param(
-            {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"}, (5, 6, 2, 3, 1), id="srun --mpi=pmi2"
-        ),
-        pytest.param(
-            {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"},
-            (1, 2, 1, 2, 0),
-            id="mpiexec inside of a job",
-        ),
-        pytest.param(
-            {**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2, 0), id="RANK before SLURM"
-        ),
-    ],
-)
-def test_launchers(env: dict[str, str], expected: tuple[int, ...]) -> None:
-    place = placement(env)
-    assert isinstance(place, Placement)
-    assert (place.rank, place.size, place.local_rank, place.local_size, place.node) == expected
+OMPI = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=6 OMPI_COMM_WORLD_LOCAL_RANK=0"
+TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1"
+LAUNCHERS = {
+    "torchrun": (TORCHRUN, (5, 8, 1, 4, 1)),
+    "torchrun in a PyTorchJob": (f"{TORCHRUN} PET_NNODES=2", (5, 8, 1, 4, 1)),
+    "PyTorchJob without local numbers is one host": ("RANK=3 WORLD_SIZE=4", (3, 4, 3, 4, 0)),
+    "local rank 0 of rank 3: a host each": ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=0", (3, 4, 0, 1, 3)),
+    "PyTorchJob: a rank a pod": (
+        "RANK=3 WORLD_SIZE=4 PET_NNODES=4 PET_NODE_RANK=3",
+        (3, 4, 0, 1, 3),
+    ),
+    "Open MPI": (f"{OMPI} OMPI_COMM_WORLD_LOCAL_SIZE=2", (2, 6, 0, 2, 1)),
+    "MPICH": ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", (1, 2, 1, 2, 0)),
+    "RANK comes first": ("RANK=0 WORLD_SIZE=1 PMI_RANK=1 PMI_SIZE=2", (0, 1, 0, 1, 0)),
+}
+IN_A_STEP = {
+    "srun": ("", (5, 6, 2, 3, 1)),
+    "srun --mpi=pmi2": ("PMI_RANK=5 PMI_SIZE=6", (5, 6, 2, 3, 1)),
+    "mpiexec inside of a job": ("PMI_RANK=1 PMI_SIZE=2", (1, 2, 1, 2, 0)),
+    "RANK before SLURM": ("RANK=1 WORLD_SIZE=2", (1, 2, 1, 2, 0)),
+}
 
 
-@pytest.mark.parametrize(
-    ("env", "code", "values"),
-    [
-        ({"RANK": "1"}, "incomplete-settings", {"given": "RANK=1", "lacking": "WORLD_SIZE"}),
-        ({"WORLD_SIZE": "2"}, "incomplete-settings", {"given": "WORLD_SIZE=2", "lacking": "RANK"}),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2"},
-            "rank-out-of-range",
-            {"name": "RANK", "value": 2, "size_name": "WORLD_SIZE", "size": 2, "last": 1},
-        ),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank-out-of-range", {"name": "RANK", "value": -1}),
-        (
-            {"RANK": "0", "WORLD_SIZE": "0"},
-            "wrong-value",
-            {"name": "WORLD_SIZE", "value": 0},
-        ),
-        (
-            {"RANK": "one", "WORLD_SIZE": "2"},
-            "wrong-value",
-            {"name": "RANK", "value": "one"},
-        ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
-            "rank-out-of-range",
-            {"name": "OMPI_COMM_WORLD_RANK", "value": 4},
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "rank-out-of-range",
-            {"name": "LOCAL_RANK", "value": 2},
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
-            "local-size-out-of-range",
-            {"name": "LOCAL_WORLD_SIZE", "value": 4, "size_name": "WORLD_SIZE", "size": 2},
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
-            "pod-without-torchrun",
-            {"nodes": "2", "each": "4", "size": 8},
-        ),
-        (
-            {**SRUN, "SLURM_PROCID": "6"},
-            "rank-out-of-range",
-            {"name": "SLURM_PROCID", "value": 6, "size_name": "SLURM_NTASKS", "size": 6},
-        ),
-        (
-            {**SRUN, "SLURM_LOCALID": "3"},
-            "rank-out-of-range",
-            {"name": "SLURM_LOCALID", "value": 3, "size_name": "tasks on this node", "size": 3},
-        ),
-    ],
-)
-def test_contradictions_name_variables_and_values(
-    env: dict[str, str], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        placement(env)
+def test_launchers() -> None:
+    for step, cases in (({}, LAUNCHERS), (SRUN, IN_A_STEP)):
+        for case, (text, expected) in cases.items():
+            place = placement({**step, **variables(text)})
+            assert isinstance(place, Placement), case
+            numbers = (place.rank, place.size, place.local_rank, place.local_size, place.node)
+            assert numbers == expected, case
+
+
+def test_contradictions_name_variables_and_values() -> None:
+    incomplete, outside = "incomplete-settings", "rank-out-of-range"
+    with refused(incomplete, given="RANK=1", lacking="WORLD_SIZE"):
+        placement(variables("RANK=1"))
+    with refused(incomplete, given="WORLD_SIZE=2", lacking="RANK"):
+        placement(variables("WORLD_SIZE=2"))
+    with refused(outside, name="RANK", value=2, size_name="WORLD_SIZE", size=2, last=1):
+        placement(variables("RANK=2 WORLD_SIZE=2"))
+    with refused(outside, name="RANK", value=-1):
+        placement(variables("RANK=-1 WORLD_SIZE=2"))
+    with refused("wrong-value", name="WORLD_SIZE", value=0):
+        placement(variables("RANK=0 WORLD_SIZE=0"))
+    with refused("wrong-value", name="RANK", value="one"):
+        placement(variables("RANK=one WORLD_SIZE=2"))
+    with refused(outside, name="OMPI_COMM_WORLD_RANK", value=4):
+        placement(variables("OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4"))
+    with refused(outside, name="LOCAL_RANK", value=2):
+        placement(variables("RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2"))
+    local = {"name": "LOCAL_WORLD_SIZE", "value": 4}
+    with refused("local-size-out-of-range", **local, size_name="WORLD_SIZE", size=2):
+        placement(variables("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4"))
+    with refused("pod-without-torchrun", nodes="2", each="4", size=8):
+        placement(variables("RANK=0 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4"))
+    with refused(outside, name="SLURM_PROCID", value=6, size_name="SLURM_NTASKS", size=6):
+        placement({**SRUN, "SLURM_PROCID": "6"})
+    with refused(outside, name="SLURM_LOCALID", value=3, size_name="tasks on this node", size=3):
+        placement({**SRUN, "SLURM_LOCALID": "3"})
 
 
 def test_who_was_started_by_another_launcher_is_a_rank() -> None:
@@ -190,7 +98,7 @@ def test_rank_and_size_refuses_a_rank_without_a_group(monkeypatch: pytest.Monkey
 
 
 def test_rank_and_size_of_an_open_group() -> None:
-    assert run_ranks(_place, 2) == [(0, 2), (1, 2)]
+    assert on_team(_place, 2) == [(0, 2), (1, 2)]
 
 
 def _place(world: World) -> tuple[int, int]:

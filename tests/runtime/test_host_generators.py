@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lockstep.runtime import randomness
 from lockstep.runtime.host_generators import Numpy, Random, Torch, _place_in_torch
 from tests.data.datasets import draw_from
-from tests.data.test_keyed import _leave_states_alone, everything
 
-__all__ = ["_leave_states_alone"]
+
+@pytest.fixture(autouse=True)
+def leave_states_alone() -> Iterator[None]:
+    with randomness.preserved():
+        yield
+
+
+def everything() -> tuple[Any, ...]:
+    """The states of all generators of this process."""
+    state: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), state[1].tolist(), *state[2:], random.getstate()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.runtime.launched import Launcher
+from tests.launcher.commands import python
 
 
 @pytest.mark.parametrize(
@@ -42,6 +41,5 @@ def test_the_environment_may_name_another_store() -> None:
         "print([launcher(variables) is not None for variables in"
         " (env, {**env, 'MASTER_PORT': '12355'}, {'MASTER_ADDR': '127.0.0.1'}, {})])"
     )
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert found.stdout == "[True, False, False, False]\n", found.stderr
+    done = python("-c", code, MASTER_ADDR="127.0.0.1", MASTER_PORT="29400")
+    assert done.stdout == "[True, False, False, False]\n", done.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.launcher import stalls
 from lockstep.runtime import private
+from tests.launcher.commands import python
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +39,13 @@ def test_a_run_directory_is_private_and_goes_with_the_run() -> None:
 def test_a_killed_runs_directory_goes_with_the_next_and_a_living_ones_stays(
     temporary: Path,
 ) -> None:
-    code = (
-        "import os, signal; from lockstep.runtime import private\nwith private.run_directory():"
-        " os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)}, check=False
-    )
+    code = """
+import os, signal
+from lockstep.runtime import private
+with private.run_directory():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    python("-c", code, TMPDIR=str(temporary))
     (left,) = private.user_directory().iterdir()
     with private.run_directory() as mine:
         assert not left.exists()

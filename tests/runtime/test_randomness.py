@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.runtime import randomness
-from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.teams import on_team
 
 STREAMS: list[Callable[[], None]] = [
     lambda: randomness.shared(0),
@@ -34,8 +34,10 @@ STREAMS: list[Callable[[], None]] = [
 
 @pytest.fixture(autouse=True)
 def _leave_states_alone() -> Iterator[None]:
+    randomness._seed = None
     with randomness.preserved():
         yield
+    randomness._seed = None
 
 
 def draw() -> tuple[float, float, float]:
@@ -79,15 +81,6 @@ def test_one_changed_bit_changes_half_of_all_bits() -> None:
     assert sum(flipped) / len(flipped) == pytest.approx(32, abs=0.5)
 
 
-def test_a_stream_is_the_same_whatever_was_drawn_before() -> None:
-    for enter in STREAMS:
-        enter()
-        first = draw(), draw()
-        draw()
-        enter()
-        assert (draw(), draw()) == first
-
-
 def test_streams_differ_in_torch_in_numpy_and_in_random() -> None:
     drawn = []
     for enter in STREAMS:
@@ -97,13 +90,14 @@ def test_streams_differ_in_torch_in_numpy_and_in_random() -> None:
         assert len({values[library] for values in drawn}) == len(STREAMS)
 
 
-def test_a_stream_begins_with_the_number_of_its_key() -> None:
+def test_a_stream_begins_with_the_number_of_its_key_whatever_was_drawn_before() -> None:
     for enter, key in (
         (randomness.shared, (1,)),
         (randomness.step, (2, 4, 5)),
         (randomness.sample, (3, 4, 5)),
         (randomness.collate, (4, 4, 5)),
     ):
+        draw()
         enter(7, *key[1:])
         drawn = draw()
         randomness.seed_all(randomness.derive(7, *key))
@@ -117,62 +111,29 @@ def test_seed_all_is_torchs_own_manual_seed() -> None:
     assert torch.equal(ours, torch.rand(4))
 
 
-def _draw_and_fail() -> None:
-    with randomness.preserved():
-        randomness.sample(0, 0, 0)
-        draw()
-        raise RuntimeError("from inside")
-
-
-def test_preserved_puts_the_states_back_also_after_an_error() -> None:
-    randomness.shared(3)
-    expected = draw()
-    randomness.shared(3)
-    with pytest.raises(RuntimeError, match="from inside"):
-        _draw_and_fail()
-    assert draw() == expected
-
-
-def test_the_key_of_an_order_seeds_nothing() -> None:
-    randomness.shared(3)
-    expected = draw()
-    randomness.shared(3)
-    assert len({randomness.order(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
-    assert draw() == expected
-
-
-@pytest.fixture(autouse=True)
-def unseeded() -> Iterator[None]:
-    randomness._seed = None
-    yield
-    randomness._seed = None
-
-
 def drawn(world: lockstep.World) -> dict[str, tuple[float, float, float]]:
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     np.random.seed(world.rank)
     lockstep.seed(3)
-    found = {"shared": draw()}
+    draws = {"shared": draw()}
     for name, key in (("rank", ()), ("step", (5, 1)), ("sample", (2, 17))):
         with lockstep.stream(name, *key):  # type: ignore[arg-type]
-            found[name] = draw()
+            draws[name] = draw()
     with lockstep.stream("rank", 1):
-        found["rank again"] = draw()
-    found["shared, going on"] = draw()
-    return found
+        draws["rank again"] = draw()
+    draws["shared, going on"] = draw()
+    return draws
 
 
 def test_streams_differ_where_they_should_and_leave_the_shared_one_alone() -> None:
-    first, second = run_ranks(drawn, 2)
+    first, second = on_team(drawn, 2)
     for name in first:
         assert (first[name] == second[name]) == (not name.startswith("rank")), name
     assert len(set(first.values())) == len(first)
     lockstep.seed(3)
-    assert [first["shared"], first["shared, going on"]] == [
-        draw(),
-        draw(),
-    ], "a block draws nothing from the shared stream"
+    shared = [first["shared"], first["shared, going on"]]
+    assert shared == [draw(), draw()], "a block draws nothing from the shared stream"
 
 
 class Drawing(Dataset[Any]):
@@ -203,43 +164,37 @@ def test_they_are_the_streams_of_loader_and_stepper() -> None:
             stepper.step()
 
 
-def test_the_states_come_back_after_an_exception() -> None:
+def _stream_that_fails() -> None:
+    with lockstep.stream("rank"):
+        draw()
+        raise KeyError
+
+
+def test_the_states_come_back_after_an_exception_and_the_key_of_an_order_seeds_nothing() -> None:
     lockstep.seed(1)
     expected = draw()
     lockstep.seed(1)
-
-    def fails() -> None:
-        with lockstep.stream("rank"):
-            draw()
-            raise KeyError
-
     with pytest.raises(KeyError):
-        fails()
+        _stream_that_fails()
+    assert len({randomness.order(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
     assert draw() == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "values"),
-    [
-        (("lane",), "unknown-choice", {"value": "lane", "choices": ["rank", "step", "sample"]}),
-        (("sample", 3), "stream-key-wrong", {"kind": "sample", "key": [3]}),
-        (("step",), "stream-key-wrong", {"kind": "step", "key": []}),
-        (("rank", 0.5), "wrong-value", {"name": "key", "value": 0.5}),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(
-    arguments: tuple[Any, ...], code: str, values: dict[str, Any]
-) -> None:
+def test_what_cannot_be_meant_is_refused() -> None:
     lockstep.seed(0)
-    with refused(code, **values), lockstep.stream(*arguments):
+    choices = ["rank", "step", "sample"]
+    with refused("unknown-choice", value="lane", choices=choices), lockstep.stream("lane"):  # type: ignore[arg-type]
+        pass
+    with refused("stream-key-wrong", kind="sample", key=[3]), lockstep.stream("sample", 3):
+        pass
+    with refused("stream-key-wrong", kind="step", key=[]), lockstep.stream("step"):
+        pass
+    with refused("wrong-value", name="key", value=0.5), lockstep.stream("rank", 0.5):  # type: ignore[arg-type]
         pass
 
 
 def test_a_seed_comes_first() -> None:
-    with (
-        refused("seed-not-set"),
-        lockstep.stream("rank"),
-    ):
+    with refused("seed-not-set"), lockstep.stream("rank"):
         pass
     with refused("wrong-value", name="seed", value=True):
         lockstep.seed(True)

@@ -5,7 +5,6 @@ environments as SLURM 22.05 sets them.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,139 +15,74 @@ from lockstep.runtime import slurm_step
 from lockstep.runtime.environment import Placement, exported, placement, step_of
 from lockstep.runtime.slurm_step import first_host, port, step
 from tests.refused import refused
+from tests.runtime.variables import variables
 
-JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-4]",
-    "SLURM_NNODES": "1",
-    "SLURM_JOB_NUM_NODES": "1",
-}
+JOB = variables("SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-4] SLURM_NNODES=1 SLURM_JOB_NUM_NODES=1")
 BATCH = {
     **JOB,
-    "ENVIRONMENT": "BATCH",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
+    **variables("ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"),
 }
-TASK = {**BATCH, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n2"}
+TASK = {
+    **BATCH,
+    **variables("SLURM_STEP_ID=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=n2"),
+}
 
 
-def task(rank: int, size: int, **more: str) -> dict[str, str]:
-    numbers = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size}
-    return {**TASK, **{name: str(number) for name, number in numbers.items()}, **more}
+def task(rank: int, size: int, more: str = "") -> dict[str, str]:
+    numbers = f"SLURM_PROCID={rank} SLURM_NTASKS={size} SLURM_STEP_NUM_TASKS={size}"
+    return {**TASK, **variables(f"{numbers} {more}")}
 
 
 def test_a_task_of_srun() -> None:
-    found = step(
-        task(1, 2, SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2", SLURM_NTASKS_PER_NODE="2")
-    )
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.node) == (
-        1,
-        2,
-        1,
-        2,
-        0,
-    )
-    assert (found.job, found.number, found.name, found.nodelist) == ("7", 1, "7.1", "n2")
+    numbers = "SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=2 SLURM_NTASKS_PER_NODE=2"
+    place = step(task(1, 2, numbers))
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
+    assert (place.node, place.job, place.number, place.name) == (0, "7", 1, "7.1")
+    assert place.nodelist == "n2"
+    alone = step(variables("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1"))
+    assert alone is not None, "the numbers alone are enough"
+    assert (alone.rank, alone.size, alone.local_rank, alone.local_size) == (1, 2, 1, 2)
+    assert alone.node == 0
 
 
-@pytest.mark.parametrize(("node", "local_size"), [(0, 3), (2, 3), (3, 1)])
-def test_tasks_of_each_host_are_counted_out(node: int, local_size: int) -> None:
-    env = task(
-        9,
-        10,
-        SLURM_NODEID=str(node),
-        SLURM_STEP_TASKS_PER_NODE="3(x3),1",
-        SLURM_STEP_NUM_NODES="4",
-        SLURM_NTASKS_PER_NODE="3",
-    )
-    found = step(env)
-    assert found is not None
-    assert found.local_size == local_size
+def test_tasks_of_each_host_are_counted_out() -> None:
+    for node, local_size in ((0, 3), (2, 3), (3, 1)):
+        hosts = f"SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE=3(x3),1 SLURM_STEP_NUM_NODES=4"
+        place = step(task(9, 10, f"{hosts} SLURM_NTASKS_PER_NODE=3"))
+        assert place is not None
+        assert place.local_size == local_size
 
 
-def test_the_numbers_alone_are_enough() -> None:
-    found = step({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.node) == (
-        1,
-        2,
-        1,
-        2,
-        0,
-    )
+def test_a_plain_process() -> None:
+    assert step({}) is None, "no SLURM"
+    assert step({**JOB, "SLURM_NTASKS": "4"}) is None, "a shell of salloc"
+    shell = task(0, 1, f"SLURM_STEP_ID={2**32 - 6} SLURM_NTASKS=4")
+    assert step(shell) is None, "a shell of salloc that is a step"
+    assert step(BATCH) is None, "a batch script that did not ask"
+    assert step({**BATCH, "SLURM_NTASKS": "1"}) is None, "a batch script of one task"
+    one = variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=1")
+    assert step({**BATCH, **one}) is None, "a batch script of one task a host"
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        pytest.param({}, id="no SLURM"),
-        pytest.param({**JOB, "SLURM_NTASKS": "4"}, id="a shell of salloc"),
-        pytest.param(
-            task(0, 1, SLURM_STEP_ID=str(2**32 - 6), SLURM_NTASKS="4"),
-            id="a shell of salloc that is a step",
-        ),
-        pytest.param({**BATCH, "SLURM_NTASKS": "1"}, id="a batch script of one task"),
-        pytest.param(BATCH, id="a batch script that did not ask"),
-        pytest.param(
-            {**BATCH, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"},
-            id="a batch script of one task a host",
-        ),
-    ],
-)
-def test_a_plain_process(env: dict[str, str]) -> None:
-    assert step(env) is None
-
-
-@pytest.mark.parametrize(
-    ("env", "code", "values"),
-    [
-        (
-            task(0, 1, SLURM_NTASKS_PER_NODE="2", SLURM_STEP_TASKS_PER_NODE="1"),
-            "fewer-tasks-than-asked",
-            {"size_name": "SLURM_NTASKS", "size": 1, "per_node": 2, "expected": 2, "fullest": 1},
-        ),
-        (
-            {**BATCH, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"},
-            "fewer-tasks-than-asked",
-            {"size": 1, "per_node": 2, "expected": 2},
-        ),
-        (
-            task(1, 2, SLURM_NTASKS_PER_NODE="4"),
-            "fewer-tasks-than-asked",
-            {"size": 2, "per_node": 4, "expected": 4},
-        ),
-        (
-            {**BATCH, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
-            "batch-script-shell",
-            {"expected": 2},
-        ),
-        (
-            {**BATCH, "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"},
-            "batch-script-shell",
-            {"expected": 6},
-        ),
-        (
-            {"SLURM_PROCID": "1"},
-            "incomplete-settings",
-            {"given": "SLURM_PROCID=1", "lacking": "SLURM_NTASKS"},
-        ),
-        (
-            task(0, 2, SLURM_PROCID="first"),
-            "wrong-value",
-            {"name": "SLURM_PROCID", "value": "first"},
-        ),
-        (
-            task(0, 2, SLURM_STEP_TASKS_PER_NODE="two"),
-            "slurm-list-unreadable",
-            {"name": "SLURM_STEP_TASKS_PER_NODE", "value": "two"},
-        ),
-    ],
-)
-def test_contradictions(env: dict[str, str], code: str, values: dict[str, Any]) -> None:
-    with refused(code, **values):
-        step(env)
+def test_contradictions() -> None:
+    fewer, lists = "fewer-tasks-than-asked", "slurm-list-unreadable"
+    with refused(fewer, size_name="SLURM_NTASKS", size=1, per_node=2, expected=2, fullest=1):
+        step(task(0, 1, "SLURM_NTASKS_PER_NODE=2 SLURM_STEP_TASKS_PER_NODE=1"))
+    with refused(fewer, size=1, per_node=2, expected=2):
+        step({**BATCH, **variables("SLURM_NTASKS=1 SLURM_NTASKS_PER_NODE=2")})
+    with refused(fewer, size=2, per_node=4, expected=4):
+        step(task(1, 2, "SLURM_NTASKS_PER_NODE=4"))
+    with refused("batch-script-shell", expected=2):
+        step({**BATCH, **variables("SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2")})
+    with refused("batch-script-shell", expected=6):
+        step({**BATCH, **variables("SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=3")})
+    with refused("incomplete-settings", given="SLURM_PROCID=1", lacking="SLURM_NTASKS"):
+        step({"SLURM_PROCID": "1"})
+    with refused("wrong-value", name="SLURM_PROCID", value="first"):
+        step(task(0, 2, "SLURM_PROCID=first"))
+    with refused(lists, name="SLURM_STEP_TASKS_PER_NODE", value="two"):
+        step(task(0, 2, "SLURM_STEP_TASKS_PER_NODE=two"))
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000))
@@ -162,20 +96,13 @@ def test_steps_of_a_job_and_the_next_jobs_do_not_share_a_port(job: int) -> None:
     assert len(set(ports)) == len(ports)
 
 
-ONE_HOST = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_NTASKS": "2",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
+ONE_HOST = variables(
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=2 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1"
+    " SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=n[03-04]"
+)
 TWO_HOSTS = {
     **ONE_HOST,
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    **variables("SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=1(x2)"),
 }
 PORT = str(slurm_step.port("7", 2))
 
@@ -188,22 +115,16 @@ def place_in(env: dict[str, str]) -> Placement:
 
 @pytest.mark.parametrize(
     ("env", "host", "local"),
-    [(ONE_HOST, "127.0.0.1", ("1", "2", "0")), (TWO_HOSTS, "n03", ("0", "1", "1"))],
+    [
+        (ONE_HOST, "127.0.0.1", "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0"),
+        (TWO_HOSTS, "n03", "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1"),
+    ],
 )
-def test_what_scripts_for_torchrun_read(
-    env: dict[str, str], host: str, local: tuple[str, str, str]
-) -> None:
-    variables = exported(place_in(env), env)
-    assert variables == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": local[0],
-        "LOCAL_WORLD_SIZE": local[1],
-        "GROUP_RANK": local[2],
-        "MASTER_ADDR": host,
-        "MASTER_PORT": PORT,
-    }
-    both = {**env, **variables}
+def test_what_scripts_for_torchrun_read(env: dict[str, str], host: str, local: str) -> None:
+    exports = exported(place_in(env), env)
+    ranks = f"RANK=1 WORLD_SIZE=2 MASTER_ADDR={host} MASTER_PORT={PORT}"
+    assert exports == variables(f"{ranks} {local}")
+    both = {**env, **exports}
     # lockstep.init() meets as it would without them
     assert step_of(place_in(both), both) == slurm_step.step(env)
 
@@ -227,22 +148,17 @@ def test_a_step_without_hosts() -> None:
         exported(place_in(env), env)
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "expected"),
-    [
-        ("a1", "a1"),
-        ("n[01-03,07]", "n01"),
-        ("b[2-3],a1", "b2"),
-        ("rack[1-2]n[1-2]", "rack1n1"),
-        ("n[1-2].cluster.local,x", "n1.cluster.local"),
-        ("n[08-11]", "n08"),
-        (",a,,b,", "a"),
-        ("[1-2]", "1"),
-        ("a[0-9999]b[0-9999]c[0-9999]", "a0b0c0"),
-    ],
-)
-def test_first_host_of_a_nodelist(nodelist: str, expected: str) -> None:
-    assert first_host(nodelist) == expected
+def test_first_host_of_a_nodelist() -> None:
+    hosts = {
+        "n[08-11,07].cluster.local,x": "n08.cluster.local",
+        ",a,,b,": "a",
+        "[1-2]": "1",
+        "a[0-9999]b[0-9999]c[0-9999]": "a0b0c0",
+    }
+    assert {nodelist: first_host(nodelist) for nodelist in hosts} == hosts
+    for nodelist in ("", ",", "n[1-3", "n[1,,2]", "n[a-b]", "n1 n2"):
+        with refused("slurm-list-unreadable", value=nodelist):
+            first_host(nodelist)
 
 
 _NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,5}", fullmatch=True)
@@ -283,9 +199,3 @@ def test_anything_names_a_host_or_is_refused_in_a_sentence(nodelist: str) -> Non
         host, message = "", str(error)
     assert bool(host) != (repr(nodelist) in message)
     assert not set(host) & set("[], ")
-
-
-@pytest.mark.parametrize("nodelist", ["", ",", "n[1-3", "n[1,,2]", "n[a-b]", "n1 n2"])
-def test_what_is_not_a_nodelist(nodelist: str) -> None:
-    with refused("slurm-list-unreadable", value=nodelist):
-        first_host(nodelist)

@@ -15,9 +15,6 @@ from lockstep.runtime.strangers import no_strangers, owners
 from tests.refused import refused
 
 NOBODY = 65534
-AS_NOBODY = pytest.mark.skipif(
-    os.getuid() != 0, reason="only root can start a process as another user"
-)
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -46,7 +43,8 @@ def _call_as_nobody(port: int) -> subprocess.Popen[str]:
     return process
 
 
-@AS_NOBODY
+@pytest.mark.rest
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process as another user")
 def test_a_stranger_at_a_port_that_a_library_opened_is_named() -> None:
     def open_and_accept(opened: list[Any]) -> None:
         with no_strangers("a library"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable
 
+import pytest
+
 from tests.simulation.machine import Machine, threads
 
 Scenario = Callable[[Machine], None]
@@ -18,15 +20,9 @@ def failure(scenario: Scenario, seed: int) -> str:
         scenario(machine)
     except Exception:
         trace = [" ".join(map(str, each)) for each in machine.trace[-_SHOWN:]]
-        return "\n".join(
-            [
-                f"seed {seed} of {scenario.__module__}: the last {len(trace)} operations",
-                *trace,
-                "on the disk:",
-                *machine.disk.everything(),
-                traceback.format_exc(),
-            ]
-        )
+        title = f"seed {seed} of {scenario.__module__}: the last {len(trace)} operations"
+        disk = ["on the disk:", *machine.disk.everything()]
+        return "\n".join([title, *trace, *disk, traceback.format_exc()])
     return ""
 
 
@@ -37,3 +33,21 @@ def first_failure(scenario: Scenario, seeds: Iterable[int]) -> tuple[int, str]:
             if why := failure(scenario, seed):
                 return seed, why
     return -1, ""
+
+
+def tiers(few: int, all_of_them: int) -> pytest.MarkDecorator:
+    """Have a test take `seeds`: few in the fast tier, and the others in the rest."""
+    others = pytest.param(range(few, all_of_them), marks=pytest.mark.rest, id="others")
+    return pytest.mark.parametrize("seeds", [pytest.param(range(few), id="few"), others])
+
+
+def assert_no_failure(scenario: Scenario, seeds: Iterable[int]) -> None:
+    seed, why = first_failure(scenario, seeds)
+    assert seed == -1, why
+
+
+def assert_found(scenario: Scenario, within: int, words: str) -> None:
+    """That many seeds show the fault that was planted, in these words."""
+    seed, why = first_failure(scenario, range(within))
+    assert seed >= 0
+    assert words in why.splitlines()[-1]

@@ -17,11 +17,9 @@ from lockstep.training.run_directory import RunDirectory
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
-from tests.simulation.seeds import Scenario, first_failure
+from tests.simulation.seeds import assert_found, assert_no_failure, tiers
 
-pytestmark = pytest.mark.rest
-
-SEEDS = 20_000
+SEEDS = 400, 8_000  # in the fast tier, and of both
 WITHIN = 2000  # seeds a planted bug is found
 RUN = SimulatedPath("/run")
 DIRECTORY = RUN / "checkpoints"
@@ -113,20 +111,14 @@ def checkpoints(machine: Machine) -> None:
     machine.ensure(not any("unfinished" in name for name in left), f"left behind: {left}")
 
 
-def test_what_is_resumed_is_whole_and_the_newest() -> None:
-    seed, why = first_failure(checkpoints, range(SEEDS))
-    assert seed == -1, why
-
-
-def _found(scenario: Scenario = checkpoints) -> str:
-    seed, why = first_failure(scenario, range(WITHIN))
-    assert seed >= 0
-    return why.splitlines()[-1]
+@tiers(*SEEDS)
+def test_what_is_resumed_is_whole_and_the_newest(seeds: range) -> None:
+    assert_no_failure(checkpoints, seeds)
 
 
 def test_it_finds_names_on_disk_before_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "force", lambda file: None)
-    assert "was told" in _found()
+    assert_found(checkpoints, WITHIN, "was told")
 
 
 def test_it_finds_an_old_checkpoint_removed_before_the_new_one_is_there(
@@ -139,4 +131,4 @@ def test_it_finds_an_old_checkpoint_removed_before_the_new_one_is_there(
         return commit(folder, place, *rest)
 
     monkeypatch.setattr(files, "commit", hasty)
-    assert "was told" in _found()
+    assert_found(checkpoints, WITHIN, "was told")

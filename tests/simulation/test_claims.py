@@ -11,11 +11,9 @@ from lockstep.runtime import disk
 from lockstep.training.run_directory import RunDirectory
 from tests.simulation.disk import SimulatedPath, Stream
 from tests.simulation.machine import Machine, Process
-from tests.simulation.seeds import first_failure
+from tests.simulation.seeds import assert_found, assert_no_failure, tiers
 
-pytestmark = pytest.mark.rest
-
-SEEDS = 40_000
+SEEDS = 800, 16_000  # in the fast tier, and of both
 WITHIN = 2000  # seeds a planted bug is found
 RUN = SimulatedPath("/runs/x")
 
@@ -103,9 +101,9 @@ def claims(machine: Machine) -> None:
         machine.ensure(error.code == "run-finished", f"nobody owns it, and yet: {error}")
 
 
-def test_a_run_directory_has_one_owner() -> None:
-    seed, why = first_failure(claims, range(SEEDS))
-    assert seed == -1, why
+@tiers(*SEEDS)
+def test_a_run_directory_has_one_owner(seeds: range) -> None:
+    assert_no_failure(claims, seeds)
 
 
 def test_it_finds_a_claim_that_looks_and_then_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +114,4 @@ def test_it_finds_a_claim_that_looks_and_then_writes(monkeypatch: pytest.MonkeyP
         stream.file.owner = stream.process
 
     monkeypatch.setattr(disk, "lock", careless)
-    seed, why = first_failure(claims, range(WITHIN))
-    assert seed >= 0
-    assert "own it" in why.splitlines()[-1]
+    assert_found(claims, WITHIN, "own it")

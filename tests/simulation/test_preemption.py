@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 
-import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
@@ -17,11 +16,9 @@ from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
-from tests.simulation.seeds import first_failure
+from tests.simulation.seeds import assert_no_failure, tiers
 
-pytestmark = pytest.mark.rest
-
-SEEDS = 4_000
+SEEDS = 250, 3_500  # in the fast tier, and of both
 DIRECTORY = SimulatedPath("/run/checkpoints")
 STEPS, PATIENCE, SOON, FOREVER = 400, 6.0, 3.0, 100.0  # steps; seconds
 
@@ -117,6 +114,6 @@ def preemption(machine: Machine) -> None:
         ensure(code == ExitCode.PREEMPTED, f"exit code {code}")
 
 
-def test_a_rank_that_is_preempted_has_saved() -> None:
-    seed, why = first_failure(preemption, range(SEEDS))
-    assert seed == -1, why
+@tiers(*SEEDS)
+def test_a_rank_that_is_preempted_has_saved(seeds: range) -> None:
+    assert_no_failure(preemption, seeds)

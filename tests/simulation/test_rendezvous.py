@@ -14,11 +14,9 @@ from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation, Store
-from tests.simulation.seeds import first_failure
+from tests.simulation.seeds import assert_found, assert_no_failure, tiers
 
-pytestmark = pytest.mark.rest
-
-SEEDS = 4_000
+SEEDS = 400, 4_000  # in the fast tier, and of both
 WITHIN = 1000  # seeds a planted bug is found
 TIMEOUT = timedelta(seconds=1)
 
@@ -68,9 +66,9 @@ def rendezvous(machine: Machine) -> None:
     machine.ensure(launcher.outcome.exit_code == 0 or late or fate, "it failed without a cause")
 
 
-def test_ranks_meet_their_own_generation_or_hear_who_is_missing() -> None:
-    seed, why = first_failure(rendezvous, range(SEEDS))
-    assert seed == -1, why
+@tiers(*SEEDS)
+def test_ranks_meet_their_own_generation_or_hear_who_is_missing(seeds: range) -> None:
+    assert_no_failure(rendezvous, seeds)
 
 
 def test_it_finds_an_outcome_that_each_rank_decides_for_itself(
@@ -81,6 +79,4 @@ def test_it_finds_an_outcome_that_each_rank_decides_for_itself(
         return value.encode()
 
     monkeypatch.setattr(Store, "compare_set", careless)
-    seed, why = first_failure(rendezvous, range(WITHIN))
-    assert seed >= 0
-    assert "another" in why.splitlines()[-1]
+    assert_found(rendezvous, WITHIN, "another")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lockstep.errors import ExitCode
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation
-from tests.simulation.seeds import first_failure
+from tests.simulation.seeds import assert_no_failure, tiers
 
-pytestmark = pytest.mark.rest
-
-SEEDS = 32_000
+SEEDS = 1_200, 20_000  # in the fast tier, and of both
 
 
 class Mistake(Exception):
@@ -50,6 +46,6 @@ def restarts(machine: Machine) -> None:
         ensure(done, f"exit code {outcome.exit_code}")
 
 
-def test_ranks_are_restarted_after_a_kill_only() -> None:
-    seed, why = first_failure(restarts, range(SEEDS))
-    assert seed == -1, why
+@tiers(*SEEDS)
+def test_ranks_are_restarted_after_a_kill_only(seeds: range) -> None:
+    assert_no_failure(restarts, seeds)

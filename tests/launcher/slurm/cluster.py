@@ -16,16 +16,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
+from lockstep.runtime.slurm_step import port
+
 T = TypeVar("T")
 
-_PROGRAMS = (
+_PROGRAMS = [
     "munged",
     "slurmctld",
     "slurmd",
@@ -35,7 +37,7 @@ _PROGRAMS = (
     "scontrol",
     "squeue",
     "sinfo",
-)
+]
 _START_SECONDS, _END_SECONDS = 60.0, 30.0
 _CONFIGURATION = """\
 ClusterName=lockstep
@@ -108,9 +110,12 @@ class Cluster:
         self, number: str, over: Callable[[Mapping[str, str]], bool], seconds: float = 200
     ) -> Mapping[str, str]:
         """What it says once `over` of it is true."""
-        return until(
-            lambda: job if over(job := self.job(number)) else None, f"job {number}", seconds
-        )
+
+        def look() -> Mapping[str, str] | None:
+            job = self.job(number)
+            return job if over(job) else None
+
+        return until(look, f"job {number}", seconds)
 
 
 def until(look: Callable[[], T | None], what: str, seconds: float) -> T:
@@ -139,49 +144,32 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
+    ports = [port(str(os.getpid()), number) for number in (3, 4)]
     (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=_free_ports())
+        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=ports)
     )
     made = Cluster(folder)
-    names = {
-        option: f"--{option}={folder}/munge.{option.partition('-')[0]}"
+    names = [
+        f"--{option}={folder}/munge.{option.partition('-')[0]}"
         for option in ("socket", "pid-file", "log-file", "seed-file")
-    }
+    ]
     with ExitStack() as stack:
-        munge = [
-            str(programs["munged"]),
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            *names.values(),
-        ]
-        daemons = [stack.enter_context(_daemon("munged", munge, made))]
-        _until_up(lambda: (folder / "munge.socket").exists(), daemons, folder)
-        daemons.append(
-            stack.enter_context(_daemon("slurmctld", [str(programs["slurmctld"]), "-D"], made))
-        )
-        daemons.append(
-            stack.enter_context(
-                _daemon("slurmd", [str(programs["slurmd"]), "-D", "-N", "local"], made)
-            )
-        )
-        _until_up(
-            lambda: made.run("sinfo", "--noheader", "--format=%T").stdout.strip() == "idle",
-            daemons,
-            folder,
-        )
+        daemons: list[subprocess.Popen[bytes]] = []
+
+        def start(name: str, *options: str) -> None:
+            command = [str(programs[name]), *options]
+            daemons.append(stack.enter_context(_daemon(name, command, made)))
+
+        start("munged", "--foreground", "--force", f"--key-file={key}", *names)
+        _until_up((folder / "munge.socket").exists, daemons, folder)
+        start("slurmctld", "-D")
+        start("slurmd", "-D", "-N", "local")
+        states = ("sinfo", "--noheader", "--format=%T")
+        _until_up(lambda: made.run(*states).stdout.strip() == "idle", daemons, folder)
         try:
             yield made
         finally:
             _end_jobs(made)
-
-
-def _free_ports() -> list[int]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as first,
-        socket.create_server(("127.0.0.1", 0)) as second,
-    ):
-        return [first.getsockname()[1], second.getsockname()[1]]
 
 
 @contextmanager
@@ -211,40 +199,28 @@ def _until_up(up: Callable[[], bool], daemons: list[subprocess.Popen[bytes]], fo
     deadline = time.monotonic() + _START_SECONDS
     while not up():
         if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in daemons):
-            said = [
-                line
-                for name in ("munged", "slurmctld", "slurmd")
-                for line in _last_lines(folder / f"{name}.out")
-            ]
-            raise NoCluster(f"SLURM's daemons did not come up: {'; '.join(said)}")
+            lines: list[str] = []
+            for file in folder.glob("*.out"):
+                lines += file.read_text(errors="replace").splitlines()[-3:]
+            raise NoCluster(f"SLURM's daemons did not come up: {'; '.join(lines)}")
         time.sleep(0.1)
-
-
-def _last_lines(file: Path) -> list[str]:
-    return file.read_text(errors="replace").splitlines()[-3:] if file.exists() else []
 
 
 def _end_jobs(made: Cluster) -> None:
     """Cancel what still runs, and wait until none of its processes is left."""
     made.run("scancel", "--user", "root")
     until(
-        lambda: True if not made.run("squeue", "--noheader").stdout.strip() else None,
+        lambda: not made.run("squeue", "--noheader").stdout.strip() or None,
         "the queue to be empty",
         _END_SECONDS,
     )
-    until(lambda: True if not _step_daemons(made) else None, "the steps to end", _END_SECONDS)
+    until(lambda: not _has_step(made) or None, "the steps to end", _END_SECONDS)
 
 
-def _step_daemons(made: Cluster) -> list[psutil.Process]:
-    found = []
+def _has_step(made: Cluster) -> bool:
     for process in psutil.process_iter(["name"]):
         if (process.info["name"] or "").startswith("slurmstepd"):
-            try:
-                found += (
-                    [process]
-                    if process.environ().get("SLURM_CONF") == made.env["SLURM_CONF"]
-                    else []
-                )
-            except psutil.Error:
-                continue
-    return found
+            with suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == made.env["SLURM_CONF"]:
+                    return True
+    return False

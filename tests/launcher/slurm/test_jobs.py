@@ -39,26 +39,14 @@ def records(run: Path, kind: str) -> list[dict[str, object]]:
 @pytest.mark.timeout(600)
 def test_preempted_requeued_and_the_same_bits(slurm: Cluster, tmp_path: Path) -> None:
     """Takes a minute: SLURM looks at its queue, and queues a job again, every so many seconds."""
-    submit = [
-        *LOCKSTEP,
-        "slurm",
-        "digits",
-        "--workers-per-node",
-        "2",
-        "--submit",
-        "--",
-    ]
+    submit = [*LOCKSTEP, "slurm", "digits", "--workers-per-node", "2", "--submit", "--"]
     job = submitted(slurm.run(*submit, *OPTIONS, "--loader-workers", "1", cwd=tmp_path))
     run, log = tmp_path / "runs" / f"digits-{job}", tmp_path / f"slurm-{job}.log"
-    until(lambda: True if records(run, "step") else None, "the first step", 200)
+    until(lambda: records(run, "step") or None, "the first step", 200)
     # reaches every process of the step, those that load data too
     slurm.run("scancel", "--signal=USR1", job)
-    assert slurm.wait(job, lambda said: said["Restarts"] == "1")["JobState"] in (
-        "PENDING",
-        "RUNNING",
-        "COMPLETING",
-        "REQUEUED",
-    )
+    queued = slurm.wait(job, lambda said: said["Restarts"] == "1")
+    assert queued["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
     ended = slurm.wait(job, lambda said: said["JobState"] in OVER)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
     last = log.read_text().splitlines()[-1]
@@ -67,13 +55,8 @@ def test_preempted_requeued_and_the_same_bits(slurm: Cluster, tmp_path: Path) ->
     assert "resumed from step " in log.read_text()
     assert "Traceback" not in log.read_text()
     assert [record["step"] for record in records(run, "step")] == list(range(1, 61))
-    undisturbed = subprocess.run(
-        [*LOCKSTEP, "train", "digits", *OPTIONS],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [*LOCKSTEP, "train", "digits", *OPTIONS]
+    undisturbed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert last.rpartition(" ")[2] == undisturbed.stdout.split()[-1], undisturbed.stderr
 
 
@@ -97,15 +80,10 @@ def test_what_was_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> N
         text=True,
         check=True,
     ).stdout.strip()
-    until(lambda: True if (tmp_path / "runs").exists() else None, "the job's start", 60)
+    until(lambda: (tmp_path / "runs").exists() or None, "the job's start", 60)
     slurm.run("scancel", number)
-    until(
-        lambda: (
-            True if not slurm.run("squeue", "--noheader", "--jobs", number).stdout.strip() else None
-        ),
-        "the job's end",
-        60,
-    )
+    queue = ("squeue", "--noheader", "--jobs", number)
+    until(lambda: not slurm.run(*queue).stdout.strip() or None, "the job's end", 60)
     said = slurm.job(number)
     assert (said["JobState"], said["Restarts"]) == ("CANCELLED", "0")
 

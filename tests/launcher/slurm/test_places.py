@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.runtime.slurm_step import first_host
@@ -26,26 +26,6 @@ try:
 except UsageError as error:
     print(sys.argv[1], error, flush=True)
 """
-LISTS = [
-    "a1",
-    "n[01-03,07]",
-    "a1,b[2-3]",
-    "rack[1-2]n[1-4]",
-    "n[8-11]",
-    "n[08-101]",
-    "n[9-010]",
-    "a,,b",
-    "a[1-2]b[3-4],c[5-6]",
-    "[1-2]",
-]
-
-
-@pytest.mark.parametrize("nodelist", LISTS)
-def test_the_first_host_of_a_list_as_scontrol_expands_it(slurm: Cluster, nodelist: str) -> None:
-    assert (
-        first_host(nodelist)
-        == slurm.run("scontrol", "show", "hostnames", nodelist).stdout.split()[0]
-    )
 
 
 _RANGES = st.lists(
@@ -67,6 +47,12 @@ def _entry(draw: st.DrawFn) -> str:
 
 
 @settings(max_examples=40, deadline=None)
+@example(["n[01-03,07]"])
+@example(["a1", "b[2-3]"])
+@example(["rack[1-2]n[1-4]"])
+@example(["n[9-010]"])
+@example(["a,,b"])
+@example(["[1-2]"])
 @given(st.lists(_entry(), min_size=1, max_size=3))
 def test_the_first_host_of_any_list_as_scontrol_expands_it(
     slurm: Cluster, entries: list[str]
@@ -90,22 +76,22 @@ def batch(slurm: Cluster, folder: Path, text: str, *options: str) -> str:
 def test_who_is_a_rank_in_a_job(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     command = f"{sys.executable} {tmp_path}/place.py"
-    text = (
-        f"{command} shell\nsrun -n1 {command} one\nsrun {command} all\nsrun -n1 --ntasks-per-node=1"
-        f" {command} meant"
-    )
-    found = batch(slurm, tmp_path, text, "--nodes=1", "--ntasks-per-node=2").splitlines()
-    places = sorted(line for line in found if line.startswith("all "))
+    text = f"""
+{command} shell
+srun -n1 {command} one
+srun {command} all
+srun -n1 --ntasks-per-node=1 {command} meant
+"""
+    lines = batch(slurm, tmp_path, text, "--nodes=1", "--ntasks-per-node=2").splitlines()
     source = "source='SLURM_PROCID and SLURM_NTASKS')"
-    assert places == [
+    assert sorted(line for line in lines if line.startswith("all ")) == [
         f"all Placement(rank={rank}, size=2, local_rank={rank}, local_size=2, node=0, {source}"
         for rank in range(2)
     ]
-    shell, one, meant = (line for line in found if line.startswith(("shell", "one", "meant")))
-    assert shell.startswith("shell the job has 2 tasks")
-    assert shell.endswith(" [batch-script-shell]")
+    shell, one, meant = (line for line in lines if line.startswith(("shell", "one", "meant")))
+    assert "[batch-script-shell]" in shell
     assert one.startswith("one SLURM_NTASKS=1 but tasks-per-node=2: 1 of 2 processes started")
-    assert one.endswith(" [fewer-tasks-than-asked]")
+    assert "[fewer-tasks-than-asked]" in one
     assert meant == f"meant Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, {source}"
 
 
