@@ -146,7 +146,6 @@ def killed_again_and_again(directory: Path, kind: str, kills: int) -> dict[int, 
         ("batches", 2),
         pytest.param("shuffled", 20, marks=pytest.mark.rest),
         pytest.param("sampler", 4, marks=pytest.mark.rest),
-        pytest.param("batches", 4, marks=pytest.mark.rest),
     ],
 )
 def test_what_is_trained_on_is_as_if_nothing_had_happened(

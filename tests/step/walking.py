@@ -80,13 +80,23 @@ def deterministic() -> Iterator[None]:
             os.environ.pop(_CUBLAS, None)
 
 
+class _Ended:
+    """Stands in torch's list of names for a process group that has ended."""
+
+    def shutdown(self) -> None: ...
+
+
 @contextmanager
 def ending_groups() -> Iterator[None]:
-    """End the process groups that are made inside. Those of Checkpoints last until the world
-    closes, and the world of a team stays.
+    """End the process groups that are made inside. Those of Checkpoints and of a server last until
+    the world closes, and the world of a team stays.
+
+    torch names a group by its ranks and the number of groups there are: under an old name it would
+    read the old group's addresses. So each ended group goes on to count.
     """
-    groups = dist.distributed_c10d._world.pg_map
-    before = set(groups)
+    world: Any = dist.distributed_c10d._world
+    before = set(world.pg_map)
     yield
-    for group in [group for group in groups if group not in before]:
+    for group in set(world.pg_map) - before:
         dist.destroy_process_group(group)
+        world.pg_names[_Ended()] = "ended"
