@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -29,15 +29,15 @@ def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
     return x[rows], y[rows]
 
 
-def expected(net: str, divisor: int = 2, rows: tuple[int, int] = (8, 8)) -> dict[str, Tensor]:
-    """The gradients of one process over two batches of two ranks each; `rows`: how many of the
-    second each rank takes.
+def expected(divisor: int, rows: Sequence[int]) -> dict[str, Tensor]:
+    """The gradients of one process over two batches of each rank; `rows`: how many of its second
+    each rank takes.
     """
-    model = zoo.build(net)
-    for rank in range(2):
+    model = zoo.build("mlp")
+    for rank, count in enumerate(rows):
         (x, y), (u, v) = batch(rank, 0), batch(rank, 1)
         (zoo.loss_sum(model(x), y) / divisor).backward()
-        (zoo.loss_sum(model(u[: rows[rank]]), v[: rows[rank]]) / divisor).backward()
+        (zoo.loss_sum(model(u[:count]), v[:count]) / divisor).backward()
     return gradients(model)
 
 
@@ -78,8 +78,8 @@ def test_gradients_of_several_forwards_are_the_mean_over_ranks(
     train: Callable[..., dict[str, Tensor]],
 ) -> None:
     """no_sync keeps gradients until the next backward; a forward through .module is reduced too."""
-    for ours in on_team(train, 2):
-        for name, theirs in expected("mlp").items():
+    for ours in on_team(train, 3):
+        for name, theirs in expected(divisor=3, rows=(8, 8, 8)).items():
             assert zoo.distance(ours[name], theirs) < 1e-6, name
 
 
@@ -170,7 +170,7 @@ def weighted(world: lockstep.World) -> dict[str, Tensor]:
 
 def test_the_divisor_is_the_callers() -> None:
     for ours in on_team(weighted, 2):
-        for name, theirs in expected("mlp", divisor=27, rows=(8, 3)).items():
+        for name, theirs in expected(divisor=27, rows=(8, 3)).items():
             assert zoo.distance(ours[name], theirs) < 1e-6, name
 
 

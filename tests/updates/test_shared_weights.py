@@ -66,21 +66,6 @@ class Undisturbed:
         return loss
 
 
-class EmaSwap(Undisturbed):
-    """Averages of this rank's own are swapped in, looked at, and swapped back."""
-
-    def after(self, step: int) -> None:
-        kept = weights(self.model)
-        if step == 0:
-            self.averages = kept
-        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
-            average.lerp_(parameter.detach() * (1 + self.rank), 0.1)
-            parameter.data.copy_(average)
-        self.seen = self.model(batch(self.rank, step)[0]).detach()
-        for value, parameter in zip(kept, self.model.parameters(), strict=True):
-            parameter.data.copy_(value)
-
-
 class Noise(Undisturbed):
     """Stays: the owner's is everybody's from the next update on."""
 
@@ -99,26 +84,10 @@ class Perturbed(Noise):
                 parameter.sub_(drawn(parameter, step, self.rank))
 
 
-class OneRank(Undisturbed):
-    def after(self, step: int) -> None:
-        if self.rank == 1 and step % 2:
-            with torch.no_grad():
-                for parameter in trainable(self.model):
-                    parameter.mul_(0.9)
-
-
 class BehindTheBackward(Undisturbed):
     def behind(self, step: int) -> None:
         for parameter in trainable(self.model):
             parameter.data.clamp_(-0.1 - 0.01 * self.rank, 0.1)
-
-
-class Loaded(Undisturbed):
-    def after(self, step: int) -> None:
-        state = {
-            name: value + drawn(value, step) for name, value in self.model.state_dict().items()
-        }
-        self.model.load_state_dict(state)
 
 
 class Replaced(Undisturbed):
@@ -163,19 +132,16 @@ class Unfrozen(Noise):
 
 KINDS: tuple[type[Undisturbed], ...] = (
     Undisturbed,
-    EmaSwap,
     Perturbed,
     Noise,
-    OneRank,
     BehindTheBackward,
-    Loaded,
     Replaced,
     ThroughTheOptimizer,
     NothingLearnt,
     Overflown,
     Unfrozen,
 )
-DIFFERENT = (Perturbed, Noise, OneRank, Replaced, ThroughTheOptimizer)
+DIFFERENT = (Perturbed, Noise, Replaced, ThroughTheOptimizer)
 """Kinds by which ranks come to differ; else the comparison could not tell one copy from many."""
 
 
@@ -205,7 +171,7 @@ def trace(world: lockstep.World, kind: type[Undisturbed], memory: str) -> list[A
         seen.append(str(stepper.step().loss))
         seen.append(weights(model))
         disturb.after(step)
-        seen.append([weights(model), getattr(disturb, "seen", 0)])
+        seen.append(weights(model))
     seen.append(stepper.optimizer_state_dict())
     return seen
 
@@ -472,10 +438,3 @@ def saved(world: lockstep.World) -> None:
 
 def test_weights_of_several_dtypes_can_be_saved() -> None:
     on_team(saved, 2)
-
-
-def test_one_rank_has_its_weights_to_itself() -> None:
-    with lockstep.init(backend="gloo") as world:
-        stepper = stepper_of(world, weights="shared")
-        steps(stepper, world, 2)
-        assert stepper.steps == 2
