@@ -3,7 +3,8 @@ the same micro-batches; in exact mode, the same bits.
 
 The reference is plain torch in this process: a loop over the micro-batches, no code of Lockstep but
 the cut that says which samples they hold. A model with dropout is compared with Lockstep on one
-rank, and so are the bits of exact mode. A second reference is torch's DistributedDataParallel.
+rank, and so are the bits of exact mode. The second reference, torch's DistributedDataParallel, is in
+test_drop_in.py.
 """
 
 from __future__ import annotations
@@ -59,28 +60,56 @@ class Everything(nn.Module):
         return out
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {**zoo.MODELS, "everything": Everything}
+class Complex(nn.Module):
+    """Parameters of three dtypes, whose squares have a negative real part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, dtype in (
+            ("wide", torch.complex128),
+            ("narrow", torch.complex64),
+            ("real", torch.float32),
+        ):
+            value = torch.randn(6, 3, dtype=dtype)
+            setattr(self, name, nn.Parameter(value * (1j if dtype.is_complex else 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = [(x.to(weight.dtype) @ weight).abs().square() for weight in self.parameters()]
+        out: Tensor = squares[0].float() + squares[1] + squares[2]
+        return out
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    **zoo.MODELS,
+    "everything": Everything,
+    "complex": Complex,
+}
 AXES: dict[str, Sequence[Any]] = {
     "net": tuple(NETS),
     "optimizer": ("sgd", "adamw"),
     "clip": (None, 0.1),
     "precision": ("fp32", "autocast", "bf16"),
     "micro_batch": (4, 2, 16),
+    "bucket_mb": (None, 2**-10),
     "reduce": ("auto", "native", "shared_memory", "central", "ring", "tree", "halving_doubling"),
     "update": ("replicated", "sharded"),
+    "weights": ("auto", "shared", "separate"),
     "exact": (False, True),
     "balance": ("equal", "first idle", "first twice", "ends only"),
     "workers": (1, 2, 3, 8),
 }
-TRAINING = ("net", "optimizer", "clip", "precision", "micro_batch")
+TRAINING = ("net", "optimizer", "clip", "precision", "micro_batch", "bucket_mb")
 METHOD = ("reduce", "update", "exact", "balance", "workers")
 Case = Mapping[str, Any]
 
 
 def allowed(case: Case) -> bool:
     exact_with = ("auto", "native", "shared_memory")
-    return (case["reduce"] in exact_with or not case["exact"]) and (
-        case["balance"] == "equal" or case["workers"] > 1
+    return (
+        (case["reduce"] in exact_with or not case["exact"])
+        and (case["balance"] == "equal" or case["workers"] > 1)
+        and (case["weights"] != "shared" or case["update"] == "sharded")
+        and (case["net"] != "complex" or case["precision"] != "bf16")
     )
 
 
@@ -93,37 +122,39 @@ def shares(balance: str, workers: int) -> str | None:
 
 def completed(fixed: Case, choice: random.Random) -> Case | None:
     """An allowed case with these values, and others by chance. None if there is none."""
-    for _ in range(300):
+    for _ in range(100):
         case = {name: choice.choice(values) for name, values in AXES.items()} | fixed
         if allowed(case):
             return case
     return None
 
 
-def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(itertools.combinations([(name, case[name]) for name in AXES], 2))
+def pairs(case: Case) -> list[tuple[tuple[str, Any], ...]]:
+    return list(itertools.combinations([(name, case[name]) for name in AXES], 2))
 
 
 @cache
 def pairwise() -> list[Case]:
     """Cases in which each value of each axis meets each value of every other axis."""
     choice = random.Random(0)
-    missing: dict[Any, None] = {}
+    missing: dict[tuple[tuple[str, Any], ...], None] = {}
     for one, other in itertools.combinations(AXES, 2):
         for values in itertools.product(AXES[one], AXES[other]):
             missing[tuple(zip((one, other), values, strict=True))] = None
     cases = []
     while missing:
         pair = next(iter(missing))
-        candidates = [completed(dict(pair), choice) for _ in range(30)]
-        allowed_ones = [case for case in candidates if case is not None]
-        if not allowed_ones:
-            del missing[pair]
-            continue
-        best = max(allowed_ones, key=lambda case: len(pairs(case) & missing.keys()))
-        for covered in pairs(best):
-            missing.pop(covered, None)
-        cases.append(best)
+        del missing[pair]
+        best, most = completed(dict(pair), choice), -1
+        for _ in range(20 if best else 0):
+            case = completed(dict(pair), choice)
+            gain = sum(other in missing for other in pairs(case)) if case else 0
+            if gain > most:
+                best, most = case, gain
+        if best is not None:
+            for covered in pairs(best):
+                missing.pop(covered, None)
+            cases.append(best)
     return cases
 
 
@@ -131,12 +162,12 @@ def pairwise() -> list[Case]:
 def product() -> list[Case]:
     """Every method at every number of ranks; what is trained varies."""
     choice = random.Random(1)
-    found = []
+    cases = []
     for values in itertools.product(*(AXES[name] for name in METHOD)):
-        case = completed({}, choice) | dict(zip(METHOD, values, strict=True))  # type: ignore[operator]
-        if allowed(case):
-            found.append(case)
-    return found
+        case = completed(dict(zip(METHOD, values, strict=True)), choice)
+        if case is not None:
+            cases.append(case)
+    return cases
 
 
 @dataclass
@@ -145,6 +176,7 @@ class Trained:
     tail: dict[str, Tensor]  # of the third, the ragged one
     weights: dict[str, Tensor]  # after STEPS steps, buffers too
     losses: list[float]
+    norms: list[float | None]
     bits: str = ""
     """A digest of weights, buffers, optimizer state, losses and norms."""
 
@@ -157,9 +189,11 @@ def build(case: Case) -> nn.Module:
 
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # torch 2.13's fused SGD on CPUs gets the momentum of bfloat16 parameters wrong from step 2 on
+    fused = case["net"] != "complex" and case["precision"] != "bf16"
     if case["optimizer"] == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, fused=fused)
 
 
 def loss_of(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -178,7 +212,7 @@ def one_process(case: Case) -> Trained:
     )
     x, y = zoo.samples(SAMPLES)
     seen: list[dict[str, Tensor]] = []
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         cut = plan.cut(step)
         optimizer.zero_grad()
@@ -205,12 +239,12 @@ def one_process(case: Case) -> Trained:
                 parameter.grad = torch.zeros_like(parameter)
         for name, buffer in model.named_buffers():
             buffer.copy_(start[name] + moved[name] / weight)
-        if case["clip"] is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+        norm = case["clip"] and nn.utils.clip_grad_norm_(model.parameters(), case["clip"]).item()
+        norms.append(norm)
         seen.append(gradients(model))
         losses.append(total / weight)
         optimizer.step()
-    return Trained(seen[0], seen[2], dict(model.state_dict()), losses)
+    return Trained(seen[0], seen[2], dict(model.state_dict()), losses, norms)
 
 
 def on_a_rank(world: lockstep.World, case: Case) -> Trained:
@@ -223,10 +257,12 @@ def on_a_rank(world: lockstep.World, case: Case) -> Trained:
         model,
         optimizer_of(case, model),
         clip=case["clip"],
+        bucket_mb=case["bucket_mb"],
         reduce=case["reduce"],
         update=case["update"],
+        weights=case["weights"],
         exact=case["exact"],
-        unused="error" if case["net"] in ("mlp", "cnn", "rnn") else "zeros",
+        unused="error" if case["net"] in ("mlp", "cnn", "rnn", "complex") else "zeros",
         world=world,
     )
     loader = lockstep.Loader(
@@ -252,7 +288,7 @@ def on_a_rank(world: lockstep.World, case: Case) -> Trained:
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         bits.update(content.numpy().tobytes())
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(seen[0], seen[2], weights, losses, bits.hexdigest())
+    return Trained(seen[0], seen[2], weights, losses, norms, bits.hexdigest())
 
 
 def tensors_of(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
@@ -263,14 +299,20 @@ def tensors_of(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 
 def on_ranks(world: lockstep.World, cases: Sequence[Case]) -> list[Trained]:
-    found = []
+    results = []
     for case in cases:
         with deterministic() if case["exact"] else nullcontext():
-            found.append(on_a_rank(world, case))
-    return found
+            results.append(on_a_rank(world, case))
+    return results
 
 
-ALONE = {"reduce": "native", "update": "replicated", "balance": "equal", "workers": 1}
+ALONE = {
+    "reduce": "native",
+    "update": "replicated",
+    "weights": "auto",
+    "balance": "equal",
+    "workers": 1,
+}
 _references: dict[tuple[Any, ...], Trained] = {}
 
 
@@ -296,25 +338,35 @@ def far(
 ) -> list[str]:
     """The names of tensors that differ."""
     assert ours.keys() == theirs.keys()
-    return [name for name in ours if not zoo.distance(ours[name], theirs[name]) <= within]
+    names = []
+    for name, tensor in ours.items():
+        pair = (tensor, theirs[name])
+        if tensor.is_complex():
+            pair = (torch.view_as_real(pair[0]), torch.view_as_real(pair[1]))
+        if not zoo.distance(*pair) <= within:
+            names.append(name)
+    return names
 
 
 def differences(case: Case, rank: Trained, expected: Trained) -> list[str]:
-    """Of a case that is not exact. Half precision rounds a second step's forward elsewhere, and
-    bfloat16 parameters have gradients that round in every addition.
+    """What differs by more than rounding. Half precision rounds a second step's forward elsewhere,
+    and bfloat16 parameters have gradients that round in every addition.
     """
-    found: list[str] = []
+    names: list[str] = []
     if case["update"] == "replicated":
         within = 3e-2 if case["precision"] == "bf16" else 1e-6
-        found += far(rank.gradients, expected.gradients, within)
-    if case["precision"] != "fp32":
-        return found
-    if case["update"] == "replicated":
-        found += far(rank.tail, expected.tail)
-    if rank.losses != pytest.approx(expected.losses, rel=1e-6):
-        found.append("losses")
-    noise = {"conv.bias"} if case["optimizer"] == "adamw" else set()  # before BatchNorm
-    return found + [name for name in far(rank.weights, expected.weights) if name not in noise]
+        names += far(rank.gradients, expected.gradients, within)
+    if case["precision"] == "fp32":
+        if case["update"] == "replicated":
+            names += far(rank.tail, expected.tail)
+        names += far(rank.weights, expected.weights)
+        if rank.losses != pytest.approx(expected.losses, rel=1e-6):
+            names.append("losses")
+        if case["clip"] is not None and rank.norms != pytest.approx(expected.norms, rel=1e-5):
+            names.append("norms")
+    # the gradient of a bias before BatchNorm is rounding, and the mean holds the bias
+    noise = {"conv.bias", "norm.running_mean"} if case["net"] == "everything" else set()
+    return [name for name in names if name not in noise]
 
 
 def check(cases: Sequence[Case], workers: int) -> None:
@@ -380,36 +432,3 @@ def test_bfloat16_gradients_are_added_rank_by_rank(workers: int, reduce: str) ->
     for ours in on_team(in_half, workers, (reduce,)):
         assert {gradient.dtype for gradient in ours.values()} == {torch.bfloat16}
         assert not far(ours, expected)
-
-
-def wrapped(world: lockstep.World) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """The same script with torch's wrapper and with ours; each rank has its own data."""
-    found = {}
-    for name, kind in itertools.product(zoo.MODELS, ("torch", "lockstep")):
-        model = zoo.build(name)
-        unused = name == "awkward"
-        wrapper: nn.Module
-        if kind == "torch":
-            wrapper = nn.parallel.DistributedDataParallel(
-                model, broadcast_buffers=False, find_unused_parameters=unused
-            )
-        else:
-            wrapper = lockstep.DistributedDataParallel(model, find_unused_parameters=unused)
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        sgd = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-        x, y = zoo.samples(8 * world.size * STEPS)
-        for step in range(STEPS):
-            start = (step * world.size + world.rank) * 8
-            sgd.zero_grad()
-            loss = zoo.loss_sum(wrapper(x[start : start + 8]), y[start : start + 8]) / 8
-            loss.backward()
-            sgd.step()
-        found[name, kind] = {key: value.detach().clone() for key, value in model.named_parameters()}
-    return found
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_wrapper_trains_as_torchs_does(workers: int) -> None:
-    for rank in on_team(wrapped, workers):
-        for name in zoo.MODELS:
-            assert not far(rank[name, "lockstep"], rank[name, "torch"]), name
