@@ -39,67 +39,59 @@ class Begins:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    found = Time()
-    monkeypatch.setattr("lockstep.gradients.bucket_timeline.time", found)
-    return found
+    time = Time()
+    monkeypatch.setattr("lockstep.gradients.bucket_timeline.time", time)
+    return time
 
 
 def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_once(
     time: Time,
 ) -> None:
-    found = BucketTimeline()
+    timeline = BucketTimeline()
     for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
         time.now = now
-        found.look()
-        found.leave(Goes(time, arrives))
+        timeline.look()
+        timeline.leave(Goes(time, arrives))
     for now in (3.0, 4.0, 5.0):  # the looks of gradients that land meanwhile
         time.now = now
-        found.look()
+        timeline.look()
     time.now = 8.0
-    found.backward_is_over()
-    found.leave(Goes(time, 10.0))
+    timeline.backward_is_over()
+    timeline.leave(Goes(time, 10.0))
     for number, now in enumerate((8.0, 8.0, 9.0, 10.0)):
         time.now = now
-        found.waited_for(number)
-    assert [(each.left, each.arrived) for each in found.times()] == [
-        (1.0, 6.0),
-        (2.0, 6.0),
-        (6.0, 9.0),
-        (8.0, 10.0),
-    ]
-    assert found.hidden() == pytest.approx(7.0)  # from 1 to 8: the looks came late, at 6
+        timeline.waited_for(number)
+    times = [(bucket.left, bucket.arrived) for bucket in timeline.times()]
+    assert times == [(1.0, 6.0), (2.0, 6.0), (6.0, 9.0), (8.0, 10.0)]
+    assert timeline.hidden() == pytest.approx(7.0)  # from 1 to 8: the looks came late, at 6
 
 
 def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
-    found = BucketTimeline()
+    timeline = BucketTimeline()
     time.now = 1.0
-    found.leave(Goes(time, 2.0))
-    found.leave(Goes(time, 3.0))
+    timeline.leave(Goes(time, 2.0))
+    timeline.leave(Goes(time, 3.0))
     for now in (1.5, 2.0, 2.5, 3.0):
         time.now = now
-        found.look()
+        timeline.look()
     time.now = 5.0
-    found.backward_is_over()
-    assert [each.arrived for each in found.times()] == [2.0, 3.0]
-    assert found.hidden() == pytest.approx(2.0)
+    timeline.backward_is_over()
+    assert [bucket.arrived for bucket in timeline.times()] == [2.0, 3.0]
+    assert timeline.hidden() == pytest.approx(2.0)
 
 
-def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time) -> None:
-    found = BucketTimeline()
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time, backward: bool) -> None:
+    """Nor in a window without a backward."""
+    timeline = BucketTimeline()
     time.now = 1.0
-    found.leave(Begins())
-    time.now = 5.0
-    found.backward_is_over()
+    if backward:
+        timeline.leave(Begins())
+        time.now = 5.0
+    timeline.backward_is_over()
+    if not backward:
+        timeline.leave(Goes(time, 3.0))
     time.now = 7.0
-    found.waited_for(0)
-    assert found.hidden() == 0.0
-    assert [(each.left, each.arrived) for each in found.times()] == [(1.0, 7.0)]
-
-
-def test_a_window_without_a_backward_hides_nothing(time: Time) -> None:
-    found = BucketTimeline()
-    found.backward_is_over()
-    found.leave(Goes(time, 3.0))
-    time.now = 3.0
-    found.waited_for(0)
-    assert found.hidden() == 0.0
+    timeline.waited_for(0)
+    assert timeline.hidden() == 0.0
+    assert [(bucket.left, bucket.arrived) for bucket in timeline.times()] == [(1.0, 7.0)]

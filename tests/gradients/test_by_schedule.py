@@ -1,73 +1,46 @@
-"""Gradients by our own schedules: several buckets under way at once, every message counted, a
-peer that dies named.
+"""Gradients by our own schedules: every message of several buckets is counted. The gradients
+themselves: promises/test_same_gradients.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lockstep
 from lockstep.gradients.reductions import reduction
-from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.step import walking  # noqa: F401 - it starts the thread of a team's rank
+from tests.teams import on_team
 
-ELEMENTS = 4 * (64 * 64 + 64)
+BYTES = 4 * 4 * (64 * 64 + 64)
 
 
-def net() -> nn.Module:
+def sent(world: lockstep.World, reduce: str) -> int:
+    """The bytes that this rank sends for the gradients of one step."""
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-
-
-def one_step(world: lockstep.World, reduce: str) -> tuple[list[Tensor], int, int, str]:
-    """Gradients, bytes that this rank sent for them, buckets, how the reduction calls itself."""
-    model = net()
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    stepper = lockstep.Stepper(
-        model, optimizer, reduce=reduce, bucket_mb=0.02, checks="off", world=world
-    )  # type: ignore[arg-type]
-    data = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).tensor_split(world.size)[
-        world.rank
-    ]
-    for _ in range(2):  # the second one in the order in which gradients arrive
-        before = world.group.bytes_sent
-        for (x,) in stepper.micro_batches([(data,)]):
-            stepper.backward(model(x).square().sum(), weight=len(x))
-        stepper.step()
-    gradients = [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
-    return (
-        gradients,
-        world.group.bytes_sent - before,
-        len(stepper.reducer.buckets),
-        stepper.reducer.reduction.name,
+    stepper = lockstep.Stepper(model, optimizer, reduce=reduce, bucket_mb=0.02, checks="off")  # type: ignore[arg-type]
+    assert len(stepper.reducer.buckets) > 1
+    assert stepper.reducer.reduction.name == reduce.replace("_", "-")
+    before = world.group.bytes_sent
+    for x in stepper.micro_batches([torch.randn(3, 64)]):
+        stepper.backward(model(x).square().sum(), weight=3)
+    stepper.step()
+    return world.group.bytes_sent - before
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_every_byte_is_counted(workers: int) -> None:
+    # up one edge each, and down: W - 1 edges, both ways
+    assert sum(on_team(sent, workers, ("tree",))) == pytest.approx(
+        2 * (workers - 1) * BYTES, rel=0.01
     )
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("reduce", ["ring", "tree", "halving_doubling"])
-def test_the_sum_is_there_on_every_rank_and_every_byte_is_counted(
-    reduce: str, workers: int
-) -> None:
-    model = net()
-    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
-    (model(x).square().sum() / 12).backward()
-    ranks = run_ranks(one_step, workers, args=(reduce,))
-    for gradients, _, buckets, name in ranks:
-        assert buckets > 1
-        assert name == reduce.replace("_", "-")
-        for parameter, ours, first in zip(model.parameters(), gradients, ranks[0][0], strict=True):
-            torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
-            assert torch.equal(ours, first)
-    sent = [rank[1] for rank in ranks]
-    whole = 4 * ELEMENTS
-    if reduce == "tree":  # up one edge each, and down: W - 1 edges, both ways
-        assert sum(sent) == pytest.approx(2 * (workers - 1) * whole, rel=0.01)
-    elif reduce == "ring" or workers != 3:
-        assert sent == pytest.approx([2 * (workers - 1) / workers * whole] * workers, rel=0.01)
+    share = 2 * (workers - 1) / workers * BYTES
+    for reduce in ("ring", "halving_doubling") if workers != 3 else ("ring",):
+        assert on_team(sent, workers, (reduce,)) == pytest.approx([share] * workers, rel=0.01)
 
 
 def test_an_unknown_one_lists_the_known() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.collectives.work import Done
 from lockstep.gradients.facts import Facts, FactsMessage, numbers
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
+from tests.teams import on_team
 
 
 def told(world: World, slots: int) -> Facts:
@@ -27,7 +27,7 @@ def told(world: World, slots: int) -> Facts:
 
 def test_what_each_rank_says_stands_at_its_own_place() -> None:
     for slots in (0, 4):
-        for found in run_ranks(told, 3, (slots,)):
+        for found in on_team(told, 3, (slots,)):
             assert found == Facts(
                 weight=9.0,
                 loss=60.0,

@@ -23,12 +23,6 @@ def picture(layout: Layout) -> list[str]:
     ]
 
 
-def test_gradients_start_at_multiples_of_64_elements() -> None:
-    assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == [
-        "p2[0:65] p1[128:192] p0[192:202] of 320"
-    ]
-
-
 def test_a_bucket_is_closed_when_it_is_full_and_the_first_is_small() -> None:
     layout = plan(entries(64, 64, 640, 64, 64), range(5), bucket=4 * 256, first_bucket=4 * 64)
     assert picture(layout) == [
@@ -45,10 +39,6 @@ def test_dtypes_do_not_mix_and_buckets_leave_as_they_fill() -> None:
         Entry("c", 5, torch.float32, CPU),
     ]
     assert picture(plan(mixed, [0, 1, 2])) == ["b[0:5] of 64", "a[0:5] c[64:69] of 192"]
-
-
-def test_an_empty_gradient_has_a_place() -> None:
-    assert picture(plan(entries(0, 3), [0, 1])) == ["p0[0:0] p1[0:3] of 128"]
 
 
 @given(

@@ -89,23 +89,10 @@ def test_a_script_with_every_transport_and_loader_workers(tmp_path: Path) -> Non
     _closed(_run(tmp_path, "run", "-n", "2", "script.py"))
 
 
-@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
+@pytest.mark.parametrize(
+    "reduce", ["native", pytest.param("shared_memory", marks=pytest.mark.rest)]
+)
 def test_a_training_with_loader_workers(reduce: str, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(_TASK)
-    _closed(
-        _run(
-            tmp_path,
-            "train",
-            "my_task.py",
-            "-n",
-            "2",
-            "--reduce",
-            reduce,
-            "--loader-workers",
-            "1",
-            "--run",
-            "run",
-            "--epochs",
-            "1",
-        )
-    )
+    options = f"-n 2 --reduce {reduce} --loader-workers 1 --run run --epochs 1"
+    _closed(_run(tmp_path, "train", "my_task.py", *options.split()))

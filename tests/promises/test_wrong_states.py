@@ -5,162 +5,144 @@ replicas that differ or nothing trained.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import lockstep
 from lockstep.checkpoints import files, folders
 from lockstep.errors import LockstepError, LockstepWarning, ReplicaDivergence
 from lockstep.testing import run_ranks
+from tests.refused import refused
+from tests.step.walking import deterministic, ending_groups
+from tests.teams import on_team
 from tests.training import toy
 
 STEPS = 24
 
 
-@dataclass
+NEVER = 10**6
+
+
+@dataclass(frozen=True)
 class Flip:
     """Changes one bit on rank 1 after a step: of a parameter, a buffer, or of the state that the
     optimizer keeps for a parameter.
     """
 
-    rank: int
-    after: int
-    what: str
-    tensor: str
-    bit: int = 20
-    model: nn.Module = field(init=False)
-    optimizer: Optimizer = field(init=False)
+    after: int = NEVER
+    state: str = "model"
+    tensor: str = "last.bias"
 
-    def model_of(self) -> nn.Module:
-        self.model = toy.Net()
-        return self.model
+    def task(self, rank: int) -> lockstep.Task:
+        model = toy.Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def optimizer_of(self, model: nn.Module) -> Optimizer:
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return self.optimizer
+        def on_step(record: dict[str, Any]) -> None:
+            if rank == 1 and record["step"] == self.after:
+                named = dict(model.named_parameters()) | dict(model.named_buffers())
+                tensor = named[self.tensor]
+                if self.state != "model":
+                    tensor = optimizer.state[tensor][self.state]
+                tensor.data.view(-1).view(torch.int32)[0] ^= 1 << 20
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        if self.rank == 1 and record["step"] == self.after:
-            named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-            tensor = (
-                named[self.tensor]
-                if self.what == "model"
-                else self.optimizer.state[named[self.tensor]][self.what]
-            )
-            tensor.data.view(-1).view(torch.int32)[0] ^= 1 << self.bit
-
-    def task(self) -> lockstep.Task:
         return toy.task(
-            model=self.model_of,
-            optimizer=self.optimizer_of,
-            on_step=self.on_step,
+            model=lambda: model,
+            optimizer=lambda model: optimizer,
+            on_step=on_step,
             callbacks_on="all",
             epochs=STEPS // 4,
         )
 
 
-NEVER = 10**6
-
-
 def trained(
-    world: lockstep.World, run: str | None, flip: tuple[int, str, str], options: dict[str, Any]
-) -> tuple[str, ...]:
+    world: lockstep.World, run: Path | None, flip: Flip, options: dict[str, Any]
+) -> tuple[str, str]:
     """("ok", sha256), or what differs and what the error says."""
-    try:
-        result = lockstep.train(Flip(world.rank, *flip).task(), run=run, world=world, **options)
-    except ReplicaDivergence as error:
-        return error.parameter, str(error)
-    return "ok", result.sha256
+    torch.manual_seed(0)
+    with deterministic(), ending_groups():
+        try:
+            result = lockstep.train(flip.task(world.rank), run=run, world=world, **options)
+        except ReplicaDivergence as error:
+            return error.parameter, str(error)
+        return "ok", result.sha256
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [folders.step_of(path) for path in folders.written(folder)]
 
 
 def test_a_corrupted_state_is_not_saved_and_the_same_command_ends_with_the_undisturbed_bits(
     tmp_path: Path,
 ) -> None:
-    options = {"exact": True, "checkpoint_every": 5}
-    (_, undisturbed), _ = run_ranks(
-        trained, 2, (None, (NEVER, "model", "last.bias"), {"exact": True})
-    )
-    for parameter, message in run_ranks(
-        trained, 2, (str(tmp_path / "run"), (12, "exp_avg", "last.weight"), options)
-    ):
+    run, options = tmp_path / "run", {"exact": True, "checkpoint_every": 5}
+    undisturbed = on_team(trained, 2, (None, Flip(), {"exact": True}))
+    flip = Flip(12, "exp_avg", "last.weight")
+    # its ranks end with it: a training that fails leaves the thread that saves
+    for parameter, message in run_ranks(trained, 2, (run, flip, options)):
         assert parameter in ("last.weight", "exp_avg/last.weight")
         assert "step 10" in message
-    assert [
-        folders.step_of(each) for each in folders.written(tmp_path / "run" / "checkpoints")
-    ] == [5, 10]
-    assert not (tmp_path / "run" / "result.json").exists()
-    again = run_ranks(trained, 2, (str(tmp_path / "run"), (NEVER, "model", "last.bias"), options))
-    assert again == [("ok", undisturbed)] * 2
+    assert saved_steps(run / "checkpoints") == [5, 10]
+    assert not (run / "result.json").exists()
+    again = on_team(trained, 2, (run, Flip(), options))
+    assert again == undisturbed
+    assert {outcome for outcome, _ in again} == {"ok"}
 
 
 @pytest.mark.parametrize(
-    ("what", "tensor", "named"),
+    ("state", "tensor", "named"),
     [
         ("model", "first.weight", "first.weight"),
         ("model", "norm.running_mean", "norm.running_mean"),
         ("exp_avg_sq", "norm.weight", "exp_avg_sq/norm.weight"),
     ],
 )
-def test_a_flip_after_the_last_regular_comparison_is_found_before_the_end(
-    what: str, tensor: str, named: str
+def test_a_flip_after_the_last_regular_comparison_is_noticed_before_the_end(
+    state: str, tensor: str, named: str
 ) -> None:
     """Without a run directory and without evaluations, in a run of fewer than 100 steps: in its
     last step.
     """
-    for parameter, message in run_ranks(trained, 2, (None, (STEPS - 1, what, tensor), {})):
+    for parameter, message in on_team(trained, 2, (None, Flip(STEPS - 1, state, tensor), {})):
         assert parameter in (named, tensor)
         assert f"step {STEPS}" in message
-    assert all(
-        parameter == named
-        for parameter, _ in run_ranks(trained, 2, (None, (STEPS, what, tensor), {}))
-    )  # after the last step, before the last evaluation
+    # after the last step, before the last evaluation
+    for parameter, _ in on_team(trained, 2, (None, Flip(STEPS, state, tensor), {})):
+        assert parameter == named
 
 
 def test_a_checkpoint_says_after_which_step_replicas_were_compared(tmp_path: Path) -> None:
-    run_ranks(
-        trained, 2, (str(tmp_path), (NEVER, "model", ""), {"checkpoint_every": 7, "steps": 15})
-    )
-    found = [files.read(each) for each in folders.written(tmp_path / "checkpoints")]
-    assert [(each.step, each.compared) for each in found] == [(14, 14), (15, 15)]
+    on_team(trained, 2, (tmp_path, Flip(), {"checkpoint_every": 7, "steps": 15}))
+    checkpoints = [files.read(path) for path in folders.written(tmp_path / "checkpoints")]
+    assert [(each.step, each.compared) for each in checkpoints] == [(14, 14), (15, 15)]
 
 
-def local(world: lockstep.World, folder: str) -> tuple[str, int, list[int]]:
+def local(world: lockstep.World, folder: Path) -> tuple[str, int | None, list[int]]:
     """Replicas that synchronize every 4 steps, and are saved every 3; rank 1's outer momentum
-    changes after a comparison.
+    changes after a comparison. Return what differs, when the checkpoint that is resumed was
+    compared, and the steps that are left.
     """
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    stepper = lockstep.Stepper(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        sync_every=4,
-        outer="nesterov",
-        world=world,
-    )
-    checkpoints = lockstep.Checkpoints(folder, stepper, every=3, keep=2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     parameter = ""
+    stepper = lockstep.Stepper(model, sgd, sync_every=4, outer="nesterov", world=world)
+    checkpoints = lockstep.Checkpoints(folder, stepper, every=3, keep=2)
     try:
         for number in range(12):
             if number == 9 and world.rank == 1:
-                (momentum,) = [
-                    tensor
-                    for name, tensor in stepper.update.replicated()
-                    if name.endswith("weight")
-                ]
+                replicated = dict(stepper.update.replicated())
+                (momentum,) = (
+                    tensor for name, tensor in replicated.items() if name.endswith("weight")
+                )
                 momentum[0, 0] += 1
-            for x in stepper.micro_batches(
-                [
-                    torch.randn(
-                        4, 3, generator=torch.Generator().manual_seed(10 * number + world.rank)
-                    )
-                ]
-            ):
+            generator = torch.Generator().manual_seed(10 * number + world.rank)
+            for x in stepper.micro_batches([torch.randn(4, 3, generator=generator)]):
                 stepper.backward(model(x).square().sum(), weight=4)
             stepper.step()
             checkpoints.step()
@@ -169,14 +151,9 @@ def local(world: lockstep.World, folder: str) -> tuple[str, int, list[int]]:
         parameter = error.parameter
     resumed = lockstep.Checkpoints(folder, stepper, every=3)
     world.barrier()
-    found = resumed.resume()
-    assert found is not None
-    assert found.compared is not None
-    return (
-        parameter,
-        found.compared,
-        [folders.step_of(each) for each in folders.written(Path(folder))],
-    )
+    progress = resumed.resume()
+    assert progress is not None
+    return parameter, progress.compared, saved_steps(folder)
 
 
 def test_what_was_saved_between_synchronizations_is_set_aside_when_these_find_a_difference(
@@ -185,36 +162,26 @@ def test_what_was_saved_between_synchronizations_is_set_aside_when_these_find_a_
     """Compared at 4 and 8; saved at 3, 6 and 9. Step 10 begins with another momentum on rank 1,
     and 12 is the next synchronization.
     """
-    for parameter, compared, left in run_ranks(local, 2, (str(tmp_path),)):
+    for parameter, compared, left in run_ranks(local, 2, (tmp_path,)):
         assert parameter
         assert (compared, left) == (4, [6])
-    assert [each.name for each in tmp_path.glob("set-aside-*")] == ["set-aside-step-0000009"]
+    assert [path.name for path in tmp_path.glob("set-aside-*")] == ["set-aside-step-0000009"]
 
 
 def nan(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return output.sum() * torch.nan, len(batch[0])
 
 
-def nothing(world: lockstep.World, run: str) -> str:
-    with pytest.warns(LockstepWarning) if world.rank == 0 else pytest.raises(LockstepError):
-        try:
-            lockstep.train(
-                toy.task(loss=nan, eval_data=None, metrics=None, best=None, best_mode=None),
-                run=run,
-                world=world,
-            )
-        except LockstepError as error:
-            if world.rank:
-                raise
-            return str(error)
-    return ""
+def nothing(world: lockstep.World, run: Path) -> str:
+    task = toy.task(loss=nan, eval_data=None, metrics=None, best=None, best_mode=None)
+    with ending_groups(), warnings.catch_warnings(action="ignore", category=LockstepWarning):
+        with refused("no-step-applied", LockstepError, steps=8) as caught:
+            lockstep.train(task, run=run, world=world)
+        return caught.value.code
 
 
 def test_a_training_in_which_no_step_was_applied_ends_with_an_error(tmp_path: Path) -> None:
-    first, _ = run_ranks(nothing, 2, (str(tmp_path),))
-    assert first == str(LockstepError("no-step-applied", steps=8))
+    assert on_team(nothing, 2, (tmp_path,)) == ["no-step-applied"] * 2
     assert not (tmp_path / "result.json").exists()
-    kinds = [
-        json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert kinds.count("step") == 8
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines].count("step") == 8

@@ -39,17 +39,15 @@ def test_a_loss_that_is_no_pair(returned: Any, shown: str) -> None:
         forward(loss=lambda output, batch: returned).loss(None, BATCH)
 
 
-def test_metrics_that_are_no_sums() -> None:
-    with refused(
-        "wrong-return-type",
-        TaskError,
-        function="Task: metrics, for 'accuracy',",
-        type="float",
-    ):
+def test_metrics_that_are_no_sums_and_inputs_that_are_no_arguments() -> None:
+    metric = "Task: metrics, for 'accuracy',"
+    with refused("wrong-return-type", TaskError, function=metric, type="float"):
         forward(metrics=lambda output, batch: {"accuracy": 0.5}).metrics(None, BATCH)
     both = forward(metrics=lambda output, batch: {"loss": (1.0, 2)})
     with refused("metric-named-loss", TaskError):
         both.metrics(both(BATCH), BATCH)
+    with refused("wrong-return-type", TaskError, function="Task: inputs", type="Tensor"):
+        forward(inputs=lambda batch: batch[0])(BATCH)
 
 
 def test_inputs_may_be_keywords() -> None:
@@ -66,11 +64,6 @@ def test_without_inputs_the_first_part_or_a_lone_tensor_is_the_argument(several:
     inside = forward()
     assert torch.equal(inside(x), inside.model(x))
     assert torch.equal(inside(several(BATCH)), inside.model(x))
-
-
-def test_inputs_that_are_no_arguments() -> None:
-    with refused("wrong-return-type", TaskError, function="Task: inputs", type="Tensor"):
-        forward(inputs=lambda batch: batch[0])(BATCH)
 
 
 def test_a_batch_whose_samples_are_not_collated() -> None:

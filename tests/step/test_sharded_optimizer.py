@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.step.walking import ending_groups, same, weights
+from tests.teams import on_team
 
 
 def net() -> nn.Module:
@@ -21,25 +22,18 @@ def net() -> nn.Module:
     )
 
 
-def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    groups = [
-        {"params": model[0].parameters(), "lr": 3e-2},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]  # type: ignore[index]
-    if kind == "plain":
+def optimizer_of(model: nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
+    first, *others = [list(model[layer].parameters()) for layer in (0, 2, 4)]  # type: ignore[index]
+    groups = [{"params": first, "lr": 3e-2}, {"params": [*others[0], *others[1]]}]
+    if not sharded:
         return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
-    if kind == "torch":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(
-            [p for p in model.parameters()], torch.optim.AdamW, lr=1e-2, weight_decay=0.1
-        )
     return lockstep.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
 def trained(
-    world: lockstep.World, kind: str, wrapper: str
-) -> tuple[list[Tensor], dict[str, Any] | None]:
+    world: lockstep.World, wrapper: str, sharded: bool
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Weights, and on rank 0 the state."""
     model = net()
     wrapped = (
         nn.parallel.DistributedDataParallel(model)
@@ -47,7 +41,7 @@ def trained(
         # "auto" takes what is quicker in a trial, and 3 ranks add in another order over gloo
         else lockstep.DistributedDataParallel(model, reduce="shared_memory")
     )
-    optimizer = optimizer_of(kind, model)
+    optimizer = optimizer_of(model, sharded=sharded)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for step in range(5):
         optimizer.zero_grad()
@@ -57,52 +51,43 @@ def trained(
         scheduler.step()
     if isinstance(optimizer, lockstep.ShardedOptimizer):
         optimizer.consolidate_state_dict(to=0)
-    state = optimizer.state_dict() if world.rank == 0 else None
-    return [parameter.detach().clone() for parameter in model.parameters()], state
+    return weights(model), optimizer.state_dict() if world.rank == 0 else {}
 
 
 @pytest.mark.parametrize("wrapper", ["torch", "lockstep"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_weights_and_state_are_the_plain_optimizers(wrapper: str, workers: int) -> None:
-    plain = run_ranks(trained, workers, args=("plain", wrapper))
-    sharded = run_ranks(trained, workers, args=("sharded", wrapper))
-    for weights, _ in [*plain, *sharded]:
-        assert all(map(torch.equal, weights, plain[0][0]))
+    plain, sharded = (on_team(trained, workers, (wrapper, sharded)) for sharded in (False, True))
+    for result, _ in [*plain, *sharded]:
+        assert same(result, plain[0][0])
     expected, state = plain[0][1], sharded[0][1]
-    assert expected is not None
-    assert state is not None
-    assert [group["lr"] for group in state["param_groups"]] == [
-        group["lr"] for group in expected["param_groups"]
-    ]
-    for number, values in expected["state"].items():
-        assert all(torch.equal(values[name], state["state"][number][name]) for name in values)
+    assert same(state["state"], expected["state"])
+    rates, expected_rates = (
+        [group["lr"] for group in saved["param_groups"]] for saved in (state, expected)
+    )
+    assert rates == expected_rates
 
 
-def equals_torch(world: lockstep.World) -> float:
-    models = {}
-    for kind in ("sharded", "torch"):
-        models[kind] = net()
-        parameters = list(models[kind].parameters())
-        if kind == "sharded":
-            optimizer: Any = lockstep.ShardedOptimizer(parameters, torch.optim.Adam, lr=1e-2)
-        else:
-            from torch.distributed.optim import ZeroRedundancyOptimizer
+def far_from_torchs(world: lockstep.World) -> float:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=1e-2)
+    models = (net(), net())
+    for model, kind in zip(
+        models, (lockstep.ShardedOptimizer, ZeroRedundancyOptimizer), strict=True
+    ):
+        parameters = list(model.parameters())
+        optimizer = kind(parameters, torch.optim.Adam, lr=1e-2)
         for step in range(4):
             for number, parameter in enumerate(parameters):
-                parameter.grad = torch.randn(
-                    parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)
-                )
+                generator = torch.Generator().manual_seed(100 * step + number)
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
             optimizer.step()
-    return max(
-        (a - b).abs().max().item()
-        for a, b in zip(*(model.parameters() for model in models.values()), strict=True)
-    )
+    ours, theirs = map(weights, models)
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
 def test_it_does_what_torchs_does() -> None:
-    assert max(run_ranks(equals_torch, 3)) == 0
+    assert max(on_team(far_from_torchs, 3)) == 0
 
 
 def without_collectives(world: lockstep.World) -> list[Tensor]:
@@ -118,28 +103,24 @@ def without_collectives(world: lockstep.World) -> list[Tensor]:
 
 
 def test_no_rank_overtakes_another() -> None:
-    assert [weights[0].tolist() for weights in run_ranks(without_collectives, 3)] == [[-199.0]] * 3
+    assert [weights[0].tolist() for weights in on_team(without_collectives, 3)] == [[-199.0]] * 3
 
 
-def resumed(world: lockstep.World, state: dict[str, Any] | None) -> tuple[list[Tensor], float]:
+def resumed(world: lockstep.World, state: dict[str, Any]) -> tuple[list[Tensor], float]:
     model = net()
-    optimizer = optimizer_of("sharded", model) if world.size > 1 else optimizer_of("plain", model)
-    if state is not None:
-        optimizer.load_state_dict(state)
+    optimizer = optimizer_of(model, sharded=world.size > 1)
+    optimizer.load_state_dict(state)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()], optimizer.param_groups[
-        0
-    ]["lr"]
+    return weights(model), optimizer.param_groups[0]["lr"]
 
 
 def test_its_state_loads_into_the_plain_optimizer_and_at_another_number_of_ranks() -> None:
-    state = run_ranks(trained, 3, args=("sharded", "torch"))[0][1]
-    expected = run_ranks(resumed, 1, args=(state,))[0]
-    for weights, lr in run_ranks(resumed, 2, args=(state,)):
-        assert lr == expected[1]
-        assert all(map(torch.equal, weights, expected[0]))
+    state = on_team(trained, 3, ("torch", True))[0][1]
+    (expected,) = on_team(resumed, 1, (state,))
+    for result in on_team(resumed, 2, (state,)):
+        assert same(result, expected)
 
 
 def grown(world: lockstep.World) -> list[float]:
@@ -154,7 +135,7 @@ def grown(world: lockstep.World) -> list[float]:
 
 
 def test_a_group_is_added() -> None:
-    assert run_ranks(grown, 2) == [[1 - 1 - 1.5, -1.0]] * 2
+    assert on_team(grown, 2) == [[1 - 1 - 1.5, -1.0]] * 2
 
 
 def test_a_closure_is_called_with_gradients() -> None:
@@ -191,18 +172,20 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 def in_a_subgroup(world: lockstep.World) -> list[float]:
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    weight = nn.Parameter(torch.full((3000,), float(world.rank // 2)))
-    optimizer = lockstep.ShardedOptimizer(
-        [weight], torch.optim.SGD, process_group=groups[world.rank // 2], lr=1.0
-    )
-    weight.grad = torch.ones(3000)
-    optimizer.step()
-    return weight.detach().unique().tolist()
+    with ending_groups():
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        weight = nn.Parameter(torch.full((3000,), float(world.rank // 2)))
+        group = groups[world.rank // 2]
+        optimizer = lockstep.ShardedOptimizer(
+            [weight], torch.optim.SGD, process_group=group, lr=1.0
+        )
+        weight.grad = torch.ones(3000)
+        optimizer.step()
+        return weight.detach().unique().tolist()
 
 
 def test_it_works_in_a_group_of_torchs() -> None:
-    assert run_ranks(in_a_subgroup, 3) == [[-1.0], [-1.0], [0.0]]
+    assert on_team(in_a_subgroup, 3) == [[-1.0], [-1.0], [0.0]]
 
 
 def toggled(world: lockstep.World) -> int:
@@ -220,4 +203,4 @@ def toggled(world: lockstep.World) -> int:
 
 
 def test_freezing_a_parameter_moves_no_other() -> None:
-    assert run_ranks(toggled, 2) == [1, 1]
+    assert on_team(toggled, 2) == [1, 1]

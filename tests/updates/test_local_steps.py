@@ -186,7 +186,7 @@ def test_every_step_with_plain_sgd_is_gradient_averaging(size: int) -> None:
         torch.testing.assert_close(ours[0][0][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     ("size", "every", "outer"),
     [
@@ -454,17 +454,18 @@ def disturbed(
 
 
 WAYS = [
-    "average",
     "nesterov",
-    "nesterov:fragments=2",
     "nesterov:fragments=2,overlap=1",
     "average:after=4",
-    "average:after=6",
+    *(
+        pytest.param(outer, marks=pytest.mark.rest)
+        for outer in ("average", "nesterov:fragments=2", "average:after=6")
+    ),
 ]
 
 
 @pytest.mark.parametrize("outer", WAYS)
-@pytest.mark.parametrize("until", [5, 6])
+@pytest.mark.parametrize("until", [5, pytest.param(6, marks=pytest.mark.rest)])
 def test_a_training_goes_on_between_meetings_as_if_nothing_had_been(
     outer: str, until: int, tmp_path: Path
 ) -> None:
@@ -473,7 +474,16 @@ def test_a_training_goes_on_between_meetings_as_if_nothing_had_been(
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("then", "until"), [(1, 6), (2, 6), (4, 6), (2, 5), (4, 5)])
+@pytest.mark.parametrize(
+    ("then", "until"),
+    [
+        (1, 6),
+        (4, 5),
+        pytest.param(2, 6, marks=pytest.mark.rest),
+        pytest.param(4, 6, marks=pytest.mark.rest),
+        pytest.param(2, 5, marks=pytest.mark.rest),
+    ],
+)
 def test_with_more_or_fewer_ranks_it_goes_on_from_where_all_agreed(
     then: int, until: int, tmp_path: Path
 ) -> None:
@@ -519,7 +529,14 @@ def test_the_wrapper_sums_every_gradient() -> None:
     run_ranks(wrapped, 1)
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8", "powersgd:2"])
+@pytest.mark.parametrize(
+    "compress",
+    [
+        "int8",
+        pytest.param("bf16", marks=pytest.mark.rest),
+        pytest.param("powersgd:2", marks=pytest.mark.rest),
+    ],
+)
 def test_what_travels_at_a_meeting_may_be_compressed_and_what_is_left_out_is_kept(
     compress: str, tmp_path: Path
 ) -> None:

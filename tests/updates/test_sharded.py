@@ -6,61 +6,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.errors import UsageError, WorkerFailed
-from lockstep.testing import run_ranks
+from lockstep.errors import LockstepWarning
+from tests.refused import refused
+from tests.step.walking import same, walk, weights
+from tests.teams import on_team
+from tests.updates.nets import Net, adamw, batch, groups
 
 Make = Callable[[nn.Module], Optimizer]
-
-
-class Net(nn.Module):
-    """A scalar, a tied, a frozen and a channels_last parameter; one that is not a multiple of
-    anything.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 17, 3, padding=1).to(memory_format=torch.channels_last)
-        self.first = nn.Linear(17 * 16, 97)
-        self.tied = nn.Linear(97, 97, bias=False)
-        self.again = self.tied
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(97), requires_grad=False)
-        self.head = nn.Linear(97, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).relu().flatten(1)
-        x = self.again(self.tied(self.first(x)).relu() + self.frozen) * self.scale
-        y: Tensor = self.head(x)
-        return y
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two, with and without decay."""
-    named = dict(model.named_parameters())
-    return [
-        {"params": [value for value in named.values() if value.dim() > 1], "weight_decay": 0.1},
-        {
-            "params": [
-                value for value in named.values() if value.dim() < 2 and value.requires_grad
-            ],
-            "weight_decay": 0.0,
-        },
-    ]
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(groups(model), lr=1e-2, fused=True)
+UPDATES = ("replicated", "sharded")
 
 
 def amsgrad(model: nn.Module) -> Optimizer:
@@ -83,79 +44,36 @@ def nadam(model: nn.Module) -> Optimizer:
     return torch.optim.NAdam(groups(model), lr=1e-2)
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    rows = 1 + (rank + step) % 3  # other weights on every rank
-    return torch.randn(rows, 3, 4, 4, generator=generator), torch.randint(
-        0, 5, (rows,), generator=generator
-    )
-
-
-def one_step(stepper: lockstep.Stepper, model: nn.Module, rank: int, step: int) -> Any:
-    for x, y in stepper.micro_batches([batch(rank, step)]):
-        stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
-    return stepper.step()
-
-
-def bits(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def trained(
-    world: lockstep.World, make: Make, update: str, reduce: str, clip: float | None
-) -> tuple[list[Tensor], Any, float | None]:
-    model = Net()
-    optimizer = make(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    stepper = lockstep.Stepper(
-        model, optimizer, update=update, reduce=reduce, clip=clip, scheduler=scheduler
-    )
-    for step in range(4):
-        result = one_step(stepper, model, world.rank, step)
-    assert all(
-        parameter.grad is None or parameter.grad.shape == parameter.shape
-        for parameter in model.parameters()
-    )
-    return bits(model), stepper.optimizer_state_dict(), result.norm
-
-
-MAKES = (adamw, amsgrad, momentum, adagrad, asgd, nadam)
-REDUCES = ("native", "shared_memory")
-UPDATES = ("replicated", "sharded")
-
-
-def trained_in_every_way(world: lockstep.World) -> dict[tuple[Make, str, str], Any]:
-    return {
-        (make, update, reduce): trained(
-            world, make, update, reduce, 0.5 if make in (adamw, momentum) else None
+def trained(world: lockstep.World, make: Make, reduce: str) -> list[Any]:
+    """Weights and state after four steps, by update."""
+    results = []
+    for update in UPDATES:
+        model = Net()
+        optimizer = make(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        stepper = lockstep.Stepper(
+            model,
+            optimizer,
+            update=update,
+            reduce=reduce,
+            clip=0.5 if make in (adamw, momentum) else None,
+            scheduler=scheduler,
         )
-        for make, update, reduce in itertools.product(MAKES, UPDATES, REDUCES)
-    }
+        for step in range(4):
+            result = walk(stepper, [batch(world.rank, step)])
+        for parameter in model.parameters():
+            assert parameter.grad is None or parameter.grad.shape == parameter.shape
+        results.append((weights(model), stepper.optimizer_state_dict(), result.norm))
+    return results
 
 
-@cache
-def every(workers: int) -> list[dict[tuple[Make, str, str], Any]]:
-    """By rank: ranks start once for all ways."""
-    return run_ranks(trained_in_every_way, workers)
-
-
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("reduce", REDUCES)
-def test_weights_and_state_have_the_replicated_updates_bits(make: Make, reduce: str) -> None:
-    for workers in (1, 3):
-        everyone = [found[make, update, reduce] for update in UPDATES for found in every(workers)]
-        for other in everyone[1:]:
-            assert same(other, everyone[0])
+@pytest.mark.parametrize("make", [adamw, amsgrad, momentum, adagrad, asgd, nadam])
+def test_weights_and_state_have_the_replicated_updates_bits(make: Make) -> None:
+    for workers, reduce in itertools.product((1, 3), ("native", "shared_memory")):
+        ranks = on_team(trained, workers, (make, reduce))
+        expected = ranks[0][0]
+        for result in itertools.chain.from_iterable(ranks):
+            assert same(result, expected), (workers, reduce)
 
 
 def held(world: lockstep.World) -> tuple[int, int]:
@@ -166,63 +84,57 @@ def held(world: lockstep.World) -> tuple[int, int]:
     for x in stepper.micro_batches([torch.randn(2, 300)]):
         stepper.backward(model(x).sum(), weight=2)
     stepper.step()
-    elements = sum(
-        value.numel()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if value.dim()
-    )
+    states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+    elements = sum(value.numel() for value in states if value.dim())
     return elements, sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_a_rank_holds_its_share_of_the_state(workers: int) -> None:
-    found = run_ranks(held, workers)
-    parameters = found[0][1]
-    assert sum(elements for elements, _ in found) == 2 * parameters
-    assert max(elements for elements, _ in found) <= 2 * (parameters / workers + 2048)
-
-
-def resumed(world: lockstep.World, state: Any, update: str) -> list[Tensor]:
-    model = Net()
-    model.load_state_dict(state["model"])
-    optimizer = adamw(model)
-    stepper = lockstep.Stepper(model, optimizer, update=update, reduce="native")
-    stepper.load_optimizer_state_dict(state["optimizer"])
-    for step in (2, 3):
-        # the same data on all ranks: then their number does not matter but for rounding
-        one_step(stepper, model, 0, step)
-    return bits(model)
+    elements, (parameters, *_) = zip(*on_team(held, workers), strict=True)
+    assert sum(elements) == 2 * parameters
+    assert max(elements) <= 2 * (parameters / workers + 2048)
 
 
 def saved(world: lockstep.World) -> Any:
     model = Net()
     stepper = lockstep.Stepper(model, adamw(model), update="sharded")
     for step in (0, 1):
-        one_step(stepper, model, 0, step)
-    return {
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": stepper.optimizer_state_dict(),
-    }
+        walk(stepper, [batch(0, step)])
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"model": state, "optimizer": stepper.optimizer_state_dict()}
+
+
+def resumed(world: lockstep.World, state: Any, update: str) -> list[Tensor]:
+    """With the same data on all ranks: then their number does not matter but for rounding."""
+    model = Net()
+    model.load_state_dict(state["model"])
+    stepper = lockstep.Stepper(model, adamw(model), update=update, reduce="native")
+    stepper.load_optimizer_state_dict(state["optimizer"])
+    for step in (2, 3):
+        walk(stepper, [batch(0, step)])
+    return weights(model)
 
 
 def test_state_goes_over_to_another_number_of_ranks_and_to_the_other_update() -> None:
-    state = run_ranks(saved, 3)[1]
+    state = on_team(saved, 3)[1]
     plain = adamw(Net())
     plain.load_state_dict(state["optimizer"])  # torch's own form
     assert plain.state_dict()["param_groups"] == state["optimizer"]["param_groups"]
-    expected = run_ranks(resumed, 1, args=(state, "replicated"))[0]
-    for workers, update in ((1, "sharded"), (2, "sharded"), (4, "sharded"), (2, "replicated")):
-        for found in run_ranks(resumed, workers, args=(state, update)):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    (expected,) = on_team(resumed, 1, (state, "replicated"))
+    for workers, update in ((1, "sharded"), (2, "sharded"), (8, "sharded"), (2, "replicated")):
+        for ours in on_team(resumed, workers, (state, update)):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def by_each_update(world: lockstep.World, train: Callable[..., Any]) -> list[Any]:
+    return [train(world, update) for update in UPDATES]
 
 
 def grown(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
     """A layer is unfrozen after two steps, another is added with a group of its own."""
-    model = nn.ModuleDict({"a": nn.Linear(40, 50), "b": nn.Linear(50, 30)})
     torch.manual_seed(1)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    model = nn.ModuleDict({"a": nn.Linear(40, 50), "b": nn.Linear(50, 30)})
     model["a"].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stepper = lockstep.Stepper(model, optimizer, update=update, reduce="shared_memory")
@@ -239,82 +151,58 @@ def grown(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
             y = model["b"](model["a"](x).relu())
             stepper.backward((model["c"](y) if step > 2 else y).square().sum(), weight=3)
         stepper.step()
-    return bits(model), stepper.optimizer_state_dict()
-
-
-def test_layers_are_unfrozen_added_and_frozen() -> None:
-    everyone = run_ranks(grown, 2, args=("replicated",)) + run_ranks(grown, 2, args=("sharded",))
-    for other in everyone[1:]:
-        assert same(other, everyone[0])
-
-
-def refused(world: lockstep.World) -> None:
-    model = nn.Linear(3, 3)
-    lockstep.Stepper(model, torch.optim.Adafactor(model.parameters()), update="sharded")
-
-
-def test_an_optimizer_that_looks_across_elements_is_refused() -> None:
-    with pytest.raises(WorkerFailed, match=r"Adafactor.*\[optimizer-not-elementwise\]"):
-        run_ranks(refused, 2)
-
-
-def test_an_unknown_update_is_refused() -> None:
-    model = nn.Linear(3, 3)
-    with (
-        lockstep.init(backend="gloo"),
-        pytest.raises(
-            UsageError,
-            match=r"update='shared' .*\[unknown-choice\]",
-        ),
-    ):
-        lockstep.Stepper(model, torch.optim.SGD(model.parameters()), update="shared")
-
-
-def overflown(world: lockstep.World, update: str) -> tuple[bool, list[Tensor]]:
-    model = Net()
-    stepper = lockstep.Stepper(model, adamw(model), update=update, clip=1.0)
-    one_step(stepper, model, world.rank, 0)
-    for x, y in stepper.micro_batches([batch(world.rank, 1)]):
-        factor = torch.inf if world.rank == 1 else 1.0
-        stepper.backward(
-            F.cross_entropy(model(x), y, reduction="sum") + 0 * factor * model(x).sum(),
-            weight=len(y),
-        )
-    with pytest.warns(lockstep.errors.LockstepWarning) if world.rank == 0 else torch.no_grad():
-        result = stepper.step()
-    return result.applied, bits(model)
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    found = run_ranks(overflown, 2, args=("sharded",))
-    assert [applied for applied, _ in found] == [False, False]
-    assert same(found[0][1], found[1][1])
-    assert all(value.isfinite().all() for value in found[0][1])
+    return weights(model), stepper.optimizer_state_dict()
 
 
 def with_scaler(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 4))
     torch.manual_seed(2)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
-    stepper = lockstep.Stepper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), update=update, scaler=scaler
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = lockstep.Stepper(model, sgd, update=update, scaler=scaler)
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + world.rank)
         for x in stepper.micro_batches([torch.randn(4, 64, generator=generator)]):
             loss = model(x).square().sum()
             stepper.backward(loss * (torch.inf if step == 2 and world.rank == 0 else 1), weight=4)
         stepper.step()
-    return bits(model), scaler.state_dict()
-
-
-def test_a_scaler_has_the_same_state_on_all_ranks() -> None:
-    everyone = run_ranks(with_scaler, 2, args=("replicated",)) + run_ranks(
-        with_scaler, 2, args=("sharded",)
-    )
     # twice as much after two steps, half of it after the overflow
-    assert everyone[0][1]["scale"] == 2.0**4
-    for other in everyone[1:]:
-        assert same(other, everyone[0])
+    assert scaler.state_dict()["scale"] == 2.0**4
+    return weights(model), scaler.state_dict()
+
+
+@pytest.mark.parametrize("train", [grown, with_scaler])
+def test_layers_that_come_and_go_and_a_scaler_are_as_in_the_replicated_update(
+    train: Callable[..., Any],
+) -> None:
+    ranks = on_team(by_each_update, 2, (train,))
+    for result in itertools.chain.from_iterable(ranks):
+        assert same(result, ranks[0][0])
+
+
+def overflown(world: lockstep.World) -> tuple[bool, list[Tensor]]:
+    model = Net()
+    stepper = lockstep.Stepper(model, adamw(model), update="sharded", clip=1.0)
+    walk(stepper, [batch(world.rank, 0)])
+    for x, _ in stepper.micro_batches([batch(world.rank, 1)]):
+        factor = torch.inf if world.rank == 1 else 1.0
+        stepper.backward(0 * factor * model(x).sum(), weight=len(x))
+    with pytest.warns(LockstepWarning) if world.rank == 0 else torch.no_grad():
+        result = stepper.step()
+    return result.applied, weights(model)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    (applied, first), (also_applied, second) = on_team(overflown, 2)
+    assert (applied, also_applied) == (False, False)
+    assert same(first, second)
+    assert all(value.isfinite().all() for value in first)
+
+
+def test_an_optimizer_that_looks_across_elements_and_an_unknown_update_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    with lockstep.init(backend="gloo"):
+        with refused("optimizer-not-elementwise", optimizer="torch.optim.Adafactor"):
+            lockstep.Stepper(model, torch.optim.Adafactor(model.parameters()), update="sharded")
+        with refused("unknown-choice", name="update", value="shared"):
+            lockstep.Stepper(model, torch.optim.SGD(model.parameters()), update="shared")

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.gradients.layout import Entry, plan
-from lockstep.updates.norm import block_sums, norm_of
+from lockstep.updates.norm import SplitNorm, block_sums, norm_of
 from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of
 from tests.refused import refused
 
@@ -100,3 +101,21 @@ def test_a_gradient_that_lies_otherwise_is_put_in_the_parameters_order() -> None
     alike = gradient.to(memory_format=torch.channels_last)
     assert flat_like(alike, weight).data_ptr() == alike.data_ptr()
     assert torch.equal(flat_like(torch.eye(3).to_sparse(), torch.eye(3)), torch.eye(3).flatten())
+
+
+class OneGradient:
+    spread = ()
+    device = torch.device("cpu")
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return [("weight", self._gradient)]
+
+
+def test_the_norm_of_a_split_model_counts_both_parts_of_a_complex_number() -> None:
+    gradient = torch.tensor([3 + 4j, 12j], dtype=torch.complex64)
+    with lockstep.init() as world:
+        norm = SplitNorm(world.group, lambda name: True)
+        assert norm(OneGradient(gradient), 2.0).item() == 6.5  # type: ignore[arg-type]

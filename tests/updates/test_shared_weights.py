@@ -5,11 +5,10 @@ between updates.
 from __future__ import annotations
 
 import io
-import itertools
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import ReplicaDivergence
-from lockstep.testing import run_ranks
+from lockstep.errors import LockstepWarning, ReplicaDivergence
+from tests import zoo
 from tests.refused import refused
-from tests.updates.test_sharded import Net, adamw, batch, bits, same
+from tests.step.walking import same, walk, weights
+from tests.teams import on_team
+from tests.updates.nets import Net, adamw, batch, trainable
 
 
 class Mixed(Net):
@@ -36,14 +37,8 @@ class Mixed(Net):
         return y + self.narrow.float().mean(1) + self.empty.sum()
 
 
-def each(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def drawn(like: Tensor, *key: int) -> Tensor:
-    generator = torch.Generator().manual_seed(
-        sum(7**place * each for place, each in enumerate(key))
-    )
+def drawn(like: Tensor, step: int, rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(7 * rank + step)
     return torch.randn(like.shape, generator=generator).to(like.dtype) * 0.01
 
 
@@ -64,88 +59,43 @@ class Undisturbed:
     def after(self, step: int) -> None:
         """After the update."""
 
+    def weight(self, step: int, count: int) -> int:
+        return count
 
-class EmaSwap(Undisturbed):
-    """Averages of this rank's own are swapped in, looked at, and swapped back."""
-
-    def after(self, step: int) -> None:
-        kept = bits(self.model)
-        if step == 0:
-            self.averages = kept
-        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
-            average.lerp_(parameter.detach() * (1 + self.rank), 0.1)
-            parameter.data.copy_(average)
-        self.seen = self.model(batch(self.rank, step)[0]).detach()
-        for value, parameter in zip(kept, self.model.parameters(), strict=True):
-            parameter.data.copy_(value)
-
-
-class Perturbed(Undisturbed):
-    """As SAM: up the gradient of the last step before the forward, and back after the backward."""
-
-    def before(self, step: int) -> None:
-        self.away = [drawn(parameter, step, self.rank) for parameter in each(self.model)]
-        with torch.no_grad():
-            for parameter, away in zip(each(self.model), self.away, strict=True):
-                parameter.add_(away)
-
-    def behind(self, step: int) -> None:
-        with torch.no_grad():
-            for parameter, away in zip(each(self.model), self.away, strict=True):
-                parameter.sub_(away)
+    def loss(self, step: int, loss: Tensor) -> Tensor:
+        return loss
 
 
 class Noise(Undisturbed):
     """Stays: the owner's is everybody's from the next update on."""
 
     def before(self, step: int) -> None:
-        for parameter in each(self.model):
-            parameter.data.add_(drawn(parameter, step, self.rank))
+        with torch.no_grad():
+            for parameter in trainable(self.model):
+                parameter.add_(drawn(parameter, step, self.rank))
 
 
-class OneRank(Undisturbed):
-    def after(self, step: int) -> None:
-        if self.rank == 1 and step % 2:
-            with torch.no_grad():
-                for parameter in each(self.model):
-                    parameter.mul_(0.9)
+class Perturbed(Noise):
+    """As SAM: up the gradient of the last step before the forward, and back after the backward."""
+
+    def behind(self, step: int) -> None:
+        with torch.no_grad():
+            for parameter in trainable(self.model):
+                parameter.sub_(drawn(parameter, step, self.rank))
 
 
 class BehindTheBackward(Undisturbed):
     def behind(self, step: int) -> None:
-        for parameter in each(self.model):
+        for parameter in trainable(self.model):
             parameter.data.clamp_(-0.1 - 0.01 * self.rank, 0.1)
-
-
-class Loaded(Undisturbed):
-    def after(self, step: int) -> None:
-        state = {
-            name: value + drawn(value, step) for name, value in self.model.state_dict().items()
-        }
-        self.model.load_state_dict(state)
-
-
-class Initialised(Undisturbed):
-    def before(self, step: int) -> None:
-        if step == 2:
-            torch.manual_seed(self.rank)
-            nn.init.normal_(self.model.first.weight)  # type: ignore[union-attr, arg-type]
 
 
 class Replaced(Undisturbed):
     """Other memory, which the update has to leave for its own."""
 
     def after(self, step: int) -> None:
-        for parameter in each(self.model):
+        for parameter in trainable(self.model):
             parameter.data = parameter.data * 0.99 + drawn(parameter, step, self.rank)
-
-
-class Overwritten(Undisturbed):
-    """The same as Replaced, in place."""
-
-    def after(self, step: int) -> None:
-        for parameter in each(self.model):
-            parameter.data.copy_(parameter.data * 0.99 + drawn(parameter, step, self.rank))
 
 
 class ThroughTheOptimizer(Undisturbed):
@@ -182,90 +132,70 @@ class Unfrozen(Noise):
 
 KINDS: tuple[type[Undisturbed], ...] = (
     Undisturbed,
-    EmaSwap,
     Perturbed,
     Noise,
-    OneRank,
     BehindTheBackward,
-    Loaded,
-    Initialised,
     Replaced,
-    Overwritten,
     ThroughTheOptimizer,
     NothingLearnt,
     Overflown,
     Unfrozen,
 )
+DIFFERENT = (Perturbed, Noise, Replaced, ThroughTheOptimizer)
+"""Kinds by which ranks come to differ; else the comparison could not tell one copy from many."""
 
 
-def trace(world: lockstep.World, kind: type[Undisturbed], weights: str) -> list[Any]:
+def trace(world: lockstep.World, kind: type[Undisturbed], memory: str) -> list[Any]:
     """What a rank sees of its weights, at every place of every step."""
     model = Mixed()
     stepper = lockstep.Stepper(
         model,
         adamw(model),
         update="sharded",
-        weights=weights,
+        weights=memory,
         reduce="shared_memory",
         checks="start",
         clip=1.0 if kind is Overflown else None,
         world=world,
     )
     disturb = kind(stepper, model, world.rank)
-    found = []
+    seen: list[Any] = []
     for step in range(5):
         disturb.before(step)
         for x, y in stepper.micro_batches([batch(world.rank, step)]):
-            loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-            loss = disturb.loss(step, loss) if isinstance(disturb, Overflown) else loss
-            count = disturb.weight(step, len(y)) if isinstance(disturb, NothingLearnt) else len(y)
-            stepper.backward(loss, weight=count)
-        found.append(bits(model))
+            loss = disturb.loss(step, zoo.loss_sum(model(x), y))
+            stepper.backward(loss, weight=disturb.weight(step, len(y)))
+        seen.append(weights(model))
         disturb.behind(step)
-        found.append(bits(model))
-        found.append(str(stepper.step().loss))
-        found.append(bits(model))
+        seen.append(weights(model))
+        seen.append(str(stepper.step().loss))
+        seen.append(weights(model))
         disturb.after(step)
-        found.append([bits(model), getattr(disturb, "seen", 0)])
-    found.append(stepper.optimizer_state_dict())
-    return found
+        seen.append(weights(model))
+    seen.append(stepper.optimizer_state_dict())
+    return seen
 
 
-def traces(world: lockstep.World) -> dict[tuple[str, str], list[Any]]:
-    return {
-        (kind.__name__, weights): trace(world, kind, weights)
-        for kind, weights in itertools.product(KINDS, ("shared", "separate"))
-    }
+def traces(world: lockstep.World, kind: type[Undisturbed]) -> tuple[list[Any], list[Any]]:
+    with warnings.catch_warnings(action="ignore", category=LockstepWarning):
+        return trace(world, kind, "shared"), trace(world, kind, "separate")
 
 
-@cache
-def every(workers: int) -> list[dict[tuple[str, str], list[Any]]]:
-    return run_ranks(traces, workers)
-
-
-@pytest.mark.filterwarnings("ignore::lockstep.errors.LockstepWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_what_is_done_to_weights_is_done_to_a_ranks_own(
     kind: type[Undisturbed], workers: int
 ) -> None:
-    for found in every(workers):
-        for place, (ours, theirs) in enumerate(
-            zip(found[kind.__name__, "shared"], found[kind.__name__, "separate"], strict=True)
-        ):
-            assert same(ours, theirs), place
-
-
-def test_other_memory_is_as_good_as_other_values() -> None:
-    for found in every(2):
-        assert same(found["Replaced", "shared"], found["Overwritten", "shared"])
-
-
-def test_the_ranks_of_a_kind_do_different_things() -> None:
-    """Else the test above could not tell one copy from many."""
-    for kind in (Perturbed, Noise, OneRank, Replaced, ThroughTheOptimizer):
-        one, other = (found[kind.__name__, "shared"] for found in every(2))
-        assert any(not same(ours, theirs) for ours, theirs in zip(one, other, strict=True)), kind
+    ranks = on_team(traces, workers, (kind,))
+    for shared, separate in ranks:
+        assert len(shared) == len(separate)
+        differing = [
+            place for place in range(len(shared)) if not same(shared[place], separate[place])
+        ]
+        assert not differing
+    if kind in DIFFERENT:
+        (first, _), (second, _), *_ = ranks
+        assert not same(first, second)
 
 
 def anonymous(parameter: Tensor) -> int:
@@ -283,10 +213,13 @@ def anonymous(parameter: Tensor) -> int:
 
 def steps(stepper: lockstep.Stepper, world: lockstep.World, count: int) -> None:
     for step in range(count):
-        for x, y in stepper.micro_batches([batch(world.rank, step)]):
-            loss = nn.functional.cross_entropy(stepper.model(x), y, reduction="sum")
-            stepper.backward(loss, weight=len(y))
-        stepper.step()
+        walk(stepper, [batch(world.rank, step)])
+
+
+def backward(stepper: lockstep.Stepper, world: lockstep.World, step: int) -> None:
+    """Walk a window; its step is still to come."""
+    for x, y in stepper.micro_batches([batch(world.rank, step)]):
+        stepper.backward(zoo.loss_sum(stepper.model(x), y), weight=len(y))
 
 
 def stepper_of(world: lockstep.World, **options: Any) -> lockstep.Stepper:
@@ -298,15 +231,15 @@ def own_memory(world: lockstep.World) -> list[int]:
     stepper = stepper_of(world)
     weight = stepper.model.first.weight
     steps(stepper, world, 3)
-    found = [anonymous(weight)]
+    before = anonymous(weight)
     weight.data.mul_(2)
-    found.append(anonymous(weight))
+    changed = anonymous(weight)
     steps(stepper, world, 1)
-    return [*found, anonymous(weight)]
+    return [before, changed, anonymous(weight)]
 
 
 def test_no_rank_has_pages_of_its_own_but_those_it_wrote_to() -> None:
-    for before, changed, after in run_ranks(own_memory, 2):
+    for before, changed, after in on_team(own_memory, 2):
         assert before == after == 0
         assert 100 <= changed <= 120  # 272 x 97 float32
 
@@ -326,25 +259,23 @@ def written_back(world: lockstep.World) -> int:
 
 
 def test_equal_replicas_are_equal_whoever_wrote_them() -> None:
-    assert run_ranks(written_back, 2) == [6, 6]
+    assert on_team(written_back, 2) == [6, 6]
 
 
 def looked_at_late(world: lockstep.World) -> bool:
     """The backend completes the sums while this rank is between the backward and the step."""
     stepper = stepper_of(world, reduce="native")
     steps(stepper, world, 2)
-    for x, y in stepper.micro_batches([batch(world.rank, 2)]):
-        loss = nn.functional.cross_entropy(stepper.model(x), y, reduction="sum")
-        stepper.backward(loss, weight=len(y))
-    before, quiet = bits(stepper.model), True
+    backward(stepper, world, 2)
+    before, quiet = weights(stepper.model), True
     for _ in range(2000 if world.rank == 1 else 0):
-        quiet = quiet and same(bits(stepper.model), before)
+        quiet = quiet and same(weights(stepper.model), before)
     stepper.step()
-    return quiet and not same(bits(stepper.model), before)
+    return quiet and not same(weights(stepper.model), before)
 
 
 def test_weights_change_in_no_ranks_hands() -> None:
-    assert run_ranks(looked_at_late, 2) == [True, True]
+    assert on_team(looked_at_late, 2) == [True, True]
 
 
 class Watched:
@@ -352,85 +283,88 @@ class Watched:
     about to wait for all others.
     """
 
-    def __init__(self, world: lockstep.World) -> None:
-        self._memory = world.group.memory
-        world.group.memory = self  # type: ignore[assignment]
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
         self.allocated: Callable[[], object] = lambda: None
         self.waits: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._memory, name)
+        return getattr(self.memory, name)
 
     def allocate_once(self, *arguments: Any) -> Any:
-        found = self._memory.allocate_once(*arguments)  # type: ignore[union-attr]
+        allocated = self.memory.allocate_once(*arguments)
         self.allocated()
-        return found
+        return allocated
 
     def synchronize(self, place: str) -> None:
         self.waits()
-        self._memory.synchronize(place)  # type: ignore[union-attr]
+        self.memory.synchronize(place)
 
 
 class Late:
-    """Rank 0, at a place to which rank 1 has come before it, and from which rank 1 has gone on as
-    far as it can: until it waits.
+    """Rank 0 waits at a place to which rank 1 has come before it, until rank 1 has continued as far
+    as it can: until it waits. `key` is another one in each test.
     """
 
-    def __init__(self, world: lockstep.World) -> None:
-        self._world, self._memory = world, Watched(world)
+    def __init__(self, world: lockstep.World, key: str) -> None:
+        self._world, self._key = world, key
+        self._watched = Watched(world.group.memory)
+
+    def __enter__(self) -> Late:
+        self._world.group.memory = self._watched  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gone_on()
+        self._world.group.memory = self._watched.memory
 
     def beginning(self) -> None:
-        self._memory.allocated = self.here
+        self._watched.allocated = self.here
 
     def here(self, *_: object) -> None:
         if self._world.rank == 0:
-            self._world._store.wait(["gone on"], timedelta(minutes=1))
+            self._world._store.wait([self._key], timedelta(minutes=1))
         else:
-            self._memory.waits = self.gone_on
+            self._watched.waits = self.gone_on
 
     def gone_on(self) -> None:
-        self._world._store.set("gone on", "")
+        self._world._store.set(self._key, "")
 
 
 def shares_late(world: lockstep.World) -> tuple[object, object]:
     """Its slice of the weights is not there when rank 1 looks whether its replica is the same."""
-    late = Late(world)
-    late.beginning()
-    stepper = stepper_of(world, weights="shared")
-    late.gone_on()
+    with Late(world, "has shared") as late:
+        late.beginning()
+        stepper = stepper_of(world, weights="shared")
     return anonymous(stepper.model.first.weight), 0
 
 
 def comes_late(world: lockstep.World) -> tuple[object, object]:
     """It computes with the weights before its step."""
-    late = Late(world)
-    stepper = stepper_of(world, reduce="native", weights="shared")
-    steps(stepper, world, 2)
-    for x, y in stepper.micro_batches([batch(world.rank, 2)]):
-        loss = nn.functional.cross_entropy(stepper.model(x), y, reduction="sum")
-        stepper.backward(loss, weight=len(y))
-    before = bits(stepper.model)
-    late.here()
-    seen = bits(stepper.model)
-    stepper.step()
-    late.gone_on()
+    with Late(world, "has stepped") as late:
+        stepper = stepper_of(world, reduce="native", weights="shared")
+        steps(stepper, world, 2)
+        backward(stepper, world, 2)
+        before = weights(stepper.model)
+        late.here()
+        seen = weights(stepper.model)
+        stepper.step()
     return seen, before
 
 
 def updates_late(world: lockstep.World) -> tuple[object, object]:
-    late = Late(world)
-    stepper = stepper_of(world, weights="shared")
-    stepper.optimizer.register_step_pre_hook(late.here)
-    steps(stepper, world, 1)
-    seen = bits(stepper.model)
-    late.gone_on()
+    with Late(world, "has updated") as late:
+        stepper = stepper_of(world, weights="shared")
+        stepper.optimizer.register_step_pre_hook(late.here)
+        steps(stepper, world, 1)
+        seen = weights(stepper.model)
     world.barrier()
-    return seen, bits(stepper.model)
+    return seen, weights(stepper.model)
 
 
 @pytest.mark.parametrize("late", [shares_late, comes_late, updates_late])
 def test_all_wait_for_a_rank_that_is_late(late: Callable[..., tuple[object, object]]) -> None:
-    for seen, right in run_ranks(late, 2):
+    for seen, right in on_team(late, 2):
         assert same(seen, right)
 
 
@@ -459,7 +393,7 @@ def rewritten(world: lockstep.World, kind: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", ["last page", "other pages", "elsewhere"])
 def test_one_number_among_many_copied_pages_is_found(kind: str) -> None:
     """Also the same bytes in different pages."""
-    assert run_ranks(rewritten, 2, args=(kind,)) == [(1,), (1,)]
+    assert on_team(rewritten, 2, args=(kind,)) == [(1,), (1,)]
 
 
 def through_an_old_graph(world: lockstep.World) -> str:
@@ -474,41 +408,33 @@ def through_an_old_graph(world: lockstep.World) -> str:
 
 
 def test_an_update_is_seen_by_autograd() -> None:
-    for said in run_ranks(through_an_old_graph, 2):
+    for said in on_team(through_an_old_graph, 2):
         assert "modified by an inplace operation" in said
 
 
 def elsewhere(world: lockstep.World) -> None:
-    world.group.memory = None  # as where ranks are on several hosts
-    with refused("weights-not-shareable"):
-        stepper_of(world, weights="shared", reduce="native")
-    steps(stepper_of(world, reduce="native"), world, 2)
+    memory, world.group.memory = world.group.memory, None  # as where ranks are on several hosts
+    try:
+        with refused("weights-not-shareable"):
+            stepper_of(world, weights="shared", reduce="native")
+        steps(stepper_of(world, reduce="native"), world, 2)
+    finally:
+        world.group.memory = memory
 
 
 def test_where_it_cannot_be_it_is_refused_and_auto_does_without() -> None:
-    run_ranks(elsewhere, 2)
+    on_team(elsewhere, 2)
 
 
 def saved(world: lockstep.World) -> None:
-    for weights in ("shared", "separate"):
+    for memory in ("shared", "separate"):
         model = Mixed()
-        lockstep.Stepper(model, adamw(model), update="sharded", weights=weights, world=world)
+        lockstep.Stepper(model, adamw(model), update="sharded", weights=memory, world=world)
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
         file.seek(0)
-        for name, value in torch.load(file).items():
-            assert torch.equal(value, model.state_dict()[name]), name
+        assert same(torch.load(file), dict(model.state_dict()))
 
 
 def test_weights_of_several_dtypes_can_be_saved() -> None:
-    run_ranks(saved, 2)
-
-
-def alone(world: lockstep.World) -> int:
-    stepper = stepper_of(world, weights="shared")
-    steps(stepper, world, 2)
-    return stepper.steps
-
-
-def test_one_rank_has_its_weights_to_itself() -> None:
-    assert run_ranks(alone, 1) == [2]
+    on_team(saved, 2)

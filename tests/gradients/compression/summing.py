@@ -47,57 +47,50 @@ class Summing:
 
     def lay(self, order: Sequence[int]) -> None:
         entries = [
-            Entry(f"p{number}", each.numel(), each.dtype, each.device)
-            for number, each in enumerate(self.given)
+            Entry(f"p{number}", parameter.numel(), parameter.dtype, parameter.device)
+            for number, parameter in enumerate(self.given)
         ]
         layout = plan(entries, list(order), bucket=self._bucket, first_bucket=self._bucket)
         memory = self.reduction.memory(layout)
         self.buckets = [
-            Bucket(each, self.given, room)
-            for each, room in zip(layout.buckets, memory, strict=True)
+            Bucket(bucket, self.given, part)
+            for bucket, part in zip(layout.buckets, memory, strict=True)
         ]
+
+    def views(self) -> dict[int, Tensor]:
+        """The place of each parameter's sum."""
+        views: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            numbers = [span.parameter for span in bucket.spans]
+            views.update(zip(numbers, bucket.views, strict=True))
+        return views
 
     def __call__(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The sums over all ranks, by parameter."""
-        for bucket in self.buckets:
-            for span, view in zip(bucket.spans, bucket.views, strict=True):
-                view.copy_(gradients[span.parameter])
-            if bucket.flag is not None:
-                bucket.flag.fill_(1e6)  # it is no gradient, and must not travel
+        views, flag = self.views(), self.buckets[-1].flag
+        for number, view in views.items():
+            view.copy_(gradients[number])
+        assert flag is not None
+        flag.fill_(1e6)  # it is no gradient, and must not travel
+        before = flag.clone()
         works = [self.reduction.start(bucket) for bucket in self.buckets]
         for work in works:
             work.wait()
-        found = {
-            span.parameter: view.clone()
-            for bucket in self.buckets
-            for span, view in zip(bucket.spans, bucket.views, strict=True)
-        }
-        assert self.buckets[-1].flag is not None
-        assert (
-            self.buckets[-1].flag.item()
-            == torch.tensor(1e6, dtype=self.buckets[-1].sum.dtype).item()
-        )
-        return [found[number] for number in range(len(self.given))]
+        assert torch.equal(flag, before)
+        return [views[number].clone() for number in range(len(self.given))]
 
     def owed(self) -> list[Tensor]:
         """By parameter, in its shape."""
         _, own = self.reduction.kept()
-        found = []
-        for number, each in enumerate(self.given):
-            flat = own.get(f"error/p{number}", torch.zeros(0, dtype=each.dtype))
-            place = (
-                torch.empty_like(each.detach()) if flat.numel() else torch.zeros_like(each.detach())
-            )
-            if flat.numel():
-                bucket = next(
-                    each
-                    for each in self.buckets
-                    if number in [span.parameter for span in each.spans]
-                )
-                view = bucket.views[[span.parameter for span in bucket.spans].index(number)]
-                place = flat.as_strided(view.shape, view.stride(), flat.storage_offset()).clone()
-            found.append(place)
-        return found
+        views, owed = self.views(), []
+        for number, parameter in enumerate(self.given):
+            flat, view = own.get(f"error/p{number}"), views[number]
+            if flat is None or not flat.numel():
+                owed.append(torch.zeros_like(parameter.detach()))
+                continue
+            shaped = flat.as_strided(view.shape, view.stride(), flat.storage_offset())
+            owed.append(shaped.clone())
+        return owed
 
 
 def gradients_of(rank: int, step: int, given: Sequence[Tensor]) -> list[Tensor]:
@@ -105,22 +98,20 @@ def gradients_of(rank: int, step: int, given: Sequence[Tensor]) -> list[Tensor]:
     have a few strong directions.
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    found = []
-    for number, each in enumerate(given):
-        noise = torch.randn(each.shape, generator=generator, dtype=torch.float64)
-        if each.dim() > 1 and each.numel():
+    gradients = []
+    for number, like in enumerate(given):
+        noise = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        if like.dim() > 1 and like.numel():
             fixed = torch.Generator().manual_seed(number)
-            strong = torch.randn(
-                each.shape[0], 1, generator=fixed, dtype=torch.float64
-            ) @ torch.randn(1, each.numel() // each.shape[0], generator=fixed, dtype=torch.float64)
-            noise = 0.3 * noise + strong.view(each.shape)
-        found.append((noise * 10.0 ** (number - 3)).to(each.dtype))
-    return found
+            left = torch.randn(like.shape[0], 1, generator=fixed, dtype=torch.float64)
+            right = torch.randn(
+                1, like.numel() // like.shape[0], generator=fixed, dtype=torch.float64
+            )
+            noise = 0.3 * noise + (left @ right).view(like.shape)
+        gradients.append((noise * 10.0 ** (number - 3)).to(like.dtype))
+    return gradients
 
 
 def true_sum(ranks: int, step: int, given: Sequence[Tensor]) -> list[Tensor]:
-    everyone = [gradients_of(rank, step, given) for rank in range(ranks)]
-    return [
-        torch.stack([each.double() for each in theirs]).sum(0)
-        for theirs in zip(*everyone, strict=True)
-    ]
+    by_rank = [gradients_of(rank, step, given) for rank in range(ranks)]
+    return [torch.stack(gradients).double().sum(0) for gradients in zip(*by_rank, strict=True)]

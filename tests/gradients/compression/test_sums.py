@@ -4,11 +4,8 @@ whatever the tensors look like.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.gradients.compression.power_sgd import PowerSGD
-from lockstep.testing import run_ranks
 from tests.gradients.compression.summing import (
     EVERY,
     OWING,
@@ -26,43 +22,29 @@ from tests.gradients.compression.summing import (
     true_sum,
 )
 from tests.refused import refused
+from tests.step.walking import same
+from tests.teams import on_team
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+STEPS = 5
+
+Added = tuple[list[list[Tensor]], list[Tensor]]
+"""Every step's sums, and what a rank owes in the end."""
 
 
-STEPS = 6
-SIZES = (1e-30, 1e-6, 1e6, 1e30)
-
-
-def with_each(
-    world: lockstep.World, fn: Callable[..., Any], *cases: tuple[Any, ...]
-) -> dict[Any, Any]:
-    """By case: ranks start once for all of them."""
-    return {case: fn(world, *case) for case in cases}
-
-
-@cache
-def of_each(workers: int, fn: Callable[..., Any], *cases: tuple[Any, ...]) -> list[dict[Any, Any]]:
-    return run_ranks(with_each, workers, args=(fn, *cases))
-
-
-def added_up(
-    world: lockstep.World, text: str, steps: int
-) -> list[tuple[list[list[Tensor]], list[Tensor]]]:
-    """By dtype: every step's sums, and what this rank owes in the end. The buckets are laid anew
-    on the way.
-    """
-    told = []
+def added_up(world: lockstep.World, text: str) -> list[Added]:
+    """By dtype. The buckets are laid anew on the way."""
+    results = []
     for dtype in DTYPES:
         summing = Summing(world.group, text, parameters(dtype))
         assert len(summing.buckets) > 2
-        found = []
-        for step in range(steps):
-            if step == steps // 2:
+        sums = []
+        for step in range(STEPS):
+            if step == STEPS // 2:
                 summing.lay(list(reversed(range(len(summing.given)))))
-            found.append(summing(gradients_of(world.rank, step, summing.given)))
-        told.append((found, summing.owed()))
-    return told
+            sums.append(summing(gradients_of(world.rank, step, summing.given)))
+        results.append((sums, summing.owed()))
+    return results
 
 
 def norm(tensors: list[Tensor]) -> float:
@@ -72,18 +54,14 @@ def norm(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("text", EVERY)
 def test_all_ranks_have_the_same_bits_and_nothing_is_lost(text: str, workers: int) -> None:
-    everyone = [
-        found[text, STEPS]
-        for found in of_each(workers, added_up, *((each, STEPS) for each in EVERY))
-    ]
-    for dtype, found in zip(DTYPES, zip(*everyone, strict=True), strict=True):
-        for sums, _ in found[1:]:
-            for step in range(STEPS):
-                assert all(map(torch.equal, sums[step], found[0][0][step]))
+    by_dtype = zip(*on_team(added_up, workers, (text,)), strict=True)
+    for dtype, ranks in zip(DTYPES, by_dtype, strict=True):
+        for sums, _ in ranks[1:]:
+            assert same(sums, ranks[0][0])
         if text in OWING:
-            assert all(norm(owed) > 1e-3 for _, owed in found)
+            assert all(norm(owed) > 1e-3 for _, owed in ranks)
         for number in range(len(parameters(dtype))):
-            assert lost(number, dtype, found) <= rounding(text, dtype), (dtype, number)
+            assert lost(number, dtype, ranks) <= rounding(text, dtype), (dtype, number)
 
 
 def rounding(text: str, dtype: torch.dtype) -> float:
@@ -97,18 +75,15 @@ def rounding(text: str, dtype: torch.dtype) -> float:
     return own[dtype] + {"bf16": 1e-2, "fp16": 1e-3}.get(text, 0.0)
 
 
-def lost(
-    number: int, dtype: torch.dtype, found: Sequence[tuple[list[list[Tensor]], list[Tensor]]]
-) -> float:
+def lost(number: int, dtype: torch.dtype, ranks: Sequence[Added]) -> float:
     """Of one parameter: all there was, without what was applied and what is owed, beside all
     there was.
     """
-    steps = len(found[0][0])
-    true = [true_sum(len(found), step, parameters(dtype))[number] for step in range(steps)]
+    true = [true_sum(len(ranks), step, parameters(dtype))[number] for step in range(STEPS)]
     rest = torch.stack(true).sum(0)
-    for sums in found[0][0]:
+    for sums in ranks[0][0]:
         rest = rest - sums[number].double()
-    for _, owed in found:
+    for _, owed in ranks:
         rest = rest - owed[number].double()
     return norm([rest]) / max(norm(true), 1e-30)
 
@@ -123,7 +98,7 @@ def test_one_sum_is_near_the_true_one(text: str, worst: float) -> None:
     """Two roundings, each relative to the largest element of its own parameter: those differ by
     10^6 here.
     """
-    found = run_ranks(one_sum, 3, args=(text,))[0]
+    found = on_team(one_sum, 3, (text,))[0]
     for ours, true in zip(found, true_sum(3, 0, parameters()), strict=True):
         if ours.numel() > 1:
             assert norm([ours.double() - true]) <= 2 * worst * norm([true])
@@ -139,8 +114,8 @@ def test_a_sum_of_bf16_is_added_in_float32() -> None:
     addition, here it does once.
     """
     # 3.0078125 has 9 bits: rounded to even
-    assert run_ranks(of_ones, 3, args=("bf16",)) == [3.0] * 3
-    exact = run_ranks(of_ones, 3, args=("fp16",))
+    assert on_team(of_ones, 3, ("bf16",)) == [3.0] * 3
+    exact = on_team(of_ones, 3, ("fp16",))
     assert exact == [3.0078125] * 3
 
 
@@ -150,37 +125,30 @@ def of_size(world: lockstep.World, text: str, size: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("text", ["fp16", "int8"])
-@pytest.mark.parametrize("size", SIZES)
-def test_neither_large_nor_small_gradients_leave_the_range(text: str, size: float) -> None:
+def test_neither_large_nor_small_gradients_leave_the_range(text: str) -> None:
     """fp16 ends at 65504 and begins at 6e-8; a sum of losses over a large batch is far beyond."""
-    for (found,) in (
-        ranks[text, size]
-        for ranks in of_each(2, of_size, *itertools.product(("fp16", "int8"), SIZES))
-    ):
-        assert (found - 2 * size * torch.linspace(-1, 1, 1000)).abs().max() <= 2 * size / 50
+    for size in (1e-30, 1e-6, 1e6, 1e30):
+        for (total,) in on_team(of_size, 2, (text, size)):
+            expected = 2 * size * torch.linspace(-1, 1, 1000)
+            assert (total - expected).abs().max() <= 2 * size / 50
 
 
-def sent(world: lockstep.World, text: str, compress_it: bool) -> int:
+def sent(world: lockstep.World, text: str | None) -> int:
     given = [nn.Parameter(torch.zeros(512, 512)), nn.Parameter(torch.zeros(512, 512))]
     before = world.group.bytes_sent
-    if compress_it:
+    if text is not None:
         Summing(world.group, text, given)(gradients_of(world.rank, 0, given))
     else:
-        for each in given:
-            world.group.all_reduce(each.detach()).wait()
+        for parameter in given:
+            world.group.all_reduce(parameter.detach()).wait()
     return world.group.bytes_sent - before
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_bytes(workers: int) -> None:
-    times_less = {"bf16": 2, "int8": 3.7, "powersgd:4": 60}
-    found = of_each(workers, sent, ("", False), *((text, True) for text in times_less))[0]
-    whole = found["", False]
-    # what goes through a host's shared memory is counted once, not once a rank
-    shared = workers > 2
-    assert found["bf16", True] == whole // 2 or shared
-    for text, times in times_less.items():
-        assert found[text, True] * times <= whole, text
+    uncompressed = on_team(sent, workers, (None,))[0]
+    for text, times_less in {"bf16": 2, "int8": 3.7, "powersgd:4": 60}.items():
+        assert on_team(sent, workers, (text,))[0] * times_less <= 1.001 * uncompressed, text
 
 
 def with_a_nan(world: lockstep.World, text: str) -> tuple[bool, list[bool], list[Tensor]]:
@@ -198,9 +166,7 @@ def with_a_nan(world: lockstep.World, text: str) -> tuple[bool, list[bool], list
 
 @pytest.mark.parametrize("text", EVERY)
 def test_a_nan_is_seen_by_all_ranks_and_forgotten(text: str) -> None:
-    for untouched, finite, after in (
-        ranks[text,] for ranks in of_each(2, with_a_nan, *((each,) for each in EVERY))
-    ):
+    for untouched, finite, after in on_team(with_a_nan, 2, (text,)):
         assert untouched
         assert not finite[0]
         assert all(each.isfinite().all() for each in after)
@@ -220,9 +186,7 @@ def of_an_idle_rank(world: lockstep.World, text: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("text", OWING)
 def test_debts_are_paid_also_by_ranks_that_have_nothing_new(text: str) -> None:
-    for before, after in (
-        ranks[text,] for ranks in of_each(3, of_an_idle_rank, *((each,) for each in OWING))
-    ):
+    for before, after in on_team(of_an_idle_rank, 3, (text,)):
         assert before > 0
         assert after < 0.2 * before
 
@@ -247,7 +211,7 @@ def followed(world: lockstep.World, warm: bool) -> list[float]:
 
 
 def test_power_sgd_starts_warm() -> None:
-    warm, cold = run_ranks(followed, 2, args=(True,))[0], run_ranks(followed, 2, args=(False,))[0]
+    warm, cold = on_team(followed, 2, (True,))[0], on_team(followed, 2, (False,))[0]
     assert cold[-1] == pytest.approx(cold[0])
     best = warm[-1]
     assert best < 0.9 * cold[0]
@@ -268,7 +232,7 @@ def of_zeros(world: lockstep.World) -> float:
 
 
 def test_power_sgd_outlives_gradients_of_zero() -> None:
-    assert run_ranks(of_zeros, 2) == pytest.approx([4.0] * 2, rel=1e-4)
+    assert on_team(of_zeros, 2) == pytest.approx([4.0] * 2, rel=1e-4)
 
 
 def in_autocast(world: lockstep.World) -> bool:
@@ -280,15 +244,14 @@ def in_autocast(world: lockstep.World) -> bool:
 
 
 def test_the_users_autocast_does_not_round_factors() -> None:
-    assert all(run_ranks(in_autocast, 2))
+    assert all(on_team(in_autocast, 2))
 
 
-@pytest.mark.parametrize("text", EVERY)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
-def test_other_dtypes_are_refused(text: str, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     odd = nn.Parameter(torch.zeros(3, 3, dtype=dtype), requires_grad=dtype.is_complex)
-    with (
-        lockstep.init(backend="gloo") as world,
-        refused("compress-not-floats", compress=text, parameter="p0", dtype=str(dtype)[6:]),
-    ):
-        Summing(world.group, text, [odd])
+    name = str(dtype).removeprefix("torch.")
+    with lockstep.init(backend="gloo") as world:
+        for text in EVERY:
+            with refused("compress-not-floats", compress=text, parameter="p0", dtype=name):
+                Summing(world.group, text, [odd])

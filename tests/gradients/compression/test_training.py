@@ -4,21 +4,30 @@ and what is refused.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning
-from lockstep.testing import run_ranks
+from tests import zoo
 from tests.gradients.compression.summing import EVERY, OWING
 from tests.refused import refused
+from tests.step.walking import ending_groups, same, walk
+from tests.teams import on_team
+
+
+@pytest.fixture
+def world() -> Iterator[lockstep.World]:
+    with lockstep.init(backend="gloo") as world:
+        yield world
 
 
 def net() -> nn.Module:
@@ -40,247 +49,185 @@ def images() -> TensorDataset:
     return TensorDataset(x, x.flatten(1)[:, :4].argmax(1))
 
 
-class Run:
-    """`micro_batch` 4: a full window has `global_batch / 4` slots, the last of an epoch fewer."""
+@dataclass
+class Trained:
+    losses: list[float]
+    weights: list[Tensor]
+    owed: dict[str, Tensor]
 
-    def __init__(
-        self,
-        world: lockstep.World,
-        compress: str,
-        *,
-        global_batch: int = 16,
-        update: str = "replicated",
-    ) -> None:
-        self.world = world
+
+class Run:
+    """`micro_batch` 4: a full window has 4 slots, the last of an epoch fewer."""
+
+    def __init__(self, compress: str, update: str = "replicated") -> None:
         self.model = net()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.stepper = lockstep.Stepper(
             self.model,
-            optimizer,
+            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
             compress=compress,
             update=update,
             bucket_mb=2**-11,
             clip=5.0,
-            world=world,
         )
-        self.loader = lockstep.Loader(images(), global_batch=global_batch, micro_batch=4, seed=3)
+        assert len(self.stepper.reducer.buckets) > 2
+        self.loader = lockstep.Loader(images(), global_batch=16, micro_batch=4, seed=3)
 
-    def train(
-        self, epochs: int, checkpoints: lockstep.Checkpoints | None = None, stop: int | None = None
-    ) -> list[float]:
+    def train(self, epochs: int, stop: int | None = None) -> Trained:
         losses = []
-        for epoch in self.loader.epochs(epochs):
-            for window in epoch:
-                for x, y in self.stepper.micro_batches(window):
-                    self.stepper.backward(
-                        F.cross_entropy(self.model(x), y, reduction="sum"), weight=len(y)
-                    )
-                losses.append(self.stepper.step().loss)
-                if self.stepper.steps == stop:
-                    if checkpoints is not None:
-                        checkpoints.save()
-                    return losses
-        return losses
-
-    def weights(self) -> list[Tensor]:
-        return [value.clone() for value in self.model.state_dict().values()]
+        for window in chain.from_iterable(self.loader.epochs(epochs)):
+            losses.append(walk(self.stepper, window).loss)
+            if self.stepper.steps == stop:
+                break
+        weights = [value.clone() for value in self.model.state_dict().values()]
+        return Trained(losses, weights, self.owed())
 
     def owed(self) -> dict[str, Tensor]:
-        (keeper,) = (
-            each for each in self.stepper.keepers() if "compression" in type(each).__module__
-        )
+        keepers = self.stepper.keepers()
+        (keeper,) = (keeper for keeper in keepers if "compression" in type(keeper).__module__)
         return {name: value.clone() for name, value in keeper.kept()[1].items()}
 
 
-def trained(
-    world: lockstep.World, compress: str, options: dict[str, Any]
-) -> tuple[list[float], list[Tensor]]:
-    run = Run(world, compress, **options)
-    assert len(run.stepper.reducer.buckets) > 2
-    losses = run.train(6)
-    return losses, run.weights()
-
-
-def trained_in_every_way(world: lockstep.World) -> dict[str, tuple[list[float], list[Tensor]]]:
-    return {compress: trained(world, compress, {}) for compress in EVERY}
-
-
-@cache
-def every(workers: int) -> list[dict[str, tuple[list[float], list[Tensor]]]]:
-    """Ranks start once for all ways to compress."""
-    return run_ranks(trained_in_every_way, workers)
+def trained(world: lockstep.World, compress: str, updates: list[str]) -> list[Trained]:
+    return [Run(compress, update).train(5) for update in updates]
 
 
 @pytest.mark.parametrize("compress", EVERY)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_it_learns_with_the_same_weights_on_all_ranks(compress: str, workers: int) -> None:
     """5 ranks and 4 micro-batches: one rank is idle, and in the short step that ends an epoch
-    four are.
+    four are. A sharded update has the replicated one's bits.
     """
-    found = [ranks[compress] for ranks in every(workers)]
-    for _, weights in found[1:]:
-        assert all(map(torch.equal, weights, found[0][1]))
-    losses = found[0][0]
+    updates = ["replicated", "sharded"] if workers == 2 and compress != "fp16" else ["replicated"]
+    ranks = on_team(trained, workers, (compress, updates))
+    for rank in ranks:
+        for result in rank:
+            assert result.losses == rank[0].losses
+            assert same(result.weights, ranks[0][0].weights)
+    losses = ranks[0][0].losses
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8", "powersgd:2"])
-def test_a_sharded_update_has_the_replicated_ones_bits(compress: str) -> None:
-    one = [ranks[compress] for ranks in every(2)]
-    other = run_ranks(trained, 2, args=(compress, {"update": "sharded"}))
-    for (losses, weights), (theirs, their_weights) in zip(one, other, strict=True):
-        assert losses == theirs
-        assert all(map(torch.equal, weights, their_weights))
+def undisturbed(world: lockstep.World, compress: str) -> Trained:
+    return Run(compress).train(2)
 
 
-Told = tuple[list[float], list[Tensor], dict[str, Tensor]]
+def begun(world: lockstep.World, compress: str, folder: Path) -> Trained:
+    """Four steps, which are saved."""
+    with ending_groups():
+        run = Run(compress)
+        checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
+        result = run.train(2, stop=4)
+        checkpoints.save()
+        checkpoints.close()
+        return result
 
 
-def undisturbed(world: lockstep.World, compress: str) -> Told:
-    run = Run(world, compress)
-    losses = run.train(2)
-    return losses, run.weights(), run.owed()
-
-
-def begun(world: lockstep.World, compress: str, folder: str) -> dict[str, Tensor]:
-    run = Run(world, compress)
-    checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
-    run.train(2, checkpoints, stop=4)
-    checkpoints.close()
-    return run.owed()
-
-
-def whole_and_begun(
-    world: lockstep.World, compress: str, folder: str
-) -> tuple[Told, dict[str, Tensor]]:
-    return undisturbed(world, compress), begun(world, compress, folder)
-
-
-def gone_on(world: lockstep.World, compress: str, folder: str) -> tuple[dict[str, Tensor], Told]:
-    """What is owed when it goes on, and what becomes of it."""
-    run = Run(world, compress)
-    assert lockstep.Checkpoints(folder, run.stepper, run.loader).resume() is not None
-    before = run.owed()
-    return before, (run.train(2), run.weights(), run.owed())
+def resumed(
+    world: lockstep.World, compress: str, folder: Path
+) -> tuple[dict[str, Tensor], Trained]:
+    """What is owed when it resumes, and what becomes of it."""
+    with ending_groups():
+        run = Run(compress)
+        assert lockstep.Checkpoints(folder, run.stepper, run.loader).resume() is not None
+        return run.owed(), run.train(2)
 
 
 @pytest.mark.parametrize("compress", OWING)
 def test_a_resumed_training_is_the_one_that_was_not_stopped(compress: str, tmp_path: Path) -> None:
-    whole, left = zip(*run_ranks(whole_and_begun, 2, args=(compress, str(tmp_path))), strict=True)
-    for rank, (before, (losses, weights, owed)) in enumerate(
-        run_ranks(gone_on, 2, args=(compress, str(tmp_path)))
-    ):
-        assert before.keys() == left[rank].keys()
-        assert all(torch.equal(before[name], left[rank][name]) for name in before)
-        assert losses == whole[rank][0][4:]
-        assert all(map(torch.equal, weights, whole[rank][1]))
-        assert all(torch.equal(owed[name], whole[rank][2][name]) for name in owed)
+    expected = on_team(undisturbed, 2, (compress,))
+    left = on_team(begun, 2, (compress, tmp_path))
+    for rank, (owed, result) in enumerate(on_team(resumed, 2, (compress, tmp_path))):
+        assert same(owed, left[rank].owed)
+        assert result.losses == expected[rank].losses[4:]
+        assert same(result.weights, expected[rank].weights)
+        assert same(result.owed, expected[rank].owed)
 
 
-@pytest.mark.parametrize(("then", "now"), [(3, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 1), (2, 3)])
 def test_at_another_number_of_ranks_nothing_that_is_owed_is_lost(
-    then: int, now: int, tmp_path: Path
+    before: int, after: int, tmp_path: Path
 ) -> None:
-    left = run_ranks(begun, then, args=("int8", str(tmp_path)))
-    found = run_ranks(gone_on, now, args=("int8", str(tmp_path)))
-    for name in left[0]:
-        for rank, (before, _) in enumerate(found):
-            expected = sum(
-                (left[each][name] for each in range(rank, then, now)),
-                torch.zeros_like(before[name]),
-            )
-            assert torch.equal(before[name], expected)
-    for _, (losses, weights, _) in found:
-        assert len(losses) == 8
-        assert all(map(torch.equal, weights, found[0][1][1]))
+    left = [rank.owed for rank in on_team(begun, before, ("int8", tmp_path))]
+    ranks = on_team(resumed, after, ("int8", tmp_path))
+    for rank, (owed, result) in enumerate(ranks):
+        for name in left[0]:
+            expected = torch.zeros_like(owed[name])
+            for one in left[rank::after]:
+                expected = expected + one[name]
+            assert torch.equal(owed[name], expected)
+        assert len(result.losses) == 8
+        assert same(result.weights, ranks[0][1].weights)
 
 
 def skipped(
     world: lockstep.World, compress: str
-) -> tuple[bool, dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
-    run = Run(world, compress)
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    """What is owed before and after a step that is skipped, and the weights after the next."""
+    run = Run(compress)
     run.train(1, stop=3)
     before = run.owed()
-    x, y = next(iter(torch.utils.data.DataLoader(images(), batch_size=4)))
-    for each in run.stepper.micro_batches([x]):
-        run.stepper.backward(
-            F.cross_entropy(run.model(each), y, reduction="sum")
-            * (torch.nan if world.rank == 1 else 1.0),
-            weight=4,
-        )
+    x, y = images()[:4]
+    for inputs, classes in run.stepper.micro_batches([(x, y)]):
+        factor = torch.nan if world.rank == 1 else 1.0
+        run.stepper.backward(zoo.loss_sum(run.model(inputs), classes) * factor, weight=4)
     with pytest.warns(LockstepWarning, match="was skipped") if world.rank == 0 else torch.no_grad():
-        applied = run.stepper.step().applied
+        assert not run.stepper.step().applied
     between = run.owed()
-    for each in run.stepper.micro_batches([x]):
-        run.stepper.backward(F.cross_entropy(run.model(each), y, reduction="sum"), weight=4)
-    assert run.stepper.step().applied
-    return applied, before, between, run.weights()
+    assert walk(run.stepper, [(x, y)]).applied
+    return before, between, [value.clone() for value in run.model.state_dict().values()]
 
 
 @pytest.mark.parametrize("compress", OWING)
 def test_a_skipped_step_leaves_what_is_owed_and_training_goes_on(compress: str) -> None:
-    found = run_ranks(skipped, 2, args=(compress,))
-    for applied, before, between, weights in found:
-        assert not applied
-        assert all(torch.equal(before[name], between[name]) for name in before)
-        assert all(each.isfinite().all() for each in weights)
-        assert all(map(torch.equal, weights, found[0][3]))
+    ranks = on_team(skipped, 2, (compress,))
+    for before, between, weights in ranks:
+        assert same(before, between)
+        assert all(value.isfinite().all() for value in weights)
+        assert same(weights, ranks[0][2])
 
 
-def of_layers_that_come_and_go(world: lockstep.World) -> list[set[str]]:
-    run = Run(world, "int8")
-    found = []
+def of_layers_that_come_and_go(world: lockstep.World) -> tuple[set[str], set[str]]:
+    run = Run("int8")
     run.train(1, stop=2)
-    found.append(set(run.owed()))
-    first = run.owed()["error/6.weight"]
+    before = run.owed()
     run.model[0].requires_grad_(False)
     run.stepper.reducer.reset()
-    found.append(set(run.owed()))
-    assert torch.equal(run.owed()["error/6.weight"], first)
-    return found
+    after = run.owed()
+    assert torch.equal(before["error/6.weight"], after["error/6.weight"])
+    return {*before}, {*after}
 
 
 def test_a_frozen_layer_is_owed_nothing_and_others_keep_theirs() -> None:
-    all_of_them, fewer = run_ranks(of_layers_that_come_and_go, 2)[0]
-    assert {name.removeprefix("error/") for name in all_of_them} == {
-        name for name, _ in net().named_parameters()
-    }
-    assert all_of_them - fewer == {"error/0.weight", "error/0.bias"}
+    before, after = on_team(of_layers_that_come_and_go, 2)[0]
+    assert before == {f"error/{name}" for name, _ in net().named_parameters()}
+    assert before - after == {"error/0.weight", "error/0.bias"}
 
 
 def stepper_for(model: nn.Module, **options: Any) -> lockstep.Stepper:
     return lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
-def test_a_rank_above_every_matrix_is_refused_and_one_that_pays_nowhere_is_warned_of() -> None:
+def test_a_rank_above_every_matrix_is_refused_and_one_that_pays_nowhere_is_warned_of(
+    world: lockstep.World,
+) -> None:
     model = nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 16))
-    with lockstep.init(backend="gloo"):
-        with refused(
-            "powersgd-rank-too-large", compress="powersgd:9", columns=9, parameter="0.weight"
-        ):
-            stepper_for(model, compress="powersgd:9")
-        with pytest.warns(LockstepWarning, match="makes no gradient of this model smaller"):
-            stepper_for(model, compress="powersgd:8")
-        with refused("powersgd-without-matrix", compress="powersgd:1"):
-            stepper_for(nn.LayerNorm(8), compress="powersgd:1")
-        assert stepper_for(model, compress="powersgd:2").reducer.reduction.name == "powersgd:2"
+    with refused("powersgd-rank-too-large", compress="powersgd:9", columns=9, parameter="0.weight"):
+        stepper_for(model, compress="powersgd:9")
+    with pytest.warns(LockstepWarning, match="makes no gradient of this model smaller"):
+        stepper_for(model, compress="powersgd:8")
+    with refused("powersgd-without-matrix", compress="powersgd:1"):
+        stepper_for(nn.LayerNorm(8), compress="powersgd:1")
+    assert stepper_for(model, compress="powersgd:2").reducer.reduction.name == "powersgd:2"
 
 
-def test_a_loss_scaler_and_a_wrapped_model_are_refused() -> None:
-    with lockstep.init(backend="gloo"):
-        scaler = torch.amp.GradScaler("cpu")
-        with refused("loss-scaler-does-not-fit", option="compress='int8'"):
-            stepper_for(net(), compress="int8", scaler=scaler)
-        assert stepper_for(net(), compress="fp16", scaler=scaler).reducer.reduction.name == "fp16"
-        with refused("needs-bare-module", option="compress='bf16'"):
-            stepper_for(lockstep.DistributedDataParallel(net()), compress="bf16")
-
-
-def test_a_complex_parameter_is_named() -> None:
+def test_what_cannot_be_compressed_is_refused(world: lockstep.World) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with refused("loss-scaler-does-not-fit", option="compress='int8'"):
+        stepper_for(net(), compress="int8", scaler=scaler)
+    assert stepper_for(net(), compress="fp16", scaler=scaler).reducer.reduction.name == "fp16"
+    with refused("needs-bare-module", option="compress='bf16'"):
+        stepper_for(lockstep.DistributedDataParallel(net()), compress="bf16")
     model = net()
     model[4].weight = nn.Parameter(torch.zeros(40, 128, dtype=torch.complex64))
-    with (
-        lockstep.init(backend="gloo"),
-        refused("compress-not-floats", compress="bf16", parameter="4.weight", dtype="complex64"),
-    ):
+    with refused("compress-not-floats", compress="bf16", parameter="4.weight", dtype="complex64"):
         stepper_for(model, compress="bf16")

@@ -21,35 +21,23 @@ COURSE = EpochCourse(0, 0, 0, 9, 2, 2)
 
 
 class Alone(Group):
-    """Rank `rank` of `size`, which asks no other rank."""
+    """Rank 0 of 2, which asks no other rank."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
-def parameters() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(*shape, generator=generator))
-        for shape in ((40, 60), (60,), (0, 3), (3, 60))
-    ]
-
-
-def masters_of(rank: int) -> Masters:
-    params = parameters()
-    entries = [
-        Entry(str(number), each.numel(), each.dtype, each.device)
-        for number, each in enumerate(params)
-    ]
-    return Masters(params, plan(entries, [3, 2, 1, 0]), Alone(rank, 2), owners=1)
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
 
 
 def server(clip: float | None = None) -> tuple[Masters, Server, torch.optim.Optimizer]:
-    masters = masters_of(0)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((40, 60), (60,), (0, 3), (3, 60))
+    parameters = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in shapes]
+    entries = [
+        Entry(str(number), parameter.numel(), parameter.dtype, parameter.device)
+        for number, parameter in enumerate(parameters)
+    ]
+    masters = Masters(parameters, plan(entries, [3, 2, 1, 0]), Alone(), owners=1)
     optimizer = torch.optim.SGD(masters.views, lr=0.5, momentum=0.9)
-    updated: Any = SimpleNamespace(
-        everyone=Alone(0, 2), optimizer=optimizer, scheduler=None, clip=clip
-    )
+    updated: Any = SimpleNamespace(everyone=Alone(), optimizer=optimizer, scheduler=None, clip=clip)
     cut: Any = SimpleNamespace(shards=masters)
     return masters, Server(Schedule(2, math.inf), updated, cut), optimizer
 
@@ -72,41 +60,6 @@ def window(server: Server, pushes: list[tuple[list[Tensor], float, float]]) -> l
     for rank, (flats, loss, weight) in enumerate(pushes):
         server.push(rank, [loss, weight, 1, 0], flats)
     return pulled
-
-
-def test_rank_0_has_every_parameter_and_the_others_none() -> None:
-    params, masters = parameters(), masters_of(0)
-    for parameter in params:
-        assert sum(map(torch.Tensor.numel, masters.mine_of(parameter))) == 0
-    for parameter in masters.parameters:
-        (view,) = masters.mine_of(parameter) or [torch.empty(0)]
-        assert torch.equal(view.detach(), parameter.detach().flatten())
-    assert masters_of(1).views == []
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_a_window_is_its_sum_over_its_weight(clip: float | None) -> None:
-    masters, target, _ = server(clip)
-    params = parameters()
-    reference = torch.optim.SGD(params, lr=0.5, momentum=0.9)
-    for seed in range(3):
-        ours, theirs = gradients(masters, seed), gradients(masters, 10 + seed)
-        window(target, [(ours, 1.0, 3.0), (theirs, 1.0, 1.0)])
-        total = [(a + b) / 4 for a, b in zip(ours, theirs, strict=True)]
-        for view, gradient in zip(masters.views, masters.parts(total), strict=True):
-            (number,) = [
-                piece.parameter
-                for piece, other in zip(masters.pieces, masters.views, strict=True)
-                if other is view
-            ]
-            params[number].grad = gradient.view(params[number].shape)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(params, clip)
-        reference.step()
-    for piece, view in zip(masters.pieces, masters.views, strict=True):
-        assert torch.allclose(view, params[piece.parameter].flatten(), atol=1e-6)
-    assert [done.weight for done in target.applied()] == [4.0] * 3
-    assert target.applied() == ()
 
 
 @pytest.mark.parametrize(

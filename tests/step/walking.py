@@ -1,0 +1,102 @@
+"""What tests of training do again and again: one step over a list of batches, copies of weights,
+and exact mode on a team.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.step.step_result import StepResult
+from lockstep.world.world import World
+from tests import zoo
+
+if dist.is_initialized():
+    # On a team's rank. The thread of collectives lives until the world closes; started by a test's
+    # function it would count as left behind.
+    World.current().group.in_background(int).result()
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def walk(stepper: lockstep.Stepper, batches: Iterable[Any]) -> StepResult:
+    """Take one step of classification over micro-batches of inputs and classes."""
+    for x, y in stepper.micro_batches(batches):
+        stepper.backward(zoo.loss_sum(stepper.model(x), y), weight=len(y))
+    return stepper.step()
+
+
+def walk_epochs(
+    stepper: lockstep.Stepper, loader: lockstep.Loader, epochs: int
+) -> list[StepResult]:
+    """Take the steps of some epochs of a classification."""
+    return [walk(stepper, window) for epoch in loader.epochs(epochs) for window in epoch]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of the parameters."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the gradients that there are."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values have the same bits, tensors in dicts and lists too."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Compute deterministically inside only. Exact mode does so until the world closes, and the
+    world of a team stays.
+    """
+    workspace = os.environ.get(_CUBLAS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+class _Ended:
+    """Stands in torch's list of names for a process group that has ended."""
+
+    def shutdown(self) -> None: ...
+
+
+@contextmanager
+def ending_groups() -> Iterator[None]:
+    """End the process groups that are made inside. Those of Checkpoints and of a server last until
+    the world closes, and the world of a team stays.
+
+    torch names a group by its ranks and the number of groups there are: under an old name it would
+    read the old group's addresses. So each ended group goes on to count.
+    """
+    world: Any = dist.distributed_c10d._world
+    before = set(world.pg_map)
+    yield
+    for group in set(world.pg_map) - before:
+        dist.destroy_process_group(group)
+        world.pg_names[_Ended()] = "ended"
