@@ -66,23 +66,17 @@ _OFTEN_IMPORTED = (
 )
 # files of which one test takes long: begun last, it would have a core to itself at the end
 _FIRST = (
+    "docs/test_readme.py",
+    "docs/test_how_to.py",
     "launcher/ray/test_driver.py",
-    "contract/test_torch_c10d.py",
-    "launcher/slurm/test_jobs.py",
     "integrations/test_ray_train.py",
-    "promises/test_chaos.py",
+    "docs/test_course.py",
+    "docs/test_site.py",
+    "contract/test_torch_c10d.py",
+    "promises/test_same_gradients.py",
+    "launcher/slurm/test_jobs.py",
     "simulation/test_checkpoints.py",
-    "simulation/test_claims.py",
-    "simulation/test_restarts.py",
-    "contract/test_torch_ddp.py",
-    "launcher/slurm/test_places.py",
-    "launcher/test_start.py",
-    "model_parallel/test_training.py",
     "cli/test_preemption.py",
-    "cli/test_verify.py",
-    "launcher/test_stalls.py",
-    "test_guide.py",
-    "tools/verify/test_verdict.py",
 )
 _FILE_SECONDS = 20.0
 _seconds: Counter[str] = Counter()

@@ -32,8 +32,8 @@ from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, U
 from lockstep.testing import run_ranks
 from tests import zoo
 from tests.checkpoints.model_alone import write_model
-from tests.checkpoints.ranks import on_ranks
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def net() -> nn.Module:
@@ -182,7 +182,7 @@ def tied(world: lockstep.World, folder: Path, resume: bool) -> tuple[str, dict[s
 
 
 def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) -> None:
-    digest, state = on_ranks(tied, 2, args=(tmp_path, False))[0]
+    digest, state = on_team(tied, 2, args=(tmp_path, False))[0]
     found, _ = files.newest_whole(tmp_path)
     assert found is not None
     other = zoo.Awkward()
@@ -190,7 +190,7 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
     assert sha256(found.tensors) == digest
     assert "tied.weight" not in found.tensors
-    assert on_ranks(tied, 2, args=(tmp_path, True))[1][0] == digest
+    assert on_team(tied, 2, args=(tmp_path, True))[1][0] == digest
     # as it was written before
     older = write_model(tmp_path / "older", found.step, found.tensors, found.state)
     assert "tied.weight" not in load_file(older / files.MODEL)
@@ -198,11 +198,11 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
         shutil.copy(part, older)
     written = [path for path in sorted(older.iterdir()) if not path.name.startswith("manifest")]
     manifest.seal(older, found.step, [manifest.measured(path) for path in written])
-    assert on_ranks(tied, 2, args=(tmp_path / "older", True))[1][0] == digest
+    assert on_team(tied, 2, args=(tmp_path / "older", True))[1][0] == digest
 
 
 def test_the_folder_is_plain(tmp_path: Path) -> None:
-    on_ranks(stopped, 2, args=(tmp_path, 8))
+    on_team(stopped, 2, args=(tmp_path, 8))
     folder = tmp_path / "step-0000008"
     parts = {"model.safetensors", "state.json", "manifest.json", "manifest.sha256"}
     assert {path.name for path in folder.iterdir()} >= parts
@@ -220,7 +220,7 @@ def test_the_folder_is_plain(tmp_path: Path) -> None:
 
 
 def test_only_so_many_are_kept_and_the_best(tmp_path: Path) -> None:
-    on_ranks(best_and_more, 2, args=(tmp_path,))
+    on_team(best_and_more, 2, args=(tmp_path,))
     steps = [folders.step_of(path) for path in folders.written(tmp_path)]
     assert steps == [1, 4, 5]
     assert files.best(tmp_path) == tmp_path / "step-0000001"
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     octets = bytearray(file.read_bytes())
     octets[-5] ^= 8
     file.write_bytes(octets)
-    (step, [said]), second = on_ranks(chosen, 2, args=(folder,))
+    (step, [said]), second = on_team(chosen, 2, args=(folder,))
     assert step == 4
     assert said.startswith("rejected step-0000008")
     assert "[checkpoint-file-changed]" in said
@@ -368,7 +368,7 @@ def test_a_kill_at_every_write_leaves_a_whole_checkpoint(two: Path, tmp_path: Pa
     """Step 8 is there, step 15 is being saved, and step 4 removed: 15 is found whole or not at
     all.
     """
-    [outcomes] = on_ranks(killed_at_every_write, 1, args=(two, tmp_path))
+    [outcomes] = on_team(killed_at_every_write, 1, args=(two, tmp_path))
     codes, steps, damaged = zip(*outcomes, strict=True)
     assert codes == (*[-signal.SIGKILL] * (len(codes) - 1), 0)
     assert set(damaged) == {0}, "nothing half written is under a checkpoint's name"
@@ -413,7 +413,7 @@ def disk_refuses(world: lockstep.World, folder: Path, cause: str) -> tuple[str, 
 def test_a_disk_that_takes_nothing_is_one_error_on_all_and_the_old_checkpoint_stays(
     tmp_path: Path, cause: str, said: str
 ) -> None:
-    (message, names, step), *others = on_ranks(disk_refuses, 3, args=(tmp_path, cause))
+    (message, names, step), *others = on_team(disk_refuses, 3, args=(tmp_path, cause))
     assert "step-0000004" in message
     assert said in message
     assert (names, step) == (["step-0000004"], 4)
@@ -443,7 +443,7 @@ def other(world: lockstep.World, folder: Path) -> list[str]:
 
 
 def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
-    for optimizer, loader, model in on_ranks(other, 2, args=(two,)):
+    for optimizer, loader, model in on_team(other, 2, args=(two,)):
         assert "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd" in optimizer
         assert "micro_batch was 2 and is 4" in loader
         assert "[checkpoint-of-another-model]" in model
@@ -479,7 +479,7 @@ def by_itself(world: lockstep.World, folder: Path) -> list[str]:
 
 
 def test_without_a_number_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
-    ranks = on_ranks(by_itself, 2, args=(tmp_path,))
+    ranks = on_team(by_itself, 2, args=(tmp_path,))
     assert ranks == [["step-0000002", "step-0000015"]] * 2
     state = json.loads((tmp_path / "step-0000002" / "state.json").read_text())
     assert state["step"] == 2
@@ -510,15 +510,15 @@ def closed(
 
 @pytest.mark.parametrize("every", [100, None])
 def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int | None) -> None:
-    assert on_ranks(closed, 2, (tmp_path, every, 44, False))[0][-1] == 44
+    assert on_team(closed, 2, (tmp_path, every, 44, False))[0][-1] == 44
     assert files.read(folders.folder_of(tmp_path, 44)).state["said"] == 43
     # resumed: nothing is newer
-    assert on_ranks(closed, 1, (tmp_path, every, 0, False))[0][-1] == 44
+    assert on_team(closed, 1, (tmp_path, every, 0, False))[0][-1] == 44
 
 
 def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:
     """The other ranks may not come."""
-    assert on_ranks(closed, 2, (tmp_path, 100, 3, True)) == [[], []]
+    assert on_team(closed, 2, (tmp_path, 100, 3, True)) == [[], []]
 
 
 RATES = [0.1, 0.0933, 0.075, 0.05, 0.025, 0.0067]  # of CosineAnnealingLR, by epoch
@@ -565,8 +565,8 @@ def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(
     tmp_path: Path, stop: int, where: str
 ) -> None:
     over = 2 if stop == 10 else 1  # the epoch of the last step is not in the list
-    assert on_ranks(stepping_the_scheduler, 2, (tmp_path, stop, where))[0] == RATES[:over]
-    assert on_ranks(stepping_the_scheduler, 3, (tmp_path, 0, where)) == [RATES[2:]] * 3
+    assert on_team(stepping_the_scheduler, 2, (tmp_path, stop, where))[0] == RATES[:over]
+    assert on_team(stepping_the_scheduler, 3, (tmp_path, 0, where)) == [RATES[2:]] * 3
 
 
 def test_a_step_of_the_scheduler_that_no_checkpoint_has_is_said(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from lockstep.checkpoints.identity import sha256, weights
 from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, stored, write
 from lockstep.errors import TaskError, UsageError
 from lockstep.training.train import train
-from tests.checkpoints.ranks import on_ranks
 from tests.refused import refused
+from tests.teams import on_team
 from tests.training import toy
 
 INTEGERS = [
@@ -71,7 +71,7 @@ def on_rank(world: lockstep.World, run: str) -> str:
 
 
 def test_every_dtype_is_trained_saved_and_read_back(tmp_path: Path) -> None:
-    first, second = on_ranks(on_rank, 2, args=(str(tmp_path / "run"),))
+    first, second = on_team(on_rank, 2, args=(str(tmp_path / "run"),))
     assert first == second
     found = files.read(tmp_path / "run" / "checkpoints" / "step-0000003").tensors
     assert sha256(found) == first
@@ -205,5 +205,5 @@ def saved_packed(world: lockstep.World, folder: str) -> int:
 
 def test_optimizer_state_that_cannot_be_saved_is_named_on_all_ranks(tmp_path: Path) -> None:
     """Also where one rank alone would write it; and all go on together."""
-    assert on_ranks(saved_packed, 2, args=(str(tmp_path),)) == [2, 2]
+    assert on_team(saved_packed, 2, args=(str(tmp_path),)) == [2, 2]
     assert not list(tmp_path.glob("step-*"))

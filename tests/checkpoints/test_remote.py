@@ -22,9 +22,9 @@ import lockstep
 from lockstep.checkpoints import files
 from lockstep.checkpoints.remote import Remote
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
-from tests.checkpoints.ranks import on_ranks
 from tests.checkpoints.test_checkpoints import Run, chosen, stopped
 from tests.refused import refused
+from tests.teams import on_team
 from tests.training import toy
 
 
@@ -41,7 +41,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copies of steps 4 and 8, in a folder."""
     folder = tmp_path_factory.mktemp("remote")
     options = {"keep": 2, "remote": str(folder / "there")}
-    on_ranks(stopped, 2, args=(folder / "here", 8), kwargs=options)
+    on_team(stopped, 2, args=(folder / "here", 8), kwargs=options)
     return folder / "there"
 
 
@@ -56,8 +56,8 @@ def test_a_training_goes_on_from_its_copies_where_nothing_else_is_left(
 ) -> None:
     assert sorted(path.name for path in two.iterdir()) == ["step-0000004", "step-0000008"]
     assert all(files.read(path) for path in two.iterdir())
-    undisturbed = on_ranks(resumed, 2, args=(tmp_path / "whole", str(tmp_path / "elsewhere")))
-    ranks = on_ranks(resumed, 2, args=(tmp_path / "here", f"file://{there}"))
+    undisturbed = on_team(resumed, 2, args=(tmp_path / "whole", str(tmp_path / "elsewhere")))
+    ranks = on_team(resumed, 2, args=(tmp_path / "here", f"file://{there}"))
     for (_, losses, weights), (step, rest, ours) in zip(undisturbed, ranks, strict=True):
         assert (step, rest) == (8, losses[8:])
         assert all(map(torch.equal, ours, weights))
@@ -86,10 +86,10 @@ def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
     shutil.copytree(there, here)
     shutil.rmtree(there / "step-0000008")
     options = {"remote": str(there)}
-    assert on_ranks(chosen, 2, args=(here,), kwargs=options) == [(8, [])] * 2
+    assert on_team(chosen, 2, args=(here,), kwargs=options) == [(8, [])] * 2
     shutil.rmtree(here / "step-0000004")
     (here / "step-0000008" / "state.json").unlink()
-    step, [said] = on_ranks(chosen, 2, args=(here,), kwargs=options)[0]
+    step, [said] = on_team(chosen, 2, args=(here,), kwargs=options)[0]
     assert step == 4
     assert "state.json is missing [checkpoint-file-missing]; " in said
     assert said.endswith("falling back to step-0000004 (4 steps lost)")
@@ -181,7 +181,7 @@ def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
     assert str(caught.value).startswith(f"{there}: ")
     assert list((tmp_path / "down").iterdir()) == []
     options = {"remote": str(there)}
-    (step, [said]), second = on_ranks(chosen, 2, args=(tmp_path / "here",), kwargs=options)
+    (step, [said]), second = on_team(chosen, 2, args=(tmp_path / "here",), kwargs=options)
     assert step == 4
     assert f"{there}: " in said
     assert f"[{code}]" in said
@@ -244,7 +244,7 @@ def unreachable(world: lockstep.World, folder: Path) -> tuple[list[str], str, li
 
 
 def test_what_could_not_be_copied_is_said_made_up_for_and_never_left_unsaid(tmp_path: Path) -> None:
-    (first, end, steps), (second, also, _) = on_ranks(unreachable, 2, args=(tmp_path,))
+    (first, end, steps), (second, also, _) = on_team(unreachable, 2, args=(tmp_path,))
     assert (first, second) == ([f"a checkpoint is in {tmp_path}/here only: no route"], [])
     assert (
         end

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning, UnusedParameters
-from tests.collectives.tidy import tidied
 from tests.teams import on_team
 
 WORKERS = [1, 3, pytest.param(2, marks=pytest.mark.rest)]
@@ -74,7 +73,6 @@ def skipping(world: lockstep.World, method: dict[str, Any]) -> Any:
     return [each.detach() for each in model.parameters()], unused
 
 
-@tidied
 def skipping_by_every_method(world: lockstep.World) -> Any:
     return [skipping(world, method) for method in METHODS]
 
@@ -106,7 +104,6 @@ def test_what_nobody_used_does_not_move_on_any_number_of_ranks(workers: int) -> 
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=str(method))
 
 
-@tidied
 def refusing(world: lockstep.World) -> list[list[str]]:
     names = []
     for method in METHODS:

@@ -21,7 +21,6 @@ from lockstep.checkpoints import folders
 from lockstep.collectives.schedule import slice_of
 from lockstep.errors import CorruptResult, LockstepError
 from lockstep.testing import run_ranks
-from tests.collectives.tidy import tidied
 from tests.refused import refused
 from tests.teams import on_team
 
@@ -108,7 +107,6 @@ Options = dict[str, Any]
 WORLD_SIZES = [2, pytest.param(3, marks=pytest.mark.rest)]
 
 
-@tidied
 def undisturbed(world: lockstep.World, options: Options) -> tuple[str, int | None]:
     training = Training(world, **options)
     sha256 = training.run()
@@ -225,7 +223,6 @@ def intercept(training: Training, how: Callable[[Any, Any], Any]) -> None:
     reduction.start = once  # type: ignore[method-assign]
 
 
-@tidied
 def refusal(
     world: lockstep.World,
     hurt: Callable[[Training], None],
@@ -346,7 +343,6 @@ def change(training: Training) -> None:
     training.model.last.weight.data.mul_(0.5)
 
 
-@tidied
 def changing(world: lockstep.World) -> str:
     return Training(world).run(after=change)
 
@@ -413,7 +409,6 @@ class Stream(IterableDataset[Any]):
         return iter(samples())
 
 
-@tidied
 def misused(world: lockstep.World) -> None:
     if world.size == 1:
         with refused("witness-alone", witness=0.01):
@@ -436,7 +431,6 @@ def test_a_witness_needs_another_rank_its_window_and_the_whole_loop(world_size: 
     on_team(misused, world_size)
 
 
-@tidied
 def witnessed(world: lockstep.World, witness: str | float) -> list[int]:
     """Which of 200 steps."""
     training = Training(world, witness=witness)

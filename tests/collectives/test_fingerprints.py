@@ -28,7 +28,7 @@ from lockstep.errors import (
     WorkerFailed,
 )
 from lockstep.testing import run_ranks
-from tests.collectives.tidy import group_of_its_own
+from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused
 from tests.teams import on_team
 

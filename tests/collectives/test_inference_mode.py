@@ -11,11 +11,9 @@ import torch
 
 import lockstep
 from lockstep import collectives
-from tests.collectives.tidy import tidied
 from tests.teams import on_team
 
 
-@tidied
 def every_collective(world: lockstep.World, algorithm: Any) -> list[list[float]]:
     found: list[list[float]] = []
     rank, size = world.rank, world.size

@@ -22,7 +22,7 @@ from lockstep.collectives import by_schedule, in_process
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.errors import CollectiveMismatch, PeerFailed, WorkerFailed
 from lockstep.testing import run_ranks
-from tests.collectives.tidy import group_of_its_own
+from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused
 from tests.teams import on_team
 

@@ -22,7 +22,7 @@ import lockstep
 from lockstep.errors import LateGradient, LockstepError, UsageError
 from lockstep.launcher.failures import readable_traceback
 from tests import zoo
-from tests.collectives.tidy import group_of_its_own
+from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused
 from tests.teams import on_team
 

@@ -19,7 +19,7 @@ from lockstep.checkpoints import files, folders
 from lockstep.errors import LockstepError, LockstepWarning, ReplicaDivergence
 from lockstep.testing import run_ranks
 from tests.refused import refused
-from tests.step.walking import deterministic, ending_groups
+from tests.step.walking import deterministic
 from tests.teams import on_team
 from tests.training import toy
 
@@ -65,7 +65,7 @@ def trained(
 ) -> tuple[str, str]:
     """("ok", sha256), or what differs and what the error says."""
     torch.manual_seed(0)
-    with deterministic(), ending_groups():
+    with deterministic():
         try:
             result = lockstep.train(flip.task(world.rank), run=run, world=world, **options)
         except ReplicaDivergence as error:
@@ -174,7 +174,7 @@ def nan(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 def nothing(world: lockstep.World, run: Path) -> str:
     task = toy.task(loss=nan, eval_data=None, metrics=None, best=None, best_mode=None)
-    with ending_groups(), warnings.catch_warnings(action="ignore", category=LockstepWarning):
+    with warnings.catch_warnings(action="ignore", category=LockstepWarning):
         with refused("no-step-applied", LockstepError, steps=8) as caught:
             lockstep.train(task, run=run, world=world)
         return caught.value.code

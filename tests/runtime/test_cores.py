@@ -21,10 +21,13 @@ CORES = os.cpu_count() or 1
         (0.1, 3 * CORES, False),
     ],
 )
-def test_both_must_be_high(tmp_path: Path, load: float, running: int, expected: bool) -> None:
+def test_both_must_be_high(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, running: int, expected: bool
+) -> None:
     file = tmp_path / "loadavg"
     file.write_text(f"{load:.2f} 1.00 1.00 {running}/500 1234\n")
-    found = busy(file)
-    assert (found is not None) == expected
-    if found is not None:
-        assert found.startswith(f"load {load:.1f} on {CORES} core")
+    monkeypatch.setenv("LOCKSTEP_LOADAVG", str(file))
+    sentence = busy()
+    assert (sentence is not None) == expected
+    if sentence is not None:
+        assert sentence.startswith(f"load {load:.1f} on {CORES} core")

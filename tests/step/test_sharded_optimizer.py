@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lockstep
 from tests.refused import refused
-from tests.step.walking import ending_groups, same, weights
+from tests.step.walking import same, weights
 from tests.teams import on_team
 
 
@@ -172,16 +172,13 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 def in_a_subgroup(world: lockstep.World) -> list[float]:
-    with ending_groups():
-        groups = [dist.new_group([0, 1]), dist.new_group([2])]
-        weight = nn.Parameter(torch.full((3000,), float(world.rank // 2)))
-        group = groups[world.rank // 2]
-        optimizer = lockstep.ShardedOptimizer(
-            [weight], torch.optim.SGD, process_group=group, lr=1.0
-        )
-        weight.grad = torch.ones(3000)
-        optimizer.step()
-        return weight.detach().unique().tolist()
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    weight = nn.Parameter(torch.full((3000,), float(world.rank // 2)))
+    group = groups[world.rank // 2]
+    optimizer = lockstep.ShardedOptimizer([weight], torch.optim.SGD, process_group=group, lr=1.0)
+    weight.grad = torch.ones(3000)
+    optimizer.step()
+    return weight.detach().unique().tolist()
 
 
 def test_it_works_in_a_group_of_torchs() -> None:

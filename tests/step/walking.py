@@ -10,18 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.step.step_result import StepResult
-from lockstep.world.world import World
 from tests import zoo
-
-if dist.is_initialized():
-    # On a team's rank. The thread of collectives lives until the world closes; started by a test's
-    # function it would count as left behind.
-    World.current().group.in_background(int).result()
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -78,25 +71,3 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
-
-
-class _Ended:
-    """Stands in torch's list of names for a process group that has ended."""
-
-    def shutdown(self) -> None: ...
-
-
-@contextmanager
-def ending_groups() -> Iterator[None]:
-    """End the process groups that are made inside. Those of Checkpoints and of a server last until
-    the world closes, and the world of a team stays.
-
-    torch names a group by its ranks and the number of groups there are: under an old name it would
-    read the old group's addresses. So each ended group goes on to count.
-    """
-    world: Any = dist.distributed_c10d._world
-    before = set(world.pg_map)
-    yield
-    for group in set(world.pg_map) - before:
-        dist.destroy_process_group(group)
-        world.pg_names[_Ended()] = "ended"

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.errors import CollectiveMismatch, PeerFailed
 from tests.collectives.numbers import folded
-from tests.collectives.tidy import group_of_its_own
+from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused
 from tests.teams import on_team
 from tests.world.siblings import run_siblings

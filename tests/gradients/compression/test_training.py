@@ -20,7 +20,7 @@ from lockstep.errors import LockstepWarning
 from tests import zoo
 from tests.gradients.compression.summing import EVERY, OWING
 from tests.refused import refused
-from tests.step.walking import ending_groups, same, walk
+from tests.step.walking import same, walk
 from tests.teams import on_team
 
 
@@ -113,23 +113,21 @@ def undisturbed(world: lockstep.World, compress: str) -> Trained:
 
 def begun(world: lockstep.World, compress: str, folder: Path) -> Trained:
     """Four steps, which are saved."""
-    with ending_groups():
-        run = Run(compress)
-        checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
-        result = run.train(2, stop=4)
-        checkpoints.save()
-        checkpoints.close()
-        return result
+    run = Run(compress)
+    checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader)
+    result = run.train(2, stop=4)
+    checkpoints.save()
+    checkpoints.close()
+    return result
 
 
 def resumed(
     world: lockstep.World, compress: str, folder: Path
 ) -> tuple[dict[str, Tensor], Trained]:
     """What is owed when it resumes, and what becomes of it."""
-    with ending_groups():
-        run = Run(compress)
-        assert lockstep.Checkpoints(folder, run.stepper, run.loader).resume() is not None
-        return run.owed(), run.train(2)
+    run = Run(compress)
+    assert lockstep.Checkpoints(folder, run.stepper, run.loader).resume() is not None
+    return run.owed(), run.train(2)
 
 
 @pytest.mark.parametrize("compress", OWING)

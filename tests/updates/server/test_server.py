@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -27,7 +26,7 @@ from lockstep.errors import WorkerFailed
 from lockstep.testing import run_ranks
 from tests import zoo
 from tests.refused import refused
-from tests.step.walking import ending_groups, same
+from tests.step.walking import same
 from tests.teams import on_team
 
 SAMPLES, WINDOWS = 44, 5  # windows of an epoch; the last holds 4 samples
@@ -87,36 +86,35 @@ def train(
     model = net(norm=norm)
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    with ending_groups() if save is None else nullcontext():
-        stepper = lockstep.Stepper(model, optimizer, clip=clip, scheduler=scheduler, **method)
-        source = loader_of(**loader or {})
-        stepper.draws(source)
-        checkpoints = None
-        if save is not None:
-            checkpoints = lockstep.Checkpoints(save, stepper, source, every=3, keep=99)
-            checkpoints.resume()
-        seen: list[tuple[int, int]] = []
-        windows: list[Any] = []
-        for epoch in source.epochs(epochs):
-            for window in epoch:
-                for x, y, numbers in stepper.micro_batches(window):
-                    if hold is not None and world.rank == 1 and not seen:
-                        wait_for_a_later_window(hold, window.step)
-                    seen += [(epoch.number, number) for number in numbers.tolist()]
-                    stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
-                result = stepper.step()
-                windows += result.windows
-                if hold is not None and world.rank == 0:
-                    hold.write_text(f"{window.step} ")
-                if checkpoints is not None:
-                    assert checkpoints.step() <= result.synchronized
-            if "update" in method:
-                assert result.synchronized
-        if checkpoints is not None:
-            checkpoints.wait()  # as if it were killed: close() would save the end
-        source.close()
-        if "update" in method and save is None:
-            stepper.update.close()  # type: ignore[attr-defined]
+    stepper = lockstep.Stepper(model, optimizer, clip=clip, scheduler=scheduler, **method)
+    source = loader_of(**loader or {})
+    stepper.draws(source)
+    checkpoints = None
+    if save is not None:
+        checkpoints = lockstep.Checkpoints(save, stepper, source, every=3, keep=99)
+        checkpoints.resume()
+    seen: list[tuple[int, int]] = []
+    windows: list[Any] = []
+    for epoch in source.epochs(epochs):
+        for window in epoch:
+            for x, y, numbers in stepper.micro_batches(window):
+                if hold is not None and world.rank == 1 and not seen:
+                    wait_for_a_later_window(hold, window.step)
+                seen += [(epoch.number, number) for number in numbers.tolist()]
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            result = stepper.step()
+            windows += result.windows
+            if hold is not None and world.rank == 0:
+                hold.write_text(f"{window.step} ")
+            if checkpoints is not None:
+                assert checkpoints.step() <= result.synchronized
+        if "update" in method:
+            assert result.synchronized
+    if checkpoints is not None:
+        checkpoints.wait()  # as if it were killed: close() would save the end
+    source.close()
+    if "update" in method and save is None:
+        stepper.update.close()  # type: ignore[attr-defined]
     values = [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
     return Trained(values, stepper.steps, scheduler.get_last_lr(), seen, windows)
 
@@ -273,24 +271,23 @@ def test_what_cannot_work_is_refused() -> None:
 def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool, list[str]]:
     """The losses of window 1 are not numbers."""
     model = net()
-    with ending_groups():
-        stepper = lockstep.Stepper(model, momentum(model), update="server", staleness=0)
-        loader = loader_of()
-        stepper.draws(loader)
-        windows: list[Any] = []
-        lines: list[str] = []
-        for window in chain.from_iterable(loader.epochs(1)):
-            for x, y, _ in stepper.micro_batches(window):
-                factor = math.nan if window.step == 1 else 1.0
-                stepper.backward(zoo.loss_sum(model(x), y) * factor, weight=len(y))
-            with warnings.catch_warnings(record=True, action="always") as caught:
-                windows += stepper.step().windows
-            lines += [
-                linecache.getline(warning.filename, warning.lineno).strip()
-                for warning in caught
-                if "step 2 was skipped" in str(warning.message)
-            ]
-        stepper.update.close()  # type: ignore[attr-defined]
+    stepper = lockstep.Stepper(model, momentum(model), update="server", staleness=0)
+    loader = loader_of()
+    stepper.draws(loader)
+    windows: list[Any] = []
+    lines: list[str] = []
+    for window in chain.from_iterable(loader.epochs(1)):
+        for x, y, _ in stepper.micro_batches(window):
+            factor = math.nan if window.step == 1 else 1.0
+            stepper.backward(zoo.loss_sum(model(x), y) * factor, weight=len(y))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            windows += stepper.step().windows
+        lines += [
+            linecache.getline(warning.filename, warning.lineno).strip()
+            for warning in caught
+            if "step 2 was skipped" in str(warning.message)
+        ]
+    stepper.update.close()  # type: ignore[attr-defined]
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     return [(window.step, window.reason) for window in windows if window.reason], finite, lines
 
