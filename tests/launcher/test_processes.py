@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from lockstep.launcher import failures, processes
 from lockstep.launcher.preemption import Stop
 from lockstep.launcher.processes import oom_kills
 from lockstep.launcher.supervise import Watch
+from tests.ending import end
 
 
 def group(folder: Path, kills: int) -> tuple[Path, Path]:
@@ -79,3 +81,19 @@ def test_a_process_that_sleeps_is_in_a_system_call_and_uses_no_processor(
     sleeper.kill()
     sleeper.wait()
     assert processes.cpu_seconds(sleeper.pid) == 0
+
+
+def test_a_process_that_waits_for_a_core_is_queued(sleeper: subprocess.Popen[str]) -> None:
+    """Two programs want the same core. One that sleeps wants none."""
+    core = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    try:
+        before = processes.queued_seconds(sleeper.pid)
+        while processes.queued_seconds(busy[0].pid) < 0.5:
+            assert busy[0].poll() is None
+        assert processes.queued_seconds(sleeper.pid) - before < 0.1
+    finally:
+        for process in busy:
+            end(process)
+    assert processes.queued_seconds(busy[0].pid) == 0
