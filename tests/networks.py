@@ -118,7 +118,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
     """So many hosts in one network. Skips the test where this user or system cannot make them."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
-        pytest.skip(f"network namespaces need root and {', '.join(missing or _TOOLS)}")
+        words = ", ".join(missing or _TOOLS)
+        pytest.skip(f"network namespaces need root and {words} (Debian: iproute2, util-linux)")
     tag = f"ls{os.getpid() % 100000}"
     switch, made = f"{tag}s", []
     try:

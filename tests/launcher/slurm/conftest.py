@@ -21,5 +21,5 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         except NoCluster as error:
             if os.environ.get("LOCKSTEP_REQUIRE_SLURM") == "1":
                 raise
-            pytest.skip(f"no SLURM: {error}")
+            pytest.skip(f"no SLURM (Debian: slurm-wlm, munge): {error}")
         yield found
