@@ -260,7 +260,6 @@ def ragged(world: lockstep.World, per_window: int) -> Weights:
 
 def ragged_alone(share: int) -> Weights:
     """The same windows in plain torch."""
-    torch.set_num_threads(1)
     model = everything()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     step = torch.optim.SGD(trained, lr=0.02)

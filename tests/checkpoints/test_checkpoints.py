@@ -396,8 +396,8 @@ def disk_refuses(world: lockstep.World, folder: Path, cause: str) -> tuple[str, 
         with refused("checkpoint-not-written", LockstepError) as caught:
             run.checkpoints.wait()
     run.checkpoints.save()
-    checkpoint = run.checkpoints.resume()
     run.checkpoints.close()
+    checkpoint = run.checkpoints.resume()
     assert checkpoint is not None
     names = sorted(path.name for path in folder.iterdir())
     return caught.value.sentence, names, checkpoint.step
@@ -406,7 +406,7 @@ def disk_refuses(world: lockstep.World, folder: Path, cause: str) -> tuple[str, 
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        ("full on rank 1", " on rank 1: [Errno 28] No space left on device"),
+        ("full on rank 1", " on rank 1 could not be written: [Errno 28] No space left on device"),
         ("no room", "1000 bytes are free on the disk of "),
     ],
 )

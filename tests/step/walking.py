@@ -1,12 +1,8 @@
-"""What tests of training do again and again: one step over a list of batches, copies of weights,
-and exact mode on a team.
-"""
+"""What tests of training do again and again: one step over a list of batches, copies of weights."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +11,6 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.step.step_result import StepResult
 from tests import zoo
-
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def walk(stepper: lockstep.Stepper, batches: Iterable[Any]) -> StepResult:
@@ -56,18 +50,3 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Compute deterministically inside only. Exact mode does so until the world closes, and the
-    world of a team stays.
-    """
-    workspace = os.environ.get(_CUBLAS)
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        if workspace is None:
-            os.environ.pop(_CUBLAS, None)

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.errors import LateGradient
 from lockstep.testing import run_ranks
 from tests.refused import refused
-from tests.step.walking import deterministic, walk, walk_epochs, weights
+from tests.step.walking import walk, walk_epochs, weights
 from tests.teams import on_team
 
 
@@ -67,11 +67,10 @@ class Few(Dataset[tuple[Tensor, int]]):
 
 def trained(world: lockstep.World) -> list[list[Tensor]]:
     """Weights after a stream of 7 micro-batches a step, and after fewer samples than ranks."""
-    with deterministic():
-        stream, few = stepper_of(), stepper_of()
-        walk_epochs(stream, lockstep.Loader(Stream(), global_batch=20, micro_batch=3), 1)
-        walk_epochs(few, lockstep.Loader(Few(), global_batch=8, micro_batch=1), 2)
-        return [weights(stream.model), weights(few.model)]
+    stream, few = stepper_of(), stepper_of()
+    walk_epochs(stream, lockstep.Loader(Stream(), global_batch=20, micro_batch=3), 1)
+    walk_epochs(few, lockstep.Loader(Few(), global_batch=8, micro_batch=1), 2)
+    return [weights(stream.model), weights(few.model)]
 
 
 def test_streams_and_fewer_samples_than_ranks_have_the_bits_of_one_rank() -> None:
@@ -84,15 +83,14 @@ def test_streams_and_fewer_samples_than_ranks_have_the_bits_of_one_rank() -> Non
 
 def broken_off(world: lockstep.World) -> list[Tensor]:
     """Every rank leaves its loop after one micro-batch: the others are absent."""
-    with deterministic():
-        stepper = stepper_of()
-        for window in chain.from_iterable(loader().epochs(1)):
-            for x, y in stepper.micro_batches(window):
-                loss = F.cross_entropy(stepper.model(x), y, reduction="sum")
-                stepper.backward(loss, weight=len(y))
-                break
-            stepper.step()
-        return weights(stepper.model)
+    stepper = stepper_of()
+    for window in chain.from_iterable(loader().epochs(1)):
+        for x, y in stepper.micro_batches(window):
+            loss = F.cross_entropy(stepper.model(x), y, reduction="sum")
+            stepper.backward(loss, weight=len(y))
+            break
+        stepper.step()
+    return weights(stepper.model)
 
 
 def test_a_loop_that_is_left_early_counts_what_it_walked() -> None:
@@ -114,24 +112,23 @@ def test_a_loop_that_is_left_early_counts_what_it_walked() -> None:
 
 
 def refusals(world: lockstep.World) -> None:
-    with deterministic():
-        model = nn.Linear(36, 10)
-        for reduce in ("central", "hierarchical", "ring"):
-            with refused("exact-with-reduce", reduce=reduce):
-                stepper_of(reduce=reduce)
-        with refused("needs-bare-module"):
-            stepper_of(lockstep.DistributedDataParallel(model))
-        stepper = stepper_of(model)
-        with refused("exact-without-slots"):
-            next(iter(stepper.micro_batches([vectors(4)[:]])))
-        for cut_by_ranks in (
-            lockstep.Loader(vectors(), batch_per_rank=8),
-            lockstep.Loader(vectors(), global_batch=8),
-            lockstep.Loader(Stream(), global_batch=8, micro_batch=2, sharding="dataset"),
-        ):
-            window = next(chain.from_iterable(cut_by_ranks.epochs(1)))
-            with refused("exact-cut-by-ranks"):
-                next(iter(stepper.micro_batches(window)))
+    model = nn.Linear(36, 10)
+    for reduce in ("central", "hierarchical", "ring"):
+        with refused("exact-with-reduce", reduce=reduce):
+            stepper_of(reduce=reduce)
+    with refused("needs-bare-module"):
+        stepper_of(lockstep.DistributedDataParallel(model))
+    stepper = stepper_of(model)
+    with refused("exact-without-slots"):
+        next(iter(stepper.micro_batches([vectors(4)[:]])))
+    for cut_by_ranks in (
+        lockstep.Loader(vectors(), batch_per_rank=8),
+        lockstep.Loader(vectors(), global_batch=8),
+        lockstep.Loader(Stream(), global_batch=8, micro_batch=2, sharding="dataset"),
+    ):
+        window = next(chain.from_iterable(cut_by_ranks.epochs(1)))
+        with refused("exact-cut-by-ranks"):
+            next(iter(stepper.micro_batches(window)))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -140,11 +137,10 @@ def test_what_cannot_be_exact_is_refused(workers: int) -> None:
 
 
 def nondeterministic(world: lockstep.World) -> None:
-    with deterministic():
-        stepper = stepper_of()
-        for _ in stepper.micro_batches(next(chain.from_iterable(loader().epochs(1)))):
-            with pytest.raises(RuntimeError, match="put_"):
-                torch.empty(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    stepper = stepper_of()
+    for _ in stepper.micro_batches(next(chain.from_iterable(loader().epochs(1)))):
+        with pytest.raises(RuntimeError, match="put_"):
+            torch.empty(3).put_(torch.tensor([0, 0]), torch.ones(2))
 
 
 def test_a_nondeterministic_operation_is_refused_by_name() -> None:

@@ -93,8 +93,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     ("content", "values"),
     [
         (b"x = 1\ndef f(:\n", {"place": ":2"}),
-        (b"PK\x03\x04\xff\xfe\x00", {"place": ":1"}),
-        (b"x = 1\x00", {}),  # Pythons differ in its line
+        # of null bytes, Pythons differ in the line
+        (b"PK\x03\x04\xff\xfe\x00", {}),
+        (b"x = 1\x00", {}),
         ("# é\n".encode("latin-1"), {"place": ":1"}),
     ],
 )

@@ -79,10 +79,7 @@ def train(
     loader: dict[str, Any] | None = None,
     **method: Any,
 ) -> Trained:
-    """With `hold`, a file, rank 1 keeps its first draw until rank 0 is in a later window.
-
-    A team's world stays, so the server and its groups end here; with `save` they end with the world.
-    """
+    """With `hold`, a file, rank 1 keeps its first draw until rank 0 is in a later window."""
     model = net(norm=norm)
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -113,8 +110,6 @@ def train(
     if checkpoints is not None:
         checkpoints.wait()  # as if it were killed: close() would save the end
     source.close()
-    if "update" in method and save is None:
-        stepper.update.close()  # type: ignore[attr-defined]
     values = [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
     return Trained(values, stepper.steps, scheduler.get_last_lr(), seen, windows)
 
@@ -287,7 +282,6 @@ def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool, list[st
             for warning in caught
             if "step 2 was skipped" in str(warning.message)
         ]
-    stepper.update.close()  # type: ignore[attr-defined]
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     return [(window.step, window.reason) for window in windows if window.reason], finite, lines
 
