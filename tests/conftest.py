@@ -133,6 +133,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
+    """`run_ranks`, teams, and commands that tests start, import nothing: their ranks are forked
+    from one server.
+    """
+    if session.config.option.collectonly or session.config.pluginmanager.hasplugin("dsession"):
+        return (yield)  # other processes run the tests
+    import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
+
+    with warm_commands(_OFTEN_IMPORTED):
+        start.fork_server().ready()
+        done = yield
+        forked, *_ = json.loads(start.fork_server().answer(of_itself))
+        assert forked, "what a test has made the warm server import has made all later starts cold"
+    return done
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
     """pytest-timeout interrupts a test once. One that waits again while it is unwound, as `with
@@ -211,19 +228,6 @@ def signals_as_in_a_terminal() -> None:
             signal.signal(
                 number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
             )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm() -> Iterator[None]:
-    """`run_ranks`, and commands that tests start, import nothing: their ranks are forked from one
-    server.
-    """
-    import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
-
-    with warm_commands(_OFTEN_IMPORTED):
-        yield
-        forked, *_ = json.loads(start.fork_server().answer(of_itself))
-        assert forked, "what a test has made the warm server import has made all later starts cold"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -210,7 +210,7 @@ def each_case(world: World) -> None:
                 raise
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.rest), 3, 4])
 def test_a_cut_model_is_that_of_one_process(size: int) -> None:
     """Ranks start once for all cases of a size."""
     run_ranks(each_case, size)

@@ -50,6 +50,7 @@ def start(command: list[str], *args: str, cwd: Path) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.rest
 def test_torchrun(folder: Path) -> None:
     done = start(TORCHRUN, "lockstep", "train", "mine.py", "--exact", cwd=folder)
     assert done.returncode == 0, done.stderr

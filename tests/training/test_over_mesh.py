@@ -194,7 +194,10 @@ def straightly(tmp_path_factory):
     return toy.alone(straight, str(folder)), folder
 
 
-@pytest.mark.parametrize("before", CASES)
+@pytest.mark.parametrize(
+    "before",
+    [pytest.param(mesh, marks=[] if mesh == FAST[0] else pytest.mark.rest) for mesh in EVERY],
+)
 def test_a_checkpoint_moves_to_other_meshes_and_to_one_process(before, straightly, tmp_path):
     losses, alone = straightly
     for first, found in run_ranks(moves, 4, (str(tmp_path), before)):

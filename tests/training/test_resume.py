@@ -124,7 +124,7 @@ def comparable(result: Any) -> Any:
     [
         pytest.param(7, id="mid"),
         pytest.param(8, id="end", marks=pytest.mark.rest),
-        pytest.param(-8, id="evaluation"),
+        pytest.param(-8, id="evaluation", marks=pytest.mark.rest),
         pytest.param(9, id="next", marks=pytest.mark.rest),
         pytest.param(20, id="last", marks=pytest.mark.rest),
         pytest.param(-20, id="last-evaluation"),

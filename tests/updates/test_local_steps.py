@@ -26,6 +26,7 @@ from lockstep.testing import run_ranks
 from lockstep.updates.local_steps import LocalSteps, fragments_of
 from lockstep.world.world import World
 from tests.refused import refused
+from tests.teams import on_team
 
 Make = Callable[[nn.Module], Optimizer]
 Rows = Sequence[int]
@@ -83,7 +84,7 @@ def step_of(model: nn.Module, optimizer: Optimizer, rank: int, step: int) -> flo
 def ranks_train(
     world: World, make: Make, steps: int, how: dict[str, Any]
 ) -> tuple[dict[str, Tensor], list[bool], list[int]]:
-    torch.use_deterministic_algorithms(True)
+    world.compute_deterministically()
     model = Net()
     stepper = lockstep.Stepper(model, make(model), **how)
     results = [one_step(stepper, world, step) for step in range(steps)]
@@ -179,8 +180,8 @@ def trained() -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_step_with_plain_sgd_is_gradient_averaging(size: int) -> None:
-    ours = run_ranks(ranks_train, size, (sgd, 5, {"sync_every": 1}))
-    summed = run_ranks(ranks_train, size, (sgd, 5, {}))
+    ours = on_team(ranks_train, size, (sgd, 5, {"sync_every": 1}))
+    summed = on_team(ranks_train, size, (sgd, 5, {}))
     assert all(ours[0][1])
     for name, value in summed[0][0].items():
         torch.testing.assert_close(ours[0][0][name], value, rtol=1e-5, atol=1e-6)
@@ -199,7 +200,7 @@ def test_every_step_with_plain_sgd_is_gradient_averaging(size: int) -> None:
 def test_meetings_are_those_of_the_simulation(
     size: int, every: int, outer: str, make: Make
 ) -> None:
-    ours = run_ranks(
+    ours = on_team(
         ranks_train, size, (make, 7, {"sync_every": every, "outer": outer, "reduce": "native"})
     )
     expected = Simulated(size, make, every, Outer.read(outer), [trained()])
@@ -231,11 +232,9 @@ def parts_of(world: World, count: int) -> list[list[str]]:
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_fragments_meet_one_after_the_other_also_while_steps_go_on(overlap: int) -> None:
     outer = f"nesterov:fragments=2,overlap={overlap}"
-    parts = run_ranks(parts_of, 1, (2,))[0]
+    parts = on_team(parts_of, 1, (2,))[0]
     assert len(parts) == 2
-    ours = run_ranks(
-        ranks_train, 3, (sgd, 9, {"sync_every": 4, "outer": outer, "reduce": "native"})
-    )
+    ours = on_team(ranks_train, 3, (sgd, 9, {"sync_every": 4, "outer": outer, "reduce": "native"}))
     expected = Simulated(3, sgd, 4, Outer.read(outer), parts)
     expected.run(9)
     for rank, (state, together, _) in enumerate(ours):
@@ -251,8 +250,8 @@ def test_fragments_meet_one_after_the_other_also_while_steps_go_on(overlap: int)
 
 
 def test_between_meetings_nothing_is_sent_and_a_meeting_costs_one_step() -> None:
-    local = run_ranks(ranks_train, 2, (sgd, 8, {"sync_every": 4, "reduce": "native"}))[0][2]
-    summed = run_ranks(ranks_train, 2, (sgd, 8, {"reduce": "native"}))[0][2]
+    local = on_team(ranks_train, 2, (sgd, 8, {"sync_every": 4, "reduce": "native"}))[0][2]
+    summed = on_team(ranks_train, 2, (sgd, 8, {"reduce": "native"}))[0][2]
     assert local[2] == local[1] == local[0]
     assert local[6] == local[5] == local[4] == local[3] > local[2]
     assert (local[7] - local[3]) <= (summed[7] - summed[6]) + 64  # the facts of a meeting
@@ -301,7 +300,7 @@ def statistics(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_statistics_move_by_their_weighted_mean_and_constants_not_at_all() -> None:
-    ranks = run_ranks(statistics, 3)
+    ranks = on_team(statistics, 3)
     weights = torch.tensor([1.0, 2.0, 3.0])
     for name in ("norm.running_mean", "norm.running_var"):
         mean = (
@@ -328,9 +327,7 @@ def rates(world: World) -> list[float]:
 
 
 def test_a_rank_that_has_nothing_keeps_to_the_learning_rate_of_the_others() -> None:
-    assert (
-        run_ranks(rates, 2)[0] == run_ranks(rates, 2)[1] == [0.1 / 2**step for step in range(1, 6)]
-    )
+    assert on_team(rates, 2)[0] == on_team(rates, 2)[1] == [0.1 / 2**step for step in range(1, 6)]
 
 
 def asked_to_stop(world: World) -> list[tuple[bool, bool]]:
@@ -347,7 +344,7 @@ def asked_to_stop(world: World) -> list[tuple[bool, bool]]:
 
 def test_a_wish_to_stop_is_heard_by_all_at_the_next_meeting() -> None:
     assert (
-        run_ranks(asked_to_stop, 2)
+        on_team(asked_to_stop, 2)
         == [[(False, False), (False, False), (True, True), (False, False)]] * 2
     )
 
@@ -364,19 +361,19 @@ def shares(world: World) -> tuple[int, ...]:
 
 
 def test_who_walked_how_many_samples_is_known_without_a_message() -> None:
-    assert run_ranks(shares, 3) == [(6, 3, 2)] * 3
+    assert on_team(shares, 3) == [(6, 3, 2)] * 3
 
 
 # -- post-local, layers that come and go, damage -------------------------------------------------
 
 
 def test_post_local_steps_begin_after_steps_of_summed_gradients() -> None:
-    ours = run_ranks(
+    ours = on_team(
         ranks_train, 2, (sgd, 6, {"sync_every": 2, "outer": "average:after=3", "reduce": "native"})
     )
     assert ours[0][1] == [True, True, True, False, True, False]
-    summed = run_ranks(ranks_train, 2, (sgd, 3, {"reduce": "native"}))
-    three = run_ranks(
+    summed = on_team(ranks_train, 2, (sgd, 3, {"reduce": "native"}))
+    three = on_team(
         ranks_train, 2, (sgd, 3, {"sync_every": 2, "outer": "average:after=3", "reduce": "native"})
     )
     assert all(torch.equal(three[0][0][name], value) for name, value in summed[0][0].items())
@@ -399,7 +396,7 @@ def unfreezes(world: World, when: int) -> bool:
 
 
 def test_layers_may_be_frozen_where_all_are_together() -> None:
-    assert all(run_ranks(unfreezes, 2, (2,)))
+    assert all(on_team(unfreezes, 2, (2,)))
 
 
 def test_and_nowhere_else() -> None:
@@ -421,7 +418,7 @@ def damaged(world: World) -> None:
 
 
 def test_replicas_that_differ_after_a_meeting_are_named() -> None:
-    run_ranks(damaged, 2)
+    on_team(damaged, 2)
 
 
 # -- going on ------------------------------------------------------------------------------------
@@ -431,7 +428,7 @@ def saved(
     world: World, folder: Path, how: dict[str, Any], until: int, steps: int
 ) -> dict[str, Tensor]:
     """Train to `steps`, going on with what is in the folder, saving at `until`."""
-    torch.use_deterministic_algorithms(True)
+    world.compute_deterministically()
     model = Net()
     stepper = lockstep.Stepper(model, adamw(model), **how)
     checkpoints = lockstep.Checkpoints(folder, stepper, every=until)
@@ -470,7 +467,7 @@ def test_a_training_goes_on_between_meetings_as_if_nothing_had_been(
     outer: str, until: int, tmp_path: Path
 ) -> None:
     how = {"sync_every": 3, "outer": outer, "reduce": "native"}
-    for before, after in run_ranks(disturbed, 3, (tmp_path, how, until, 9)):
+    for before, after in on_team(disturbed, 3, (tmp_path, how, until, 9)):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -488,8 +485,8 @@ def test_with_more_or_fewer_ranks_it_goes_on_from_where_all_agreed(
     then: int, until: int, tmp_path: Path
 ) -> None:
     how = {"sync_every": 3, "outer": "nesterov", "reduce": "native"}
-    run_ranks(saved, 3, (tmp_path, how, until, until))
-    met = run_ranks(saved, then, (tmp_path, how, 9, 9))
+    on_team(saved, 3, (tmp_path, how, until, until))
+    met = on_team(saved, then, (tmp_path, how, 9, 9))
     assert all(torch.equal(value, met[0][name]) for state in met for name, value in state.items())
     assert all(value.isfinite().all() for value in met[0].values())
 
@@ -497,8 +494,8 @@ def test_with_more_or_fewer_ranks_it_goes_on_from_where_all_agreed(
 def test_a_checkpoint_holds_the_model_that_all_agreed_on(tmp_path: Path) -> None:
     """Two steps after a meeting it is that of the meeting, and no rank's own."""
     how = {"sync_every": 3, "reduce": "native"}
-    agreed = run_ranks(saved, 2, (tmp_path / "a", how, 3, 3))[0]
-    run_ranks(saved, 2, (tmp_path / "b", how, 5, 5))
+    agreed = on_team(saved, 2, (tmp_path / "a", how, 3, 3))[0]
+    on_team(saved, 2, (tmp_path / "b", how, 5, 5))
     kept = files.read(tmp_path / "b" / "step-0000005").tensors
     assert all(torch.equal(kept[name], value) for name, value in agreed.items())
 
@@ -516,7 +513,7 @@ def other_method(world: World, folder: Path) -> None:
 
 
 def test_another_method_is_another_training(tmp_path: Path) -> None:
-    run_ranks(other_method, 2, (tmp_path,))
+    on_team(other_method, 2, (tmp_path,))
 
 
 def wrapped(world: World) -> None:
@@ -526,7 +523,7 @@ def wrapped(world: World) -> None:
 
 
 def test_the_wrapper_sums_every_gradient() -> None:
-    run_ranks(wrapped, 1)
+    on_team(wrapped, 1)
 
 
 @pytest.mark.parametrize(
@@ -541,12 +538,12 @@ def test_what_travels_at_a_meeting_may_be_compressed_and_what_is_left_out_is_kep
     compress: str, tmp_path: Path
 ) -> None:
     how = {"sync_every": 2, "outer": "nesterov", "compress": compress}
-    undisturbed, resumed = zip(*run_ranks(disturbed, 2, (tmp_path, how, 5, 8)), strict=True)
+    undisturbed, resumed = zip(*on_team(disturbed, 2, (tmp_path, how, 5, 8)), strict=True)
     assert all(
         torch.equal(value, undisturbed[1][name]) for name, value in undisturbed[0].items()
     ), "they have met in the last step"
     assert all(torch.equal(value, resumed[0][name]) for name, value in undisturbed[0].items())
-    whole = run_ranks(saved, 2, (tmp_path / "c", {**how, "compress": None}, 5, 8))[0]
+    whole = on_team(saved, 2, (tmp_path / "c", {**how, "compress": None}, 5, 8))[0]
     assert not all(torch.equal(value, whole[name]) for name, value in undisturbed[0].items())
 
 
@@ -563,7 +560,7 @@ def meets_between(world: World) -> list[bool]:
 
 
 def test_after_a_meeting_in_between_the_next_one_is_as_many_steps_away_as_ever() -> None:
-    assert run_ranks(meets_between, 2)[0] == [
+    assert on_team(meets_between, 2)[0] == [
         False,
         False,
         True,

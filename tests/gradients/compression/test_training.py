@@ -92,7 +92,7 @@ def trained(world: lockstep.World, compress: str, updates: list[str]) -> list[Tr
 
 
 @pytest.mark.parametrize("compress", EVERY)
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(5, marks=pytest.mark.rest)])
 def test_it_learns_with_the_same_weights_on_all_ranks(compress: str, workers: int) -> None:
     """5 ranks and 4 micro-batches: one rank is idle, and in the short step that ends an epoch
     four are. A sharded update has the replicated one's bits.
