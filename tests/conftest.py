@@ -142,12 +142,24 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
         return (yield)  # other processes run the tests
     import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
 
+    _signals_as_in_a_terminal()
     with warm_commands(_OFTEN_IMPORTED):
         start.fork_server().ready()
         done = yield
         forked, *_ = json.loads(start.fork_server().answer(of_itself))
         assert forked, "what a test has made the warm server import has made all later starts cold"
     return done
+
+
+def _signals_as_in_a_terminal() -> None:
+    """Under nohup and in a shell's background some are ignored, and every process that a test
+    starts would ignore them too.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(
+                number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -216,18 +228,6 @@ def pytest_terminal_summary(
 ) -> None:
     for line in _slow_files(config):
         terminalreporter.write_line(line, red=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def signals_as_in_a_terminal() -> None:
-    """Under nohup and in a shell's background some are ignored, and every process that a test
-    starts would ignore them too.
-    """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(
-                number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
-            )
 
 
 @pytest.fixture(scope="session", autouse=True)
