@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.config.launching import Launch
+from lockstep.launcher import torch_calls
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
 from tests.launcher.conftest import Run
@@ -16,6 +18,7 @@ from tests.launcher.sights import Pages
 
 START = """
 import inspect, json, os, pickle, sys
+import sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -207,3 +210,21 @@ def test_members_of_a_call_fit_on_a_page_or_are_all() -> None:
     for ranks in ((), (0,), (3, 1023), (0, 3, 3)):
         assert list(status.members(status.mask(ranks))) == sorted(set(ranks))
     assert list(status.members(status.mask((1, 1024)))) == []
+
+
+def test_a_collective_that_has_ended_is_not_waited_for_though_it_was_counted_too_early() -> None:
+    """Of two collectives that end together, gloo may count the earlier one last. Then its number
+    of ended collectives is too low.
+    """
+    numbers = {"last_completed_collective": "1", "last_enqueued_collective": "3"}
+    assert torch_calls._pending({"0": numbers})
+    common = {"pg_id": 0, "is_p2p": False, "input_dtypes": ["Float"], "input_sizes": [[16]]}
+    entries = [
+        {**common, "profiling_name": "gloo:broadcast", "collective_seq_id": 2, "retired": True},
+        {**common, "profiling_name": "gloo:all_reduce", "collective_seq_id": 3, "retired": False},
+    ]
+    frame = sys._getframe()
+    words = torch_calls._native_words({"entries": entries}, frame)
+    assert words.startswith(b"all_reduce f32[16] in test_a_collective_that_has_ended")
+    entries[1]["retired"] = True
+    assert torch_calls._native_words({"entries": entries}, frame) == b""

@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -248,31 +248,32 @@ def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None
                 page.moved()
                 continue
             frame = sys._current_frames().get(main.ident or 0)
-            late = _late(now or {})
-            if late and frame is not None and not page.waiting:
+            if _pending(now or {}) and frame is not None and not page.waiting:
                 asleep = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SD"
                 if asleep and frame.f_code.co_filename.startswith(home):
-                    page.in_native(_native_words(json.loads(dump(True, False)), late, frame))
+                    page.in_native(_native_words(json.loads(dump(True, False)), frame))
                 else:
                     page.in_native(b"")
             page.looked()
 
 
-def _late(groups: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
-    """Return the first collective that has begun and not ended, by process group."""
-    return {
-        group: int(each["last_completed_collective"]) + 1
-        for group, each in groups.items()
-        if int(each["last_completed_collective"]) < int(each["last_enqueued_collective"])
-    }
+def _pending(groups: Mapping[str, Mapping[str, str]]) -> bool:
+    """Return whether a collective may have begun and not ended. gloo's threads may count two that
+    end together in the wrong order, so this may stay true.
+    """
+    return any(
+        int(each["last_completed_collective"]) < int(each["last_enqueued_collective"])
+        for each in groups.values()
+    )
 
 
-def _native_words(recorded: Mapping[str, Any], late: Mapping[str, int], frame: FrameType) -> bytes:
+def _native_words(recorded: Mapping[str, Any], frame: FrameType) -> bytes:
+    """Return the first collective that has not ended, in words; b"" if all have."""
     function = frame.f_code.co_name
     where = "in a backward" if function == "_engine_run_backward" else f"in {function}"
-    entries: Iterable[Mapping[str, Any]] = recorded.get("entries", ())
+    entries: Sequence[Mapping[str, Any]] = recorded.get("entries", ())
     for entry in entries:
-        if late.get(str(entry["pg_id"])) == entry["collective_seq_id"] and not entry["is_p2p"]:
+        if not entry["retired"] and not entry["is_p2p"]:
             kind = entry["profiling_name"].rpartition(":")[2]
             dtypes, shapes = entry["input_dtypes"], entry["input_sizes"]
             what = "".join(
@@ -280,4 +281,4 @@ def _native_words(recorded: Mapping[str, Any], late: Mapping[str, int], frame: F
                 for dtype, shape in list(zip(dtypes, shapes, strict=False))[:1]
             )
             return status.shortened(f"{kind}{what} {where} {_place(frame)}")
-    return status.shortened(f"a collective {where} {_place(frame)}")
+    return b"" if entries else status.shortened(f"a collective {where} {_place(frame)}")
