@@ -6,7 +6,7 @@ It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock
 
@@ -42,7 +42,7 @@ class Messages:
         packed[: len(header)] = torch.tensor(header, dtype=torch.float64)
         with _counting:
             self._everyone.bytes_sent += sum(tensor.nbytes for tensor in (packed, *tensors))
-        self._wait([self._group.send([tensor], self.peer, 0) for tensor in (packed, *tensors)])
+        self._transfer(self._group.send, (packed, *tensors))
 
     def header(self) -> list[float]:
         header = torch.zeros(_HEADER, dtype=torch.float64)
@@ -51,11 +51,11 @@ class Messages:
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Receive the tensors that follow a header."""
-        self._wait([self._group.recv([tensor], self.peer, 0) for tensor in tensors])
+        self._transfer(self._group.recv, tensors)
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+    def _transfer(self, start: Callable[..., dist.Work], tensors: Sequence[Tensor]) -> None:
         try:
-            for work in works:
+            for work in [start([tensor], self.peer, 0) for tensor in tensors]:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise PeerFailed("peer-gone", rank=self.peer, why=str(error)) from error
