@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.multiprocessing
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError
+from lockstep.testing import run_ranks
+from lockstep.world.world import World
 from tests.data.datasets import Lambda, Leaving, Numbers, WorkerPids, as_list
 from tests.refused import refused
 
@@ -94,6 +99,26 @@ def test_a_worker_that_dies_between_two_epochs_is_named_when_the_next_begins(ear
     killing.join()
     assert worker not in everything(ours, 1)
     ours.close()
+
+
+def begins_with_a_worker_that_dies(world: World) -> None:
+    def killed(iterator: Any) -> None:
+        iterator._workers[1].kill()
+        while True:  # until torch's handler raises
+            time.sleep(0.01)
+
+    ours = loader(WorkerPids(64), num_workers=2)
+    said = {"worker": 1, "name": "SIGKILL", "what": " as it started"}
+    with (
+        patch.object(_MultiProcessingDataLoaderIter, "_try_put_index", killed),
+        refused("loader-worker-killed", LockstepError, **said),
+    ):
+        next(iter(Epoch(ours, 0)))
+
+
+def test_a_worker_that_dies_while_the_workers_start_is_named() -> None:
+    """On a rank of its own: it leaves torch's half-made iterator."""
+    run_ranks(begins_with_a_worker_that_dies, 1)
 
 
 def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -253,7 +254,7 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
     except Exception as error:
-        if death := _death_between_epochs(loader, rank):
+        if death := _death_between_epochs(loader, rank) or _death_at_start(error, rank):
             raise death from error
         method = _start_method()
         if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
@@ -278,6 +279,18 @@ def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError |
         if worker.exitcode is not None:
             end_workers(loader)
             return _dead(worker, number, rank, " between two epochs")
+    return None
+
+
+def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
+    """Return an error if a worker died while torch started the workers. Only the traceback leads to
+    torch's iterator then.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        workers = getattr(frame.f_locals.get("self"), "_workers", ())
+        for number, worker in enumerate(workers):
+            if worker.exitcode is not None:
+                return _dead(worker, number, rank, " as it started")
     return None
 
 
