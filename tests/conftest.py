@@ -217,17 +217,11 @@ def _slow_files(config: pytest.Config) -> list[str]:
     ]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == 0 and not hasattr(session.config, "workerinput"):
-        session.exitstatus = int(bool(_slow_files(session.config)))
-
-
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     for line in _slow_files(config):
-        terminalreporter.write_line(line, red=True)
+        terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
