@@ -122,13 +122,14 @@ def _descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
     if not _LISTS_CHILDREN:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)} - {*spared}
     children = None
-    while (now := _children_of(pid)) != children:
+    while (now := children_of(pid)) != children:
         # one that ends while the list is read hides others
         children = now
     return now.difference(spared).union(*(_descendants(child, spared) for child in now))
 
 
-def _children_of(pid: int) -> set[int]:
+def children_of(pid: int) -> set[int]:
+    """Return the pids of a process's children."""
     children: set[int] = set()
     with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):

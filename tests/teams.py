@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Concatenate, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,7 +30,7 @@ from lockstep.launcher.rank import Rank
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.runtime.private import run_directory
 from lockstep.world.world import World
-from tests.leaks import nothing_left
+from tests.leaks import children_of, nothing_left
 
 R = TypeVar("R")
 
@@ -104,7 +103,7 @@ class Team:
         with ExitStack() as stack:
             server = fork_server((*FOR_SCRIPTS, *_IMPORTS))
             server.ready()
-            before = _children_of(server.pid)
+            before = children_of(server.pid)
             records = stack.enter_context(run_directory())
             place = stack.enter_context(alone(server, workers))
             pipes = [Pipe() for _ in range(workers)]
@@ -125,7 +124,7 @@ class Team:
                 os.close(file)
             for _, remote in pipes:
                 remote.close()
-            self.pids = _children_of(server.pid) - before
+            self.pids = children_of(server.pid) - before
             self._stack = stack.pop_all()
 
     def run(self, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[R]:
@@ -160,10 +159,6 @@ class Team:
         for connection in self._connections.values():
             connection.close()
         self._stack.close()
-
-
-def _children_of(pid: int) -> set[int]:
-    return {child.pid for child in psutil.Process(pid).children()}
 
 
 def _answer(connection: Connection) -> tuple[bool, Any]:
@@ -216,8 +211,8 @@ def _opened() -> World:
 
 
 def _changed() -> bool:
-    """Return whether the world has what lasts until it closes: further process groups, exact mode, its
-    thread for collectives in the background.
+    """Return whether the world has what lasts until it closes: further process groups, exact mode,
+    its thread for collectives in the background.
     """
     return (
         len(dist.distributed_c10d._world.pg_map) > 1
