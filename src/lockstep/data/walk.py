@@ -287,6 +287,8 @@ def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
     torch's iterator then.
     """
     for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") != DataLoader.__module__:
+            continue  # `error` is a variable of this module's: once read, it keeps itself alive
         workers = getattr(frame.f_locals.get("self"), "_workers", ())
         for number, worker in enumerate(workers):
             if worker.exitcode is not None:
