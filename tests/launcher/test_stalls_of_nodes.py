@@ -115,4 +115,4 @@ def test_a_node_that_is_asked_tells_of_ranks_that_it_would_leave_alone(
     now = 102.0
     watcher.look({0: os.getpid()})
     assert sent == ["quiet", "moving"]
-    assert not asked.asked()
+    assert not asked.asked

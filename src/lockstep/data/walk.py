@@ -275,11 +275,9 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
 
 def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError | None:
     """Return an error if a worker of the last epoch has died since."""
-    for number, worker in enumerate(getattr(loader._iterator, "_workers", ())):
-        if worker.exitcode is not None:
-            end_workers(loader)
-            return _dead(worker, number, rank, " between two epochs")
-    return None
+    if death := _first_death(loader._iterator, rank, " between two epochs"):
+        end_workers(loader)
+    return death
 
 
 def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
@@ -287,12 +285,18 @@ def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
     torch's iterator then.
     """
     for frame, _ in walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") != DataLoader.__module__:
-            continue  # `error` is a variable of this module's: once read, it keeps itself alive
-        workers = getattr(frame.f_locals.get("self"), "_workers", ())
-        for number, worker in enumerate(workers):
-            if worker.exitcode is not None:
-                return _dead(worker, number, rank, " as it started")
+        # not this module's frames: `error` is a variable there, and once read it keeps itself alive
+        if frame.f_globals.get("__name__") == DataLoader.__module__ and (
+            death := _first_death(frame.f_locals.get("self"), rank, " as it started")
+        ):
+            return death
+    return None
+
+
+def _first_death(iterator: Any, rank: int, what: str) -> LockstepError | None:
+    for number, worker in enumerate(getattr(iterator, "_workers", ())):
+        if worker.exitcode is not None:
+            return _dead(worker, number, rank, what)
     return None
 
 

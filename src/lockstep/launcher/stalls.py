@@ -150,8 +150,8 @@ class Watcher:
             return None
         if self._used is None and quiet > self._floor / 2:
             self._used = now, {rank: processes.cpu_seconds(pid) for rank, pid in pids.items()}
-        asked = self._elsewhere is not None and self._elsewhere.asked()
         # no leniency for ranks that another node waits for
+        asked = self._elsewhere is not None and self._elsewhere.asked
         times = 1 if asked else self._lenience(pids)
         if times == 1:
             self._quiet = quiet
@@ -418,9 +418,8 @@ def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> t
     return guilty.number, "is in the middle of it:" if guilty.number else "has issued none:"
 
 
-def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:
+def doing(sight: Sight, quiet: float) -> str:
     """Return what a rank does: "in data, dataset.py:88 read_shard, for 31 s"."""
-    now = time.monotonic_ns() if now_ns is None else now_ns
     if sight.state == _ENDED:
         return _ENDED
     what = _SILENT.get(sight.state)
@@ -428,7 +427,7 @@ def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:
         what,
         sight.activity or ("" if what and sight.view.plain else DOING[sight.view.phase]),
         sight.where,
-        f"for {max(quiet, (now - sight.view.since_ns) / 1e9):.0f} s",
+        f"for {max(quiet, (time.monotonic_ns() - sight.view.since_ns) / 1e9):.0f} s",
     ]
     return ", ".join(filter(None, parts))
 
@@ -532,24 +531,22 @@ class OtherNodes:
 
     def __init__(self, send: Callable[[str, object], None]) -> None:
         self._send = send
-        self._asked = False
+        self.asked = False
+        """Whether another node waits for its ranks."""
         self._verdict: Stall | None = None
 
     def note(self, verdict: Stall | None) -> None:
         """Note the driver's question (None) or its explanation. Called in the thread that reads
         from the driver.
         """
-        self._asked = self._asked or verdict is None
+        self.asked = self.asked or verdict is None
         self._verdict = verdict or self._verdict
-
-    def asked(self) -> bool:
-        return self._asked
 
     def tell(self, sights: Mapping[int, Sight], quiet: float) -> None:
         self._send("quiet", Quiet(quiet, sights, time.monotonic_ns()))
 
     def moving(self) -> None:
-        self._asked = False
+        self.asked = False
         self._send("moving", None)
 
     def verdict(self) -> Stall | None:
