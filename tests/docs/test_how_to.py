@@ -32,13 +32,6 @@ def test_few_blocks_are_not_run() -> None:
     assert {page: reasons for page, reasons in found.items() if reasons} == NOT_RUN
 
 
-def test_the_list_has_every_page_by_its_title() -> None:
-    contents = (HOW_TO / "README.md").read_text(encoding="utf-8")
-    for page in PAGES:
-        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        assert f"[{title}]({page.name})" in contents
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page(page: Path, tmp_path: Path) -> None:
     folder = tmp_path / "empty"

@@ -150,13 +150,6 @@ def test_every_lesson_is_offered_as_a_notebook(site: Site) -> None:
         assert any(cell["cell_type"] == "code" for cell in json.loads(file.read_text())["cells"])
 
 
-def test_pages_have_search_copy_buttons_and_a_dark_theme(site: Site) -> None:
-    text = site.pages["guide/data.html"].text
-    assert "copybutton.js" in text
-    assert "theme-toggle" in text
-    assert "search.html" in site.pages
-
-
 # -- the reference ------------------------------------------------------------------------------
 
 

@@ -75,16 +75,3 @@ def test_on_a_phone_on_a_desk_in_the_dark_and_on_paper(file: Path, tab: Page) ->
     )
     assert not tab.complaints
     assert set(tab.requests) <= {file.as_uri(), "data:,"}
-
-
-def test_a_page_that_misbehaves_would_be_seen(tab: Page, tmp_path: Path) -> None:
-    """The test above can fail."""
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<meta name=viewport content='width=device-width'><p"
-        " style='width:900px'>.<script>console.error(1)</script><img src=x.png>"
-    )
-    tab.open(bad, width=390)
-    assert tab.value("document.documentElement.scrollWidth") > 390
-    assert tab.complaints
-    assert (tmp_path / "x.png").as_uri() in tab.requests
