@@ -77,23 +77,11 @@ def printed_by(cell: Any, stream: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("page", "printed", "fit"),
-    [
-        ("a 1.5 s\n", "a 1.5 s\n", True),
-        ("a 1.5 s\n", "a 1x5 s\n", False),
-        ("a ... s\n", "a 0.25 s\n", True),
-        ("a ... s\n", "a 0.25\nb s\n", False),
-        ("a\n...\nb\n", "a\nx\ny\nb\n", True),
-        ("a\n", "a\nb\n", False),
-        ("", "a\n", False),
-        ("[0] x\n[1] x\n[1] y\n", "[1] x\n[1] y\n[0] x\n", True),
-        ("[0] x\n[1] x\n[1] y\n", "[1] y\n[0-1] x\n", False),
-        ("[0-2] x\n[3] y\n", "[1] x\n[3] y\n[0,2] x\n", True),
-    ],
-)
-def test_what_fits(page: str, printed: str, fit: bool) -> None:
-    assert fits(page, printed) == fit
+def test_what_fits() -> None:
+    assert fits("a ... s\n", "a 0.25 s\n")
+    assert not fits("", "a\n")
+    assert fits("[0-2] x\n[3] y\n", "[1] x\n[3] y\n[0,2] x\n")
+    assert not fits("[0] x\n[1] x\n[1] y\n", "[1] y\n[0-1] x\n")
 
 
 @pytest.mark.parametrize("page", LESSONS, ids=NAMES)

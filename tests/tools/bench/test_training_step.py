@@ -67,15 +67,13 @@ def task(dropout: float = 0.0, samples: int = 110, **changed: Any) -> lockstep.T
     return replace(whole, **changed)
 
 
-def after_steps(
-    world: World, dropout: float, precision: Any
-) -> tuple[dict[str, list[Tensor]], list[list[int]]]:
+def after_steps(world: World, dropout: float) -> tuple[dict[str, list[Tensor]], list[list[int]]]:
     """The parameters after two rounds through the windows, by way, and what each window was."""
     made = task(dropout)
-    given = feed(made, precision, world)
+    given = feed(made, "fp32", world)
     assert given.draws == (dropout > 0)
     setting = baselines.Setting(
-        task=made, world=world, precision=precision, steps=8, keyed=given.draws
+        task=made, world=world, precision="fp32", steps=8, keyed=given.draws
     )
     built = baselines.build([name for name in EVERY if name != "local"], setting, {})
     for _ in range(2):
@@ -116,7 +114,7 @@ def in_one_process(dropout: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.rest), 0.5])
 def test_all_ways_make_the_update_of_one_process(dropout: float) -> None:
-    ranks = on_team(after_steps, 2, args=(dropout, "fp32"))
+    ranks = on_team(after_steps, 2, args=(dropout,))
     assert [cut for _, cut in ranks] == [[[3, 15]] * 4, [[2, 7]] * 4]
     expected = in_one_process(dropout)
     for found, _ in ranks:

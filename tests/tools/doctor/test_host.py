@@ -55,18 +55,8 @@ def test_the_quota_is_read_from_the_control_group(tmp_path: Path) -> None:
             ["100 MiB for each of 2 ranks is less than the 300 MiB that torch alone takes"],
         ),
         (GIB, {}, "warn", ["512 MiB for each of 2 ranks is little"]),
-        (
-            32 * GIB,
-            {"events": "low 0\noom 4\noom_kill 3\n"},
-            "warn",
-            ["memory ran out here 3 times before"],
-        ),
-        (
-            GIB,
-            {"events": "oom_kill 3\n"},
-            "warn",
-            ["ran out here 3 times", "512 MiB for each of 2 ranks"],
-        ),
+        (32 * GIB, {"events": "low 0\noom 4\noom_kill 3\n"}, "warn", ["ran out here 3 times"]),
+        (GIB, {"events": "oom_kill 3\n"}, "warn", ["out here 3 times", "512 MiB for each of 2"]),
     ],
 )
 def test_memory(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
-from lockstep.tools.plan import carriers
 from lockstep.tools.plan.carriers import NOTHING, cost
 
 WRITTEN: list[tuple[Kind, str]] = [
@@ -51,13 +50,6 @@ def test_what_the_busiest_rank_sends() -> None:
         cells = world if kind == "all_to_all" else written.cells
         found = cost(Network.flat(1.0, 1.0), kind, name, world)
         assert found.sends == pytest.approx(max(sent) / cells)
-
-
-def test_4096_ranks_are_a_few_rounds() -> None:
-    for kind, name in (*WRITTEN, ("all_reduce", "hierarchical")):
-        rounds = carriers._schedule(kind, name, 4_096, 8).rounds
-        assert len(rounds) < 64, (kind, name)
-        assert sum(len(transfers) for transfers in rounds) < 64 * 4_096, (kind, name)
 
 
 def test_nothing_to_send_and_a_long_latency_that_does_not_swallow_the_bandwidth() -> None:

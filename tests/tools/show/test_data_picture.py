@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from lockstep.tools.show.data_picture import deal, text, verdicts
 from tests.refused import refused
 
@@ -44,22 +42,17 @@ def test_epochs_are_shown_one_by_one_and_shuffled_anew() -> None:
     assert first.splitlines()[3:] == second.splitlines()[3:]
 
 
-@pytest.mark.parametrize(
-    ("parts", "equal", "overlap", "union"),
-    [
+def test_verdicts_on_three_samples() -> None:
+    for parts, equal, overlap, union in (
         ([[0, 1], [2]], "no, 1 or 2 a rank", "yes, nothing is repeated", "yes"),
         ([[0, 1], [1, 2]], "yes, 2 a rank", "yes, 1 extra, of [1]", "yes"),
         ([[0], [0]], "yes, 1 a rank", "no, 1 extra, of [0]", "no, 2 left out: [1 2]"),
-    ],
-)
-def test_verdicts_on_three_samples(
-    parts: list[list[int]], equal: str, overlap: str, union: str
-) -> None:
-    assert verdicts(parts, 3) == [
-        f"equal counts: {equal}",
-        f"no overlap but the padding: {overlap}",
-        f"union covers the data: {union}",
-    ]
+    ):
+        assert verdicts(parts, 3) == [
+            f"equal counts: {equal}",
+            f"no overlap but the padding: {overlap}",
+            f"union covers the data: {union}",
+        ]
 
 
 def test_numbers_below_one_are_refused() -> None:
