@@ -169,6 +169,15 @@ def test_the_first_step_and_a_checkpoint_of_all_may_take_ten_times_as_long(
     assert pages.after(3) is not None
 
 
+def test_a_rank_that_waits_spends_no_time_in_its_first_step(pages: Pages) -> None:
+    """With an asynchronous server the others may be steps ahead of it."""
+    pages.at(8)
+    pages.pages[1].step(1)
+    pages.pages[1].waits(True, time.monotonic_ns())
+    assert pages.after(9) is None
+    assert pages.after(3) is not None
+
+
 def test_quiet_times_that_were_none_are_learnt_from(pages: Pages) -> None:
     pages.at(5)
     assert pages.after(8) is None
