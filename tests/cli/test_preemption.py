@@ -96,9 +96,8 @@ def check_resumed(training: Training, undisturbed: object) -> str:
 @pytest.mark.parametrize(
     ("who", "number", "code"),
     [
-        ("launcher", signal.SIGTERM, 75),
+        ("everybody", signal.SIGTERM, 75),
         pytest.param("rank", signal.SIGUSR1, 75, marks=pytest.mark.rest),
-        pytest.param("everybody", signal.SIGTERM, 75, marks=pytest.mark.rest),
         pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.rest),
     ],
 )
