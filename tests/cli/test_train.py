@@ -322,6 +322,17 @@ def test_a_run_goes_on_with_fewer_workers_and_grows_back(folder: Path, lockstep:
     assert steps == list(range(1, 21))
 
 
+def test_without_a_range_a_killed_worker_ends_the_run(folder: Path, lockstep: Command) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    killed = lockstep("train killed.py --workers 2 --run run")
+    assert (killed.code, killed.out) == (137, "")
+    assert "restart" not in killed.err
+    (folder / "killed-10").unlink()
+    again = lockstep("train killed.py --workers 2 --run run --max-restarts 1")
+    assert again.code == 0, again.err
+    assert "restart 1 of 1: 2 workers, from the newest checkpoint" in again.err
+
+
 REPLACED = """
 import os
 from pathlib import Path

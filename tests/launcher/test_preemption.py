@@ -4,13 +4,18 @@ with which exit code.
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.launcher import failures, preemption
 from lockstep.launcher.preemption import HANDLED, Stop, noted
+from tests.ending import alive, end
 
 PIDS = {0: 100, 1: 101}
 Sent = list[tuple[int, int]]
@@ -103,3 +108,44 @@ def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
     finally:
         signal.signal(signal.SIGHUP, old)
     assert {number: signal.getsignal(number) for number in HANDLED} == before
+
+
+CHILD = """
+import os, sys, time
+from lockstep.runtime.process_lifetime import heed_parent_only
+heed_parent_only()
+print("here", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.readline()
+child.terminate()
+print(child.wait(), flush=True)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal"
+)
+def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses() -> None:
+    command = [sys.executable, "-c", PARENT, CHILD]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        os.kill(child, signal.SIGTERM)
+        os.kill(child, signal.SIGUSR1)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            assert alive(child)
+            time.sleep(0.02)
+        process.stdin.write("now\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{128 + signal.SIGTERM}\n"
+    finally:
+        end(process)

@@ -127,6 +127,12 @@ def test_the_rank_that_raised_is_blamed_and_a_crash_shows_the_python_stack(run: 
     assert err.splitlines()[-1].endswith("was killed by signal 11 (SIGSEGV)")
 
 
+def test_a_rank_that_finished_early_is_noted(run: Run) -> None:
+    code, _, err = run(_JOIN + _REDUCE + "if world.rank == 1: os._exit(0)\n" + _REDUCE)
+    note = "rank 1 had finished before that: do all ranks take the same number of steps?"
+    assert (code, err.splitlines()[-1]) == (1, note)
+
+
 def test_exit_codes_pass_through_with_one_line(run: Run) -> None:
     killed = _JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE
     interrupted = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
