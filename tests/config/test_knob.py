@@ -106,9 +106,8 @@ def test_a_refusal_says_what_is_expected() -> None:
         ("checkpoint_every", 0, "a whole number of steps of at least 1"),
         ("bucket_mb", 0, "a number of MiB above 0"),
     ):
-        with refused("wrong-value", expected=expected) as caught:
+        with refused("wrong-value", expected=expected):
             Config(**{name: value})
-        assert caught.value.sentence == f"{name}={value!r}: give {expected}."
     with refused("unknown-choice", choices=["auto", "cpu", "cuda"]):
         Config(device="tpu")  # type: ignore[arg-type]
 
