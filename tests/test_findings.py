@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import collectives
-from lockstep.errors import CollectiveMismatch, LateGradient, LockstepWarning, UsageError
-from lockstep.step.step_result import StepResult
+from lockstep.errors import CollectiveMismatch, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from tests import zoo
 from tests.refused import refused
+from tests.step.walking import walk
 from tests.teams import on_team
 
 
@@ -36,14 +35,6 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def step(
-    stepper: lockstep.Stepper, model: nn.Module, *batches: tuple[Tensor, Tensor]
-) -> StepResult:
-    for x, y in stepper.micro_batches(batches):
-        stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
-    return stepper.step()
-
-
 def backward(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     for x, y in batches:
         zoo.loss_sum(model(x), y).backward()
@@ -54,34 +45,6 @@ def mean_norm() -> float:
     model = zoo.build("mlp")
     backward(model, (zoo.batch(0), zoo.batch(1)))
     return float(model[0].weight.grad.norm()) / 2  # type: ignore[index]
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.branch = nn.Linear(6, 3), nn.Linear(6, 3), "a"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self, self.branch)(x)  # type: ignore[no-any-return]
-
-
-def only_under_no_sync(world: lockstep.World) -> float:
-    torch.manual_seed(0)
-    model = Two()
-    ddp = lockstep.DistributedDataParallel(model)
-    for number in range(3):  # buckets are laid anew at the second window's closing forward
-        model.zero_grad()
-        with ddp.no_sync():
-            model.branch = "a"
-            backward(ddp, [zoo.batch(world.rank, number)])
-        model.branch = "b"
-        backward(ddp, [zoo.batch(world.rank, number)])
-    return float(model.a.weight.grad.norm())
-
-
-def test_a_parameter_used_only_under_no_sync_is_used() -> None:
-    first, second = on_team(only_under_no_sync, 2)
-    assert first == second > 0
 
 
 BUFFERS = {
@@ -116,7 +79,7 @@ def moving(world: lockstep.World) -> dict[str, object]:
     model = Buffers()
     stepper = lockstep.Stepper(model, sgd(model))
     for number in range(4):
-        step(stepper, model, zoo.batch(world.rank, number))  # one micro-batch a rank
+        walk(stepper, [zoo.batch(world.rank, number)])  # one micro-batch a rank
     return {name: getattr(model, name).tolist() for name in BUFFERS}
 
 
@@ -124,31 +87,6 @@ def test_buffers_of_every_kind_move_as_they_should() -> None:
     moved = {"count": 2**30 + 1 + 4, "fresh": False, "phase": [4j, 4j]}
     expected = {"mask": BUFFERS["mask"].tolist(), **moved}
     assert on_team(moving, 2) == [expected, expected]
-
-
-class Reused(nn.Module):
-    """One block, used twice under reentrant checkpointing, before a layer that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(
-            checkpoint(
-                self.block,
-                checkpoint(self.block, x.requires_grad_(), use_reentrant=True),
-                use_reentrant=True,
-            )
-        )
-
-
-def test_a_block_used_twice_under_reentrant_checkpointing_is_refused(
-    world: lockstep.World,
-) -> None:
-    ddp = lockstep.DistributedDataParallel(Reused(), bucket_cap_mb=0.0001)
-    with pytest.raises(LateGradient, match="a block used twice under reentrant checkpointing"):
-        backward(ddp, [zoo.batch(0)])
 
 
 def rewrapped(world: lockstep.World) -> bool:
@@ -243,7 +181,7 @@ def test_a_fused_optimizer_under_float64(world: lockstep.World) -> None:
         model = zoo.build("mlp")
         stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
         x, y = zoo.batch(0)
-        assert step(stepper, model, (x.double(), y)).applied
+        assert walk(stepper, [(x.double(), y)]).applied
     finally:
         torch.set_default_dtype(before)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import runpy
 from dataclasses import dataclass, fields
 from functools import partial
@@ -56,19 +55,6 @@ def test_a_new_field_is_on_the_command_line_in_settings_json_and_in_the_referenc
     )
     with refused("wrong-value", name="colour", value=3, expected="a text"):
         Wider(task="digits", colour=3)
-
-
-def test_a_knob_of_a_training_is_declared_once() -> None:
-    """In one class of config/; the others inherit it. No file of the package names another
-    field, parameter or list of that name.
-    """
-    sources = Path(__file__).parents[2] / "src" / "lockstep"
-    declared = [
-        file
-        for file in sources.rglob("*.py")
-        if re.search(r"^ +sync_every: ", file.read_text(), re.MULTILINE)
-    ]
-    assert [str(file.relative_to(sources)) for file in declared] == ["config/parallelism.py"]
 
 
 @pytest.mark.parametrize("cls", [RunChoice, Config, Launch, Cluster])

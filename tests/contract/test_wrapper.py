@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -78,6 +79,7 @@ def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
                 zoo.loss_sum(ddp(x), y).backward()
                 sgd.step()
                 sgd.zero_grad()
+    step(ddp, sgd, rank, 9)  # join() does not leave its divisor behind
     yield from ddp.state_dict().values()
 
 
@@ -262,7 +264,7 @@ def joined_with_unused_parameters(make: Make, rank: int) -> Iterator[Tensor | No
     yield from ddp.parameters()
     x, y = zoo.batch(rank, 9)
     sgd.zero_grad()
-    zoo.loss_sum(ddp(x, True), y).backward()  # join() does not leave its divisor behind
+    zoo.loss_sum(ddp(x, True), y).backward()
     yield from gradients(ddp)
 
 
@@ -337,6 +339,24 @@ def test_the_mean_where_torchs_wrapper_does_not_have_it(
     for averaged in on_team(use, 2):
         for ours, parameter in zip(averaged, plain.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def only_under_no_sync(world: lockstep.World) -> Tensor:
+    torch.manual_seed(0)
+    ddp = lockstep.DistributedDataParallel(Branches())
+    for number in range(3):  # buckets are laid anew at the second window's closing forward
+        ddp.zero_grad()
+        for left in (True, False):
+            x, y = zoo.batch(world.rank, number)
+            with ddp.no_sync() if left else nullcontext():
+                zoo.loss_sum(ddp(x, left) + 0 * ddp.module.neither(x), y).backward()
+    return ddp.module.left.weight.grad
+
+
+def test_a_parameter_used_only_under_no_sync_is_used() -> None:
+    first, second = on_team(only_under_no_sync, 2)
+    assert torch.equal(first, second)
+    assert first.any()
 
 
 def attributes(world: lockstep.World) -> tuple[Tensor, Tensor]:
@@ -445,23 +465,19 @@ def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep() -> None:
     on_team(raised, 2)
 
 
-def test_what_a_static_graph_does_not_have_is_named() -> None:
+def test_what_needs_a_static_graph_and_what_one_does_not_have_is_named() -> None:
+    x, y = zoo.batch(0)
     with lockstep.init():
-        x, y = zoo.batch(0, 0)
+        twice = Checkpointed(reentrant=True, twice=True)
+        ddp = lockstep.DistributedDataParallel(twice, bucket_cap_mb=0.0001)
+        with pytest.raises(LateGradient, match="used twice under reentrant checkpointing"):
+            zoo.loss_sum(ddp(x), y).backward()
         ddp = lockstep.DistributedDataParallel(Branches(), static_graph=True)
         zoo.loss_sum(ddp(x, True), y).backward()
         with pytest.raises(LateGradient, match="'right"):
             zoo.loss_sum(ddp(x, False), y).backward()
         with refused("static-graph-too-late"):
             ddp._set_static_graph()
-
-
-def test_layers_that_cannot_be_replicated_are_refused_by_name() -> None:
-    with lockstep.init():
-        with refused("lazy-parameter", parameter="0.weight"):
-            lockstep.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
-        with refused("sync-batch-norm-on-cpu", layer="1"):
-            lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
 
 
 def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> None:
