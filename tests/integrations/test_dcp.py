@@ -34,6 +34,7 @@ from lockstep.integrations.dcp import LockstepReader, LockstepWriter
 from lockstep.world.world import World
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
+from tests.step.walking import same
 from tests.teams import on_team
 
 State = dict[str, Any]
@@ -82,17 +83,6 @@ def whole(value: Any) -> Any:
     return [whole(each) for each in value] if isinstance(value, list) else value
 
 
-def check_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict | list):
-        assert len(found) == len(expected)
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            check_same(found[key], expected[key])
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    else:
-        assert found == expected
-
-
 def load(state: State, reader: dcp.StorageReader) -> State:
     with warnings.catch_warnings(action="ignore"):  # of one process
         dcp.load(state, storage_reader=reader)
@@ -130,10 +120,10 @@ def trains_and_saves(world: World, folder: Path) -> State:
         stepper.step()
         checkpoints.step()
     checkpoints.close()
-    reference, same = made(5)
-    same.load_state_dict(stepper.optimizer_state_dict())
+    reference, plain = made(5)
+    plain.load_state_dict(stepper.optimizer_state_dict())
     reference.load_state_dict(model.state_dict())
-    expected = whole(state_of(reference, same))
+    expected = whole(state_of(reference, plain))
     sharded, its = made(7, shard=True)
     state = load(state_of(sharded, its), LockstepReader(folder / "run"))
     assert any(isinstance(each, DTensor) for each in state["model"].values())
@@ -162,23 +152,23 @@ def loads(world: World, folder: Path) -> list[State]:
         "at": {"rate": (0, 0)},
     }
     load(more, LockstepReader(folder / "step-0000003"))
-    check_same(whole(more)["columns"], torch.arange(35.0).view(5, 7))
+    assert same(whole(more)["columns"], torch.arange(35.0).view(5, 7))
     assert (more["epoch"], more["seen"].item(), more["at"]) == (4, 48, {"rate": (1, 2)})
     return found
 
 
 def test_states_come_back_at_other_world_sizes_and_in_other_formats(tmp_path: Path) -> None:
     expected, second = on_team(trains_and_saves, 2, (tmp_path,))
-    check_same(second, expected)
+    assert same(second, expected)
     assert expected["optimizer"]["state"]["words.weight"]["step"] == 3
     for rank in on_team(loads, 3, (tmp_path,)):
-        check_same(rank, [expected] * 4)
-    check_same(loaded(tmp_path / "run"), expected)
+        assert same(rank, [expected] * 4)
+    assert same(loaded(tmp_path / "run"), expected)
     flat = state_of(*made(7), BY_NAME)
     rate = "param_groups.gain.lr"
     assert flat["optimizer"][rate] == 0.07
     assert load(flat, LockstepReader(tmp_path / "run"))["optimizer"][rate] == 0.03
-    check_same(loaded(tmp_path / "step-0000003"), expected)
+    assert same(loaded(tmp_path / "step-0000003"), expected)
     called = CliRunner().invoke(app, ["verify", str(tmp_path / "step-0000003")])
     assert (called.exit_code, called.stdout.split()[:2]) == (0, ["whole:", "step-0000003"])
     for source in ("run", "step-0000003"):
@@ -188,7 +178,7 @@ def test_states_come_back_at_other_world_sizes_and_in_other_formats(tmp_path: Pa
         )
         assert called.exit_code == 0, called.output
         model, optimizer = made(7)
-        check_same(whole(load(state_of(model, optimizer), dcp.FileSystemReader(out))), expected)
+        assert same(whole(load(state_of(model, optimizer), dcp.FileSystemReader(out))), expected)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -242,7 +232,7 @@ def test_keys_are_the_users(checkpoint: Path) -> None:
     deep = load(
         {"app": {"net": {"a": torch.zeros(6)}}}, LockstepReader(checkpoint, model="app.net")
     )
-    check_same([bare["a"], deep["app"]["net"]["a"]], [torch.arange(6.0)] * 2)
+    assert same([bare["a"], deep["app"]["net"]["a"]], [torch.arange(6.0)] * 2)
 
 
 def test_ranks_that_found_different_checkpoints_do_not_load(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.seeds import Scenario, failure, first_failure
 
-PROTOCOLS = ("checkpoints", "claims", "restarts", "preemption", "rendezvous")
+PROTOCOLS = ("checkpoints", "claims", "preemption", "rendezvous")
 _AT_ONCE = 2000  # seeds
 
 
