@@ -36,11 +36,14 @@ def test_a_child_dies_with_its_parent(platform: str) -> None:
     """
     setup = f"sys.platform = {platform!r}; process_lifetime._POLL_SECONDS = 0.05"
     code = _TIED.format(setup=setup)
-    orphan = subprocess.Popen([sys.executable, "-c", code, "1"])
     command = [sys.executable, "-c", _PARENT, code]
-    with orphan, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
         wait_gone([child])
-    assert orphan.returncode == 137
+    with subprocess.Popen([sys.executable, "-c", code, "1"]) as orphan:
+        try:
+            assert orphan.wait(30) == 137
+        finally:
+            orphan.kill()
