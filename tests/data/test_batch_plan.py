@@ -61,10 +61,8 @@ def test_an_order_asked_in_pieces_says_the_same(samples: int, size: int) -> None
         assert indices == [wanted[position] for position in positions]
 
 
-def by_batch(rank: int = 0, size: int = 1, **options: Any) -> Loader:
-    return Loader(
-        Numbers(30), order=Pairs(), micro_batches=2, rank=rank, size=size, device="cpu", **options
-    )
+def by_batch(rank: int = 0, size: int = 1) -> Loader:
+    return Loader(Numbers(30), order=Pairs(), micro_batches=2, rank=rank, size=size, device="cpu")
 
 
 def test_a_window_of_batches_counts_true_samples() -> None:

@@ -121,9 +121,6 @@ def test_what_can_move_itself_does() -> None:
     assert packed.batch_sizes.device == CPU  # torch wants it there
 
 
-# -- ahead of being asked for ----------------------------------------------------------------------
-
-
 class Noted:
     """Copies nothing, and notes when it would."""
 

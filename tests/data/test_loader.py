@@ -63,14 +63,14 @@ def by_slot(
     return found
 
 
-@pytest.mark.parametrize(("dataset", "collate"), [(Augmented(21), None), (AtOnce(21), with_draws)])
-def test_world_size_balance_and_workers_change_no_batch(dataset: Any, collate: Any) -> None:
-    expected = by_slot(1, dataset, collate_fn=collate)
-    assert len(expected) == 2 * (4 + 4 + 3)  # steps of 8, 8 and 5 samples
+def test_world_size_balance_and_workers_change_no_batch() -> None:
     equal = [(3, 0, None), (5, 0, None), (1, 1, None), (2, 2, None)]
-    for size, workers, balance in [*equal, (2, 2, "1,3"), (2, 1, "4,0")]:
-        options = {"collate_fn": collate, "num_workers": workers, "balance": balance}
-        assert by_slot(size, dataset, **options) == expected, (size, workers, balance)
+    for dataset, collate in ((Augmented(21), None), (AtOnce(21), with_draws)):
+        expected = by_slot(1, dataset, collate_fn=collate)
+        assert len(expected) == 2 * (4 + 4 + 3)  # steps of 8, 8 and 5 samples
+        for size, workers, balance in [*equal, (2, 2, "1,3"), (2, 1, "4,0")]:
+            options = {"collate_fn": collate, "num_workers": workers, "balance": balance}
+            assert by_slot(size, dataset, **options) == expected, (size, workers, balance)
 
 
 def test_epochs_begin_where_asked() -> None:

@@ -193,9 +193,9 @@ def from_step(seen: Seen, step: int) -> Seen:
 def warned(world: World | None, options: dict[str, Any]) -> Iterator[None]:
     """Rank 0 says once that the order depends on the number of ranks, and no other rank does."""
     if options.get("sharding") == "dataset" and world is not None and world.rank == 0:
-        with pytest.warns(LockstepWarning, match="depends on the number of ranks") as said:
+        with pytest.warns(LockstepWarning) as said:
             yield
-        assert len(said) == 1
+        assert sum("depends on the number of ranks" in str(each.message) for each in said) == 1
     else:
         yield
 
@@ -426,7 +426,7 @@ def test_all_ranks_hear_what_is_wrong(
     assert on_team(failed, 2, args=(dataset, options)) == errors
 
 
-def test_what_the_dataset_raises_is_told_where_and_after_the_good_windows() -> None:
+def test_what_ends_a_walk_is_told_with_its_place_and_after_the_good_windows() -> None:
     for workers, where in ((0, "on rank 0"), (1, "in loader worker 0 of rank 0")):
         ours = loader(Raises(9), global_batch=2, num_workers=workers)
         epoch = iter(next(ours.epochs(1)))
@@ -436,9 +436,6 @@ def test_what_the_dataset_raises_is_told_where_and_after_the_good_windows() -> N
         ours.close()
         text = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
         assert f"This was Raises, in epoch 0, {where}, after 5 of its items." in text
-
-
-def test_a_worker_that_dies_is_named() -> None:
     ours = loader(Dies(4), num_workers=1)
     with refused("loader-worker-killed", LoaderWorkerKilled, rank=0, worker=0, name="SIGKILL"):
         walked(ours, 1)
