@@ -68,8 +68,10 @@ def test_gradients_and_weights_equal_those_of_one_big_batch(algorithm: str) -> N
             for replica in replicas.replicas:
                 gradients = [parameter.grad for parameter in replica.parameters()]
                 torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-13)
-            one.step()
+            untouched = weights_of(plain)
             replicas.update()
+            torch.testing.assert_close(weights_of(plain), untouched, rtol=0, atol=0)
+            one.step()
         replicas.check()
         for copied in (replicas.master, *replicas.replicas):
             torch.testing.assert_close(
