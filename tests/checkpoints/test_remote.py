@@ -4,7 +4,6 @@ checkpoint, and nothing that comes down is believed.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -117,13 +116,7 @@ def test_half_an_upload_is_no_checkpoint(
     monkeypatch.setattr(type(remote._fs), "put_file", breaks)
     for folder in ("step-0000008", "step-0000004"):  # a new one, and one that replaces another
         sent.clear()
-        with refused(
-            "checkpoint-copy-failed",
-            LockstepError,
-            url=f"memory://half/{survive}",
-            what=f"did not accept {folder}",
-            reason="ConnectionError: gone",
-        ):
+        with refused("checkpoint-copy-failed", LockstepError, url=url):
             remote.upload(two / folder)
         left = remote.steps()
         assert 8 not in left
@@ -141,42 +134,29 @@ def _flip(file: Path) -> None:
     file.write_bytes(octets)
 
 
-SPOILT: dict[str, tuple[Callable[[Path], object], str, dict[str, Any]]] = {
-    "a flipped bit": (
-        lambda folder: _flip(folder / "model.safetensors"),
-        "checkpoint-file-changed",
-        {"file": "model.safetensors", "difference": "its digest is not the one in manifest.json"},
-    ),
-    "a file cut short": (
-        lambda folder: (folder / "state.json").write_text("{}"),
-        "checkpoint-file-changed",
-        {"file": "state.json"},
-    ),
-    "a file too long": (
-        lambda folder: (folder / "state.json").write_bytes(bytes(10**6)),
-        "checkpoint-file-too-large",
-        {"file": "state.json", "size": 10**6},
-    ),
-    "a file gone": (
-        lambda folder: (folder / "optimizer-00001.safetensors").unlink(),
-        "checkpoint-file-missing",
-        {"file": "optimizer-00001.safetensors"},
-    ),
-    "another manifest": (
-        lambda folder: _flip(folder / "manifest.json"),
-        "checkpoint-file-changed",
-        {"file": "manifest.json", "difference": "its SHA-256 is not the one in manifest.sha256"},
-    ),
-}
+def _cut(file: Path) -> None:
+    file.write_text("{}")
 
 
-@pytest.mark.parametrize("how", list(SPOILT))
+def _lengthen(file: Path) -> None:
+    file.write_bytes(bytes(10**6))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "code"),
+    [
+        (_flip, "model.safetensors", "checkpoint-file-changed"),
+        (_cut, "state.json", "checkpoint-file-changed"),
+        (_lengthen, "state.json", "checkpoint-file-too-large"),
+        (Path.unlink, "optimizer-00001.safetensors", "checkpoint-file-missing"),
+        (_flip, "manifest.json", "checkpoint-file-changed"),
+    ],
+)
 def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
-    there: Path, tmp_path: Path, how: str
+    there: Path, tmp_path: Path, spoil: Callable[[Path], None], name: str, code: str
 ) -> None:
-    spoil, code, values = SPOILT[how]
-    spoil(there / "step-0000008")
-    with refused(code, DamagedCheckpoint, checkpoint="step-0000008", **values) as caught:
+    spoil(there / "step-0000008" / name)
+    with refused(code, DamagedCheckpoint, checkpoint="step-0000008", file=name) as caught:
         Remote(str(there)).fetch(8, tmp_path / "down")
     assert str(caught.value).startswith(f"{there}: ")
     assert list((tmp_path / "down").iterdir()) == []
@@ -246,23 +226,18 @@ def unreachable(world: lockstep.World, folder: Path) -> tuple[list[str], str, li
 def test_what_could_not_be_copied_is_said_made_up_for_and_never_left_unsaid(tmp_path: Path) -> None:
     (first, end, steps), (second, also, _) = on_team(unreachable, 2, args=(tmp_path,))
     assert (first, second) == ([f"a checkpoint is in {tmp_path}/here only: no route"], [])
-    assert (
-        end
-        == also
-        == f"the last checkpoint is in {tmp_path}/here only: no route [checkpoint-not-copied]"
-    )
+    assert end == also
+    assert end.endswith(" [checkpoint-not-copied]")
     assert steps == [0, 1]
 
 
-@pytest.mark.parametrize("url", ["nosuch://x", "s3://bucket/x"])
-def test_a_url_that_cannot_work_is_refused(url: str) -> None:
-    if url.startswith("s3") and importlib.util.find_spec("s3fs") is not None:
-        pytest.skip("s3fs is installed here")
-    with refused("unknown-checkpoint-url", url=url):
-        Remote(url)
-
-
-def test_copies_need_a_run(tmp_path: Path) -> None:
+def test_copies_need_a_url_that_works_and_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for url in ("nosuch://x", "s3://bucket/x"):
+        with refused("unknown-checkpoint-url", url=url):
+            Remote(url)
     with refused("needs-run-directory", name="checkpoints", value=str(tmp_path)):
         lockstep.train(toy.task(), checkpoints=str(tmp_path))
 
@@ -291,8 +266,5 @@ def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_pa
     anew, said = train("two", "--fresh")
     assert "resumed" not in said
     assert anew == first
-    assert (
-        json.loads((tmp_path / "copies" / "before-1" / "best.json").read_text())["metric"]
-        == "accuracy"
-    )
-    assert (tmp_path / "copies" / "before-1" / "step-0000006").exists()
+    assert json.loads((copies / "before-1" / "best.json").read_text())["metric"] == "accuracy"
+    assert (copies / "before-1" / "step-0000006").exists()

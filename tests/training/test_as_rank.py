@@ -102,24 +102,21 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _refused(world: World, folder: Path, resume: bool) -> tuple[str, str]:
-    with pytest.raises((UsageError, SystemExit)) as caught:
-        train_as_rank(_settings(), folder / "run", resume=resume)
-    return type(caught.value).__name__, str(caught.value)
+def _refused(world: World, folder: Path) -> list[str]:
+    words = []
+    for resume in (False, True):
+        with pytest.raises((UsageError, SystemExit)) as caught:
+            train_as_rank(_settings(), folder / ("none" if resume else "used"), resume=resume)
+        words.append(str(caught.value))
+    return words
 
 
-def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path / "run", "x"):
-        first, second = on_team(_refused, 2, args=(tmp_path, False))
-    assert first[0] == "UsageError"
-    assert f"{tmp_path}/run is in use by process {os.getpid()} on " in first[1]
-    assert first[1].endswith(" [run-directory-in-use]")
-    assert second == ("SystemExit", "2")
-
-
-def test_resume_without_a_checkpoint_is_77_on_all(tmp_path: Path) -> None:
-    assert on_team(_refused, 2, args=(tmp_path, True)) == [
-        ("SystemExit", "77"),
-        ("SystemExit", "77"),
-    ]
-    assert not (tmp_path / "run").exists()
+def test_a_run_directory_in_use_or_without_a_checkpoint_ends_all_with_one_code(
+    tmp_path: Path,
+) -> None:
+    with RunDirectory.claim(tmp_path / "used", "x"):
+        (used, first), second = on_team(_refused, 2, args=(tmp_path,))
+    assert f"{tmp_path}/used is in use by process {os.getpid()} on " in used
+    assert used.endswith(" [run-directory-in-use]")
+    assert (first, second) == ("77", ["2", "77"])
+    assert not (tmp_path / "none").exists()
