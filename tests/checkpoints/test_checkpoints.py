@@ -240,35 +240,6 @@ def chosen(world: lockstep.World, folder: Path, **options: Any) -> tuple[int | N
     return step, [str(warning.message) for warning in ours]
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
-    two: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(two, folder)
-    file = folder / "step-0000008" / "model.safetensors"
-    octets = bytearray(file.read_bytes())
-    octets[-5] ^= 8
-    file.write_bytes(octets)
-    (step, [said]), second = on_team(chosen, 2, args=(folder,))
-    assert step == 4
-    assert said.startswith("rejected step-0000008")
-    assert "[checkpoint-file-changed]" in said
-    assert said.endswith("falling back to step-0000004 (4 steps lost)")
-    assert second == (4, [])
-    values = {"checkpoint": "step-0000008", "file": "model.safetensors"}
-    with lockstep.init() as world, refused("checkpoint-file-changed", DamagedCheckpoint, **values):
-        Run(world, folder).checkpoints.resume(8)
-
-
-def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "step-0000008"
-    shutil.copytree(two / "step-0000008", folder)
-    for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
-        manifest.seal(folder, 8, [manifest.SealedFile(name, 1, "0" * 64)])
-        with refused("checkpoint-file-unreadable", DamagedCheckpoint):
-            files.read(folder)
-
-
 # -- a save that does not come to its end --------------------------------------------------------
 
 
@@ -377,30 +348,20 @@ def test_a_disk_that_takes_nothing_is_one_error_on_all_and_the_old_checkpoint_st
 # -- another training ----------------------------------------------------------------------------
 
 
-def other(world: lockstep.World, folder: Path) -> list[str]:
-    """What is said of another optimizer, another Loader and another model."""
+def other(world: lockstep.World, folder: Path) -> str:
+    """What is said of another model."""
     linear = nn.Linear(3, 3)
     stepper = lockstep.Stepper(linear, torch.optim.AdamW(linear.parameters()), world=world)
-    ours, loader = Run(world, folder), lockstep.Loader(images(), global_batch=16, micro_batch=4)
-    messages = []
-    for checkpoints in (
-        Run(world, folder, optimizer="sgd").checkpoints,
-        lockstep.Checkpoints(folder, ours.stepper, loader),
-        lockstep.Checkpoints(folder, stepper, ours.loader),
-    ):
-        with pytest.raises(UsageError) as caught:
-            checkpoints.resume()
-        messages.append(str(caught.value))
-        checkpoints.close()
-    ours.checkpoints.close()
-    return messages
+    with refused("another-training") as caught:
+        Run(world, folder, optimizer="sgd").checkpoints.resume()
+    with refused("checkpoint-of-another-model"):
+        lockstep.Checkpoints(folder, stepper, Run(world, folder).loader).resume()
+    return str(caught.value)
 
 
 def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
-    for optimizer, loader, model in on_team(other, 2, args=(two,)):
-        assert "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd" in optimizer
-        assert "micro_batch was 2 and is 4" in loader
-        assert "[checkpoint-of-another-model]" in model
+    for said in on_team(other, 2, args=(two,)):
+        assert "it has torch.optim.adamw.AdamW, and this training has torch.optim.sgd" in said
 
 
 def test_nothing_there_is_no_error_and_a_model_alone_is_no_training(tmp_path: Path) -> None:
@@ -463,11 +424,8 @@ def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int
     assert files.read(folders.folder_of(tmp_path, 44)).state["said"] == 43
     # resumed: nothing is newer
     assert on_team(closed, 1, (tmp_path, every, 0, False))[0][-1] == 44
-
-
-def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:
-    """The other ranks may not come."""
-    assert on_team(closed, 2, (tmp_path, 100, 3, True)) == [[], []]
+    # while an exception is handled: the other ranks may not come
+    assert on_team(closed, 2, (tmp_path / "failed", 100, 3, True)) == [[], []]
 
 
 RATES = [0.1, 0.0933, 0.075, 0.05, 0.025, 0.0067]  # of CosineAnnealingLR, by epoch
@@ -507,15 +465,12 @@ def stepping_the_scheduler(
     return rates
 
 
-@pytest.mark.parametrize(
-    ("stop", "where"), [(10, "end"), (10, "beginning"), (8, "beginning")], ids=str
-)
-def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(
-    tmp_path: Path, stop: int, where: str
-) -> None:
-    over = 2 if stop == 10 else 1  # the epoch of the last step is not in the list
-    assert on_team(stepping_the_scheduler, 2, (tmp_path, stop, where))[0] == RATES[:over]
-    assert on_team(stepping_the_scheduler, 3, (tmp_path, 0, where)) == [RATES[2:]] * 3
+def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(tmp_path: Path) -> None:
+    # the epoch of the last step is not among the rates
+    for stop, where, over in ((10, "end", 2), (10, "beginning", 2), (8, "beginning", 1)):
+        folder = tmp_path / f"{where} {stop}"
+        assert on_team(stepping_the_scheduler, 2, (folder, stop, where))[0] == RATES[:over]
+        assert on_team(stepping_the_scheduler, 3, (folder, 0, where)) == [RATES[2:]] * 3
 
 
 def test_a_step_of_the_scheduler_that_no_checkpoint_has_is_said(tmp_path: Path) -> None:

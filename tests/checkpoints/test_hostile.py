@@ -227,3 +227,10 @@ def test_a_mark_of_the_best_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}'):
         (tmp_path / folders.BEST).write_text(text)
         assert files.best(tmp_path) is None
+
+
+def test_a_manifest_that_names_other_files_is_refused(saved: Path) -> None:
+    for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
+        manifest.seal(saved, 2, [manifest.SealedFile(name, 1, "0" * 64)])
+        with refused("checkpoint-file-unreadable", DamagedCheckpoint):
+            files.read(saved)

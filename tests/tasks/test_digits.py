@@ -24,9 +24,7 @@ def bundle() -> Any:
     return sklearn.datasets.load_digits()
 
 
-def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(
-    bundle: Any,
-) -> None:
+def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(bundle: Any) -> None:
     labels = bundle.target
     training, evaluation = digits.split(labels)
     assert not set(training) & set(evaluation)

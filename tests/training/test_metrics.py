@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,24 +38,20 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
         file.write(STEP)
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """In the block a write that crosses `size` is cut there, as on a disk that becomes full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_record_that_only_begins_to_fit_is_an_error(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+    """As on a disk that becomes full."""
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFile(path) as file:
         file.write(STEP)
-        whole = (tmp_path / "metrics.jsonl").stat().st_size
-        with files_of_at_most(whole + 20), refused("metrics-not-written", LockstepError):
-            file.write(STEP)
-        assert (tmp_path / "metrics.jsonl").stat().st_size == whole + 20
+        least = path.stat().st_size + 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+        try:
+            with refused("metrics-not-written", LockstepError):
+                file.write(STEP)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.stat().st_size == least
 
 
 def test_what_training_can_do_without_ends_with_one_warning(tmp_path: Path) -> None:

@@ -10,20 +10,15 @@ import math
 import pytest
 
 from lockstep.config.task import EarlyStopping, Mode
-from lockstep.errors import TaskError
 from lockstep.training.assembled import BestMetric, TrainingState
-from tests.refused import refused
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:
-    stopping = (
-        None if patience is None else EarlyStopping(metric="loss", mode="min", patience=patience)
-    )
-    return TrainingState(
-        BestMetric(best, "max") if best else None,
-        BestMetric("loss", "min") if stopping else None,
-        stopping,
-    )
+    watched = BestMetric(best, "max") if best else None
+    if patience is None:
+        return TrainingState(watched, None, None)
+    stopping = EarlyStopping(metric="loss", mode="min", patience=patience)
+    return TrainingState(watched, BestMetric("loss", "min"), stopping)
 
 
 def test_what_is_written_is_what_is_gone_on_with() -> None:
@@ -74,8 +69,3 @@ def test_the_first_of_equals_is_the_best_and_nan_never_is(
     best = better[-1]
     assert (watch.value, watch.waited) == (values[best], waited)
     assert watch.as_json() == {"metric": "f", "value": values[best], "step": best}
-
-
-def test_a_metric_that_is_not_there() -> None:
-    with refused("metric-not-measured", TaskError, metric="f1", measured=["accuracy", "loss"]):
-        BestMetric("f1", "max").better({"accuracy": 1.0, "loss": 0.0}, 1)

@@ -11,15 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.timeline import (
-    Anatomy,
-    End,
-    MemoryLine,
-    Pause,
-    StepsLine,
-    parse,
-    read,
-)
+from lockstep.training.timeline import Anatomy, Pause, StepsLine, parse, read
 from tests.training.synthetic import anatomy, begin, lines, write
 
 
@@ -169,14 +161,6 @@ def test_what_is_not_known_is_none() -> None:
     line = parse(changed(STEPS, hidden=None, buckets=[[0, 1.0, None]]))
     assert isinstance(line, StepsLine)
     assert (line.hidden, line.buckets) == (None, ((0, 1.0, None),))
-
-
-def test_the_other_kinds() -> None:
-    pause = '{"kind":"pause","what":"evaluate","step":3,"seconds":1.5}'
-    assert parse(pause) == Pause(what="evaluate", step=3, seconds=1.5)
-    memory = '{"kind":"memory","parameters":1,"gradients":2,"optimizer":3,"peak":null}'
-    assert parse(memory) == MemoryLine(parameters=1, gradients=2, optimizer=3, peak=None)
-    assert parse('{"kind":"end","step":4}') == End(step=4)
 
 
 def test_what_is_none() -> None:

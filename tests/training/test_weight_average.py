@@ -52,20 +52,16 @@ def by_hand(changes: dict[str, Any]) -> tuple[str, dict[str, float]]:
     """The loop that a user would write: the average's SHA-256, and what an evaluation finds."""
     averages: list[AveragedModel] = []
 
-    def update(model: nn.Module) -> None:
+    def update(model: nn.Module, epoch: int = 1) -> None:
+        if epoch < changes.get("average_after", 0):
+            return
         if not averages:
             averages.append(changes["average"](model))
         averages[0].update_parameters(model)
 
-    def update_after(model: nn.Module, epoch: int) -> None:
-        if epoch >= changes["average_after"]:
-            update(model)
-
+    when: dict[str, Any] = {f"after_{changes.get('average_per', 'step')}": update}
     with lockstep.init(backend="gloo") as world:
-        if "average_per" in changes:
-            toy.by_hand(changes["epochs"], exact=True, after_epoch=update_after)
-        else:
-            toy.by_hand(exact=True, after_step=update)
+        toy.by_hand(changes.get("epochs", 2), exact=True, **when)
         (average,) = averages
         data = toy.data(toy.HELD_OUT, 2)
         metrics = lockstep.evaluate(average.module, data, toy.metrics, batch=4, world=world)

@@ -111,21 +111,6 @@ def test_loader_workers_and_inputs_by_name_change_nothing_and_weights_of_zero_gi
         assert str(weightless["none"]) == "nan"
 
 
-def unsynced(world: lockstep.World) -> tuple[dict[str, float], list[float]]:
-    wrapper = lockstep.DistributedDataParallel(toy.net())
-    wrapper.module.norm.running_mean += world.rank
-    found = lockstep.evaluate(
-        wrapper, toy.data(9, 2), lambda output, batch: {"sum": (output.sum(), 1)}, batch=4
-    )
-    return found, wrapper.module.norm.running_mean.tolist()
-
-
-def test_a_wrappers_statistics_are_averaged_first() -> None:
-    first, second = on_team(unsynced, 2)
-    assert first == second
-    assert first[1] == pytest.approx([0.5] * 16)
-
-
 # -- torchmetrics --------------------------------------------------------------------------------
 
 
@@ -140,11 +125,7 @@ def first_parts(output: Tensor, batch: Any) -> dict[str, Any]:
 def with_torchmetrics(world: lockstep.World) -> list[dict[str, str]]:
     """Bits of lockstep.evaluate's values, and of a task's."""
     from torchmetrics import MeanMetric, Metric, MetricCollection
-    from torchmetrics.classification import (
-        MulticlassAccuracy,
-        MulticlassAUROC,
-        MulticlassConfusionMatrix,
-    )
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     class Ordered(Metric):
         """Its value depends on the order of its state."""
@@ -180,8 +161,8 @@ def with_torchmetrics(world: lockstep.World) -> list[dict[str, str]]:
     named = MetricCollection({"micro": micro, "macro": macro})
     of_task = [evaluated(world, toy.net(), metrics=metrics) for metrics in (means, named, micro)]
     assert not any(metric.update_called for metric in (*collection.values(), micro, macro))
-    with refused("metric-not-a-number", name="grid", shapes=[[3, 3]]):
-        lockstep.evaluate(toy.net(), data, metrics={"grid": MulticlassConfusionMatrix(3)})
+    with refused("metric-not-a-number", name="each", shapes=[[3]]):
+        lockstep.evaluate(toy.net(), data, metrics={"each": MulticlassAccuracy(3, average="none")})
     return [{name: value.hex() for name, value in values.items()} for values in (direct, *of_task)]
 
 
