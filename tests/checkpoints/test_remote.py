@@ -4,9 +4,7 @@ checkpoint, and nothing that comes down is believed.
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,9 +16,11 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.checkpoints import files, folders
+from lockstep.checkpoints import files
 from lockstep.checkpoints.remote import Remote
+from lockstep.config.settings import Settings
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
+from lockstep.training.run_directory import claimed
 from tests.checkpoints.test_checkpoints import Run, chosen, stopped
 from tests.refused import refused
 from tests.teams import on_team
@@ -134,26 +134,18 @@ def _flip(file: Path) -> None:
     file.write_bytes(octets)
 
 
-def _cut(file: Path) -> None:
-    file.write_text("{}")
-
-
-def _lengthen(file: Path) -> None:
-    file.write_bytes(bytes(10**6))
-
-
 @pytest.mark.parametrize(
     ("spoil", "name", "code"),
     [
         (_flip, "model.safetensors", "checkpoint-file-changed"),
-        (_cut, "state.json", "checkpoint-file-changed"),
-        (_lengthen, "state.json", "checkpoint-file-too-large"),
+        (lambda file: file.write_text("{}"), "state.json", "checkpoint-file-changed"),
+        (lambda file: file.write_bytes(bytes(10**6)), "state.json", "checkpoint-file-too-large"),
         (Path.unlink, "optimizer-00001.safetensors", "checkpoint-file-missing"),
         (_flip, "manifest.json", "checkpoint-file-changed"),
     ],
 )
 def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
-    there: Path, tmp_path: Path, spoil: Callable[[Path], None], name: str, code: str
+    there: Path, tmp_path: Path, spoil: Callable[[Path], object], name: str, code: str
 ) -> None:
     spoil(there / "step-0000008" / name)
     with refused(code, DamagedCheckpoint, checkpoint="step-0000008", file=name) as caught:
@@ -198,27 +190,25 @@ def unreachable(world: lockstep.World, folder: Path) -> tuple[list[str], str, li
     """It does not take the copies for a while, and then it does; and at the end not again."""
     url = str(folder / "there")
     run = Run(world, folder / "here", remote=url)
-    real = Remote.upload
 
     def refuses(self: Remote, path: Path) -> None:
         raise LockstepError("no route")
 
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        Remote.upload = refuses  # type: ignore[method-assign]
+        patch.setattr(Remote, "upload", refuses)
         run.checkpoints.save()
         run.checkpoints.wait()
-        Remote.upload = real  # type: ignore[method-assign]
+        patch.undo()
         run.stepper.steps += 1
         run.checkpoints.save()
         run.checkpoints.wait()
         steps = Remote(url).steps() if world.rank == 0 else []
-        Remote.upload = refuses  # type: ignore[method-assign]
+        patch.setattr(Remote, "upload", refuses)
         run.stepper.steps += 1
         run.checkpoints.save()
         with pytest.raises(LockstepError) as raised:
             run.checkpoints.close()
-        Remote.upload = real  # type: ignore[method-assign]
     ours = [warning for warning in caught if issubclass(warning.category, LockstepWarning)]
     return [str(warning.message) for warning in ours], str(raised.value), steps
 
@@ -242,29 +232,21 @@ def test_copies_need_a_url_that_works_and_a_run(
         lockstep.train(toy.task(), checkpoints=str(tmp_path))
 
 
-@pytest.mark.rest
-def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_path: Path) -> None:
-    def train(run: str, *more: str) -> tuple[str, str]:
-        words = (
-            f"train digits --exact --checkpoints copies --steps 6 --checkpoint-every 2 --run {run}"
-        )
-        command = [sys.executable, "-m", "lockstep", *words.split(), *more]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()[-1], done.stderr
-
-    first, said = train("one")
-    assert "resumed" not in said
+def test_another_run_goes_on_from_the_copies_and_a_fresh_one_sets_them_aside(
+    tmp_path: Path,
+) -> None:
     copies = tmp_path / "copies"
-    assert Remote(str(copies)).steps() == [
-        folders.step_of(path) for path in folders.written(copies)
-    ]
+    options: dict[str, Any] = {"checkpoints": str(copies), "checkpoint_every": 2, "steps": 6}
+    task = toy.task(best="accuracy", best_mode="max")
+    first = lockstep.train(task, run=tmp_path / "one", exact=True, **options)
     shutil.rmtree(copies / "step-0000006")
-    again, said = train("two", "--resume")
-    assert "resumed from step 4 of 6" in said
-    assert first == again
-    anew, said = train("two", "--fresh")
-    assert "resumed" not in said
-    assert anew == first
-    assert json.loads((copies / "before-1" / "best.json").read_text())["metric"] == "accuracy"
-    assert (copies / "before-1" / "step-0000006").exists()
+    second = lockstep.train(task, run=tmp_path / "two", exact=True, **options)
+    assert "resumed from step 4 of 6" in (tmp_path / "two" / "metrics.jsonl").read_text()
+    assert first.sha256 == second.sha256
+    settings = Settings(task="digits", checkpoints=str(copies))
+    claimed(settings, tmp_path / "three", resume=True, fresh=False).release()
+    claimed(settings, tmp_path / "three", resume=False, fresh=True).release()
+    assert Remote(str(copies)).steps() == []
+    assert {path.name for path in (copies / "before-1").iterdir()} >= {"best.json", "step-0000006"}
+    with pytest.raises(SystemExit):
+        claimed(settings, tmp_path / "three", resume=True, fresh=False)

@@ -156,18 +156,6 @@ def new(path: Path, step: int = 0) -> LoggedRun:
     )
 
 
-def test_without_a_key_the_way_without_a_server_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def keyless(run: LoggedRun) -> Any:
-        raise ValueError("No API key configured.")
-
-    monkeypatch.setitem(LOGGERS, "wandb", keyless)
-    with refused("logger-not-opened", name="wandb") as refusal:
-        Loggers(("wandb",), new(tmp_path))
-    assert "WANDB_MODE=offline" in refusal.value.values["reason"]
-
-
 @pytest.mark.rest  # imports MLflow
 def test_a_store_that_does_not_answer_is_told_at_the_start_and_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +173,7 @@ def test_a_store_that_does_not_answer_is_told_at_the_start_and_only_then(
     assert logged.of_csv(tmp_path)["evaluate/accuracy"] == [(3, 0.75)]
 
 
-def test_what_is_not_installed_is_refused_where_it_was_asked_for(
+def test_what_is_not_installed_or_does_not_open_is_refused_where_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("tensorboard", "wandb"):
@@ -197,6 +185,14 @@ def test_what_is_not_installed_is_refused_where_it_was_asked_for(
     loggers.add(STEP)
     loggers.close("FINISHED")
     assert not list(tmp_path.iterdir())
+
+    def keyless(run: LoggedRun) -> Any:
+        raise ValueError("No API key configured.")
+
+    monkeypatch.undo()
+    monkeypatch.setitem(LOGGERS, "wandb", keyless)
+    with refused("logger-not-opened", name="wandb"):
+        Loggers(("wandb",), new(tmp_path))
 
 
 def test_loggers_need_a_run_directory_but_no_records(tmp_path: Path) -> None:

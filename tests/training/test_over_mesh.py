@@ -100,9 +100,8 @@ def test_a_mesh_trains_as_one_process_and_checkpoints_move_between_them(mesh, al
 
 def check_saved(step, one, other, **tolerance):
     """Two checkpoints of a step hold the same: files, weights, and the optimizer's state."""
-    ours, theirs = (
-        files.read(folders.folder_of(run / "checkpoints", step)) for run in (one, other)
-    )
+    directories = (run / "checkpoints" for run in (one, other))
+    ours, theirs = (files.read(folders.folder_of(path, step)) for path in directories)
     check_tensors(ours.tensors, theirs.tensors, **tolerance)
     check_tensors(read_all(ours.optimizer()), read_all(theirs.optimizer()), **tolerance)
 

@@ -157,17 +157,13 @@ def test_cut_off_again_and_again(tmp_path: Path, whole: Whole) -> None:
     assert (comparable(trained(2, tmp_path / "cut")), records(tmp_path / "cut")) == whole(3)
 
 
-def slower(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def test_another_training_is_refused_with_the_difference(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         trained(1, tmp_path, 7)
     for changes, options, message in (
         ({"clip": None}, {}, "clip was 0.5 and is None"),
         ({"global_batch": 12}, {}, "global_batch was 11 and is 12"),
-        ({"optimizer": slower}, {}, "optimizer was"),
+        ({"optimizer": lambda model: torch.optim.SGD(model.parameters())}, {}, "optimizer was"),
         ({}, {"precision": "bf16"}, "precision was not given and is bf16"),
         ({}, {"epochs": 3}, "epochs was not given and is 3"),
     ):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ import lockstep
 from lockstep.errors import ReplicaDivergence
 from lockstep.training.resolve import resolve
 from lockstep.training.task_digest import (
-    MODULES,
     changes,
     compare_tasks,
     sample_digests,
@@ -34,9 +32,7 @@ from tests.refused import refused
 from tests.teams import on_team
 from tests.training import toy
 
-FILE = '''
-"""A task."""
-from functools import partial
+FILE = """
 import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -45,34 +41,18 @@ import parts
 
 SCALE = 0.5
 
-class Base(torch.nn.Module):
-    def forward(self, x):
-        return self.net(x) * 1.0
+def loss(output, batch):
+    loss = F.cross_entropy(output, batch[1], reduction="sum") * SCALE
+    return loss + parts.penalty(output), len(batch[1])
 
-class Net(Base):
-    width = 3
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, self.width)
-
-def smoothed(loss, by):
-    return loss * (1 - by)
-
-def loss(output, batch, *, by=0.1):
-    """The loss."""
-    # summed
-    return smoothed(F.cross_entropy(output, batch[1], reduction="sum"), by) * SCALE + parts.penalty(output), len(batch[1])
-
-def task(lr=0.1):
+def task():
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(20, 4, generator=generator), torch.arange(20) % 3)
     return lockstep.Task(
-        model=Net, train_data=data, eval_data=data, loss=partial(loss, by=0.2), global_batch=4, micro_batch=2,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
-        metrics=lambda output, batch: {"right": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))},
+        model=lambda: torch.nn.Linear(4, 3), train_data=data, loss=loss, micro_batch=2,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), global_batch=4,
     )
-'''
+"""
 PARTS = "def penalty(output):\n    return output.square().sum() * 0.001\n"
 
 
@@ -105,7 +85,6 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     assert {"mine.py", "parts.py"} <= before.keys()
     assert digests(tmp_path / "elsewhere") == before
     cases: list[tuple[dict[str, str], list[str]]] = [
-        ({'reduction="sum"': 'reduction="mean"'}, [mine]),
         ({"SCALE = 0.5": "SCALE = 0.25"}, [mine]),
         ({"* 0.001": "* 0.002"}, ["parts.py has changed"]),
         (
@@ -139,19 +118,6 @@ def test_a_package_is_digested_as_a_whole_and_installed_packages_are_not(tmp_pat
         task = importlib.import_module("ours.tasks.mine").task()
         sources = {name for name in source_digests(task) if name.endswith(".py")}
     assert sources == {"__init__.py", "nets.py", "tasks/__init__.py", "tasks/mine.py"}
-
-
-def test_at_most_a_thousand_modules_of_a_folder_are_read(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    (tmp_path / "parts.py").write_text(PARTS)
-    with importing():
-        for number in range(MODULES + 1):
-            (tmp_path / f"a{number:04}.py").touch()
-            module = ModuleType(f"a{number:04}")
-            module.__file__ = str(tmp_path / f"a{number:04}.py")
-            sys.modules[module.__name__] = module
-        sources = source_digests(resolve(str(tmp_path / "mine.py")))
-    assert len([name for name in sources if name.endswith(".py")]) == MODULES
 
 
 def test_a_bundled_task_is_digested_without_the_rest_of_lockstep() -> None:
@@ -221,24 +187,20 @@ class Numbers(Dataset[Any]):
         return {"x": torch.tensor([index + self.offset]), "drawn": drawn, "text": "ü", "none": None}
 
 
+def states(data: Numbers) -> tuple[Any, ...]:
+    drawn = data.torchs.get_state().tolist(), torch.get_rng_state().tolist()
+    return data.own.bit_generator.state, *drawn, random.getstate(), np.random.get_state()[2]
+
+
 def test_samples_are_read_without_a_trace() -> None:
     data = Numbers()
     nested = ConcatDataset([Subset(data, range(50)), Subset(data, range(50, 100))])
-    states = (
-        data.own.bit_generator.state,
-        data.torchs.get_state(),
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state()[2],
-    )
+    before = states(data)
     first, again = sample_digests(data, 3, seconds=inf), sample_digests(nested, 3, seconds=inf)
     assert not data.opened
     assert first == sample_digests(data, 3, seconds=inf)
     assert again == sample_digests(nested, 3, seconds=inf)
-    assert states[0] == data.own.bit_generator.state
-    assert torch.equal(states[1], data.torchs.get_state())
-    assert torch.equal(states[2], torch.get_rng_state())
-    assert (states[3], states[4]) == (random.getstate(), np.random.get_state()[2])
+    assert states(data) == before
     assert len(first) > 3
     assert changes(first, sample_digests(Numbers(1), 3, seconds=inf))
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from lockstep.errors import LockstepError, LockstepWarning, UsageError
+from lockstep.errors import LockstepWarning, UsageError, WorkerFailed
+from lockstep.testing import run_ranks
 from lockstep.training.inference import prediction_files
 from tests.refused import refused
 from tests.teams import on_team
@@ -133,21 +134,29 @@ def test_a_model_of_several_arguments_and_none_of_parameters() -> None:
             assert [part.tolist() for part in found] == [(2 * x).tolist(), [0.0] * 6]
 
 
-def wrapped(world: lockstep.World) -> list[Tensor]:
+def wrapped(world: lockstep.World) -> list[Any]:
     model = toy.net()
     wrapper = lockstep.DistributedDataParallel(model)
-    model.norm.running_mean += world.rank  # type: ignore[operator,union-attr]
-    return [lockstep.predict(wrapper, toy.data(5, 2)[:][0]), model.norm.running_mean]  # type: ignore[list-item]
+    batch = toy.data(5, 2)[:][0]
+    results: list[Any] = []
+    for use in (
+        lambda: lockstep.predict(wrapper, batch),
+        lambda: lockstep.evaluate(
+            wrapper, TensorDataset(batch), lambda out, _: {"sum": (out.sum(), 1)}, batch=5
+        ),
+    ):
+        model.norm.running_mean.fill_(world.rank)  # type: ignore[operator,union-attr]
+        results.append(use())
+    return results
 
 
 def test_a_wrapper_syncs_its_buffers_first() -> None:
-    first, second = on_team(wrapped, 2)
-    assert torch.equal(first[1], second[1])
-    assert torch.allclose(first[1], torch.tensor(0.5))
     model = toy.net().eval()
-    model.norm.running_mean += 0.5  # type: ignore[operator,union-attr]
-    for predictions in (first[0], second[0]):
-        assert torch.allclose(predictions, model(toy.data(5, 2)[:][0]))
+    model.norm.running_mean.fill_(0.5)  # type: ignore[operator,union-attr]
+    expected = model(toy.data(5, 2)[:][0])
+    for predictions, metrics in on_team(wrapped, 2):
+        assert torch.allclose(predictions, expected)
+        assert metrics["sum"] == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
 def apart(world: lockstep.World, folder: str) -> dict[str, Any]:
@@ -256,21 +265,20 @@ def test_data_that_cannot_be_cut_is_refused() -> None:
         lockstep.predict(nn.Identity(), torch.zeros(3))
 
 
-def full(world: lockstep.World, folder: str) -> str:
-    def without_room(file: int, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
+def full(world: lockstep.World, folder: str) -> None:
+    if world.rank == 1:
+        prediction_files.write_all = without_room
+    lockstep.predict(nn.Identity(), torch.zeros(9, 2), batch=2, out=Path(folder) / "x.npy")
 
-    file = Path(folder) / "x.npy"
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(prediction_files, "write_all", without_room)
-        with pytest.raises(LockstepError) as failed:
-            lockstep.predict(nn.Identity(), torch.zeros(9, 2), batch=2, out=file)
-    return failed.value.code
+
+def without_room(file: int, data: bytes) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_nothing_half_written_is_left_under_the_name(tmp_path: Path) -> None:
-    assert on_team(full, 2, args=(str(tmp_path),))[1] == "cannot-write"
+    with pytest.raises(WorkerFailed, match=r"No space left on device \[cannot-write\]") as failed:
+        run_ranks(full, 2, args=(str(tmp_path),))
+    assert failed.value.rank == 1
     assert not (tmp_path / "x.npy").exists()
 
 
