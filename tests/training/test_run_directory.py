@@ -160,6 +160,15 @@ def test_a_mount_that_is_read_only_is_noticed(tmp_path: Path) -> None:
             subprocess.run(["umount", run.path], capture_output=True)
 
 
+def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x"):
+        (tmp_path / "run" / "lock").unlink()
+        (tmp_path / "run").rmdir()
+        with RunDirectory.claim(tmp_path / "run", "x") as other:
+            other.metrics.write_text("theirs")
+    assert other.metrics.read_text() == "theirs"
+
+
 def test_a_run_that_failed_before_its_first_step_leaves_nothing(tmp_path: Path) -> None:
     nothing = ["rank-0.log", "anatomy/rank-0.jsonl", "events.out.tfevents.1"]
     for number, (files, event) in enumerate(
