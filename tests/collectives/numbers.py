@@ -1,6 +1,4 @@
-"""An oracle for schedules that knows nothing of prove(): run the messages on Python integers and
-read off who was counted, and how often.
-"""
+"""An oracle for schedules: run the messages on Python integers and read off who was counted."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def written_out(built: Schedule) -> Schedule:
 
 
 def mutants(built: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Every schedule that differs in one message, or in what one round does with what arrives;
-    with what was done to it.
-    """
+    """Every schedule that differs in one message or one round; with what was done to it."""
     plain = written_out(built)
     for number, each in enumerate(plain.rounds):
 

@@ -1,6 +1,4 @@
-"""Local steps against a plain simulation of the replicas in one process; what a meeting tells,
-costs, keeps and refuses.
-"""
+"""Local steps against a simulation in one process; what a meeting tells, costs and refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from lockstep.world.world import World
 from tests.refused import refused
 from tests.step.walking import same, walk
 from tests.teams import on_team
-from tests.updates.nets import trainable
+from tests.updates.nets import sgd, trainable
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -48,10 +46,6 @@ class Net(nn.Module):
             (self.first(self.conv(x).flatten(1)) * self.scale + self.frozen).tanh()
         )
         return y
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(trainable(model), lr=0.1)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -186,6 +180,8 @@ def check_simulated(expected: Simulated, states: Sequence[State]) -> None:
 @pytest.mark.parametrize(
     ("size", "every", "outer"),
     [
+        (1, 1, "average"),
+        (2, 1, "average"),
         (2, 3, "average"),
         (3, 2, "nesterov"),
         (3, 4, "nesterov:lr=0.5,momentum=0.8"),
@@ -237,22 +233,10 @@ def test_between_meetings_nothing_is_sent_and_a_meeting_costs_one_step() -> None
     assert (local[7] - local[3]) <= (summed[7] - summed[6]) + 64  # the facts of a meeting
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_step_with_plain_sgd_is_gradient_averaging(size: int) -> None:
-    ours = on_team(ranks_train, size, (sgd, 5, {"sync_every": 1}))
-    summed = on_team(ranks_train, size, (sgd, 5, {}))
-    assert all(ours[0][1])
-    for name, value in summed[0][0].items():
-        torch.testing.assert_close(ours[0][0][name], value, rtol=1e-5, atol=1e-6)
-
-
 def test_fragments_are_runs_of_about_equal_size() -> None:
     assert fragments_of([100, 1, 1], 3) == [[0], [1, 2]]
     assert fragments_of([5], 4) == [[0]]
     assert fragments_of([1] * 7, 3) == [[0, 1], [2, 3, 4], [5, 6]]
-
-
-# -- statistics, evaluations, learning rates -----------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -317,9 +301,7 @@ def nine_steps(world: World) -> tuple[list[float], list[int], list[int]]:
 
 
 def test_ranks_agree_on_learning_rates_and_hear_of_a_stop_where_they_meet() -> None:
-    """Also a rank that has nothing. After a meeting in between, the next one is as many steps away
-    as ever.
-    """
+    """Also a rank that has nothing, and after a meeting in between."""
     rates = [0.1 / 2**step for step in range(1, 10)]
     assert on_team(nine_steps, 2) == [(rates, [2, 7], [2, 7])] * 2
 
@@ -337,9 +319,6 @@ def shares(world: World) -> tuple[int, ...]:
 
 def test_who_walked_how_many_samples_is_known_without_a_message() -> None:
     assert on_team(shares, 3) == [(6, 3, 2)] * 3
-
-
-# -- post-local, layers that come and go, damage -------------------------------------------------
 
 
 def test_post_local_steps_begin_after_steps_of_summed_gradients() -> None:
@@ -388,9 +367,6 @@ def damaged(world: World) -> None:
 
 def test_replicas_that_differ_after_a_meeting_are_named() -> None:
     on_team(damaged, 2)
-
-
-# -- going on ------------------------------------------------------------------------------------
 
 
 def saved(world: World, folder: Path, how: dict[str, Any], until: int, steps: int) -> State:

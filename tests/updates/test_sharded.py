@@ -1,6 +1,4 @@
-"""The sharded update: the replicated one's bits, a share of its state, and a state dict that is
-torch's own.
-"""
+"""The sharded update: the replicated one's bits, a share of its state, torch's state dict."""
 
 from __future__ import annotations
 
