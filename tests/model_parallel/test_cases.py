@@ -251,7 +251,8 @@ def test_what_tensor_ranks_share_must_stay_equal() -> None:
     drifted = ("replicas-differ", "0.weight", (3,))
     assert on_team(divergence, 4, (drifting, "tensor=4")) == [drifted] * 4
     partial = ("replicas-differ", "2.weight", (1,))
-    assert on_team(divergence, 2, (partial_gradients,)) == [partial] * 2
+    # torch keeps the groups of an equal mesh that a world of the same process had: no team
+    assert run_ranks(divergence, 2, (partial_gradients,)) == [partial] * 2
 
 
 def test_ranks_are_named_by_their_numbers_in_the_world() -> None:

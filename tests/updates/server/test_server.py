@@ -289,3 +289,17 @@ def test_a_window_whose_loss_is_nan_is_left_out() -> None:
     # a warning shows the user's own line
     assert lines == ["windows += stepper.step().windows"]
     assert not other_lines
+
+
+def threads_of(world: lockstep.World) -> list[int]:
+    """The server's threads while it serves, and after the world was closed."""
+    model = net()
+    lockstep.Stepper(model, momentum(model), update="server", staleness="inf")
+    during = [thread.name for thread in threading.enumerate()]
+    world.close()
+    after = [thread.name for thread in threading.enumerate()]
+    return [sum("lockstep server" in name for name in names) for names in (during, after)]
+
+
+def test_no_thread_is_left_when_the_world_has_closed() -> None:
+    assert run_ranks(threads_of, 3) == [[2, 0], [0, 0], [0, 0]]
