@@ -66,11 +66,11 @@ def joined_twice(make: Make, rank: int) -> Iterator[Tensor | None]:
 
 
 def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
-    """Batches of unequal number, some of them without a sum."""
+    """Batches of unequal number, some of them without a sum. The last rank is the first to end."""
     ddp = make(zoo.build("cnn"))
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     with ddp.join(divide_by_initial_world_size=False):
-        for number in range(4 + 3 * rank):
+        for number in range(7 - 3 * rank):
             x, y = zoo.batch(rank, number)
             if number % 3:
                 with ddp.no_sync():

@@ -39,6 +39,7 @@ def everything(ours: Loader, number: int = 0) -> list[int]:
     [
         ({"signal": signal.SIGSEGV}, "loader-worker-killed", {"name": "SIGSEGV"}),
         ({"code": 3}, "loader-worker-exited", {"exitcode": 3}),
+        ({"code": 0}, "loader-worker-exited", {"exitcode": 0}),
     ],
 )
 def test_a_worker_that_dies_is_named_with_its_samples(

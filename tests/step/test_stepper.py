@@ -439,6 +439,32 @@ def draws_between_windows(world: lockstep.World) -> tuple[list[list[float]], lis
     return found, weights(model)
 
 
+def test_a_counter_counts_steps_whatever_they_weigh(world: lockstep.World) -> None:
+    """w * (1 / w) is less than 1 for some weights."""
+    model = nn.BatchNorm1d(1)
+    stepper = stepper_for(model)
+    for step, samples in enumerate((41, 47, 55, 61), 1):
+        for x in stepper.micro_batches([torch.randn(samples, 1)]):
+            stepper.backward(model(x).sum(), weight=samples)
+        stepper.step()
+        assert model.num_batches_tracked == step
+
+
+def draws_of_micro_batches(world: lockstep.World) -> list[float]:
+    model = nn.Linear(1, 1)
+    stepper, draws = stepper_for(model), []
+    for x in stepper.micro_batches([torch.ones(1, 1)] * 3):
+        draws.append(float(torch.rand(())))
+        stepper.backward(model(x).sum(), weight=1)
+    stepper.step()
+    return draws
+
+
+def test_every_micro_batch_of_plain_lists_has_random_numbers_of_its_own() -> None:
+    draws = [draw for rank in on_team(draws_of_micro_batches, 3) for draw in rank]
+    assert len(set(draws)) == 9
+
+
 def test_what_a_script_draws_between_windows_is_its_own_and_equal_on_all_ranks() -> None:
     (ones, first), (others, second) = on_team(draws_between_windows, 2)
     with randomness.preserved():
