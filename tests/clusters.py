@@ -7,6 +7,7 @@ python tests/clusters.py NODES    a line on stdin is an order, a line on stdout 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -164,8 +165,16 @@ def main() -> None:
 
 def _serve(make: Any) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints too
-    made = make(initialize_head=True, head_node_args={**_ONE_NODE, "include_dashboard": False})
-    nodes = [made.add_node(**_ONE_NODE) for _ in range(int(sys.argv[1]) - 1)]
+    numbers = itertools.count()
+
+    def one_node() -> dict[str, Any]:
+        """With a folder of its own for the code that is brought to it, as on another host: a node
+        overwrites what lies there, and other nodes' ranks would run in it.
+        """
+        return {**_ONE_NODE, "runtime_env_dir_name": f"node-{next(numbers)}"}
+
+    made = make(initialize_head=True, head_node_args={**one_node(), "include_dashboard": False})
+    nodes = [made.add_node(**one_node()) for _ in range(int(sys.argv[1]) - 1)]
     print(made.address, file=answers, flush=True)
     for line in sys.stdin:
         order, *seconds = line.split()
@@ -176,7 +185,7 @@ def _serve(make: Any) -> None:
             _drain(made.address, nodes[-1].node_id, *seconds)
             print("drained", file=answers, flush=True)
         else:
-            nodes.append(made.add_node(**_ONE_NODE))
+            nodes.append(made.add_node(**one_node()))
             print("added", file=answers, flush=True)
     made.shutdown()
 

@@ -16,6 +16,7 @@ import pytest
 from typer.main import get_command
 
 import lockstep as package
+from lockstep import cli
 from lockstep.cli import app
 from lockstep.config.settings import Settings
 from tests.cli.command import Answer, Command, in_a_fresh_interpreter
@@ -110,3 +111,21 @@ def test_what_help_offers_to_try_are_commands(lockstep: Command) -> None:
         examples = re.findall(r"^    (lockstep .+?)   ?\S", text, re.MULTILINE)
         assert len(examples) >= 3
         assert {parsed(line) for line in examples} == {name}
+
+
+def test_an_exit_that_python_has_wrapped_is_that_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.11 does so if a signal comes while a class with descriptors is being made."""
+
+    class Asked:
+        def __set_name__(self, owner: type, name: str) -> None:
+            sys.exit(75)
+
+    def make_a_class() -> None:
+        type("Made", (), {"asked": Asked()})
+
+    monkeypatch.setattr(app, "main", make_a_class)
+    monkeypatch.setattr(cli, "_start_fork_server", lambda arguments: None)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 75

@@ -33,6 +33,11 @@ def main() -> None:
         app.main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:
+        # Python 3.11 wraps what a signal's handler raises while a class is being made
+        if isinstance(error.__cause__, SystemExit):
+            raise error.__cause__ from None
+        raise
 
 
 def _leave_when_asked() -> None:
