@@ -119,11 +119,14 @@ def by_each_update(world: lockstep.World, train: Callable[..., Any]) -> list[Any
 
 
 def grown(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
-    """A layer is unfrozen after two steps, another is added with a group of its own."""
+    """A layer is unfrozen after two steps, and joins the optimizer after four; another is added with
+    a group of its own.
+    """
     torch.manual_seed(1)
     model = nn.ModuleDict({"a": nn.Linear(40, 50), "b": nn.Linear(50, 30)})
     model["a"].weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(first, lr=1e-2)
     stepper = lockstep.Stepper(model, optimizer, update=update, reduce="shared_memory")
     for step in range(6):
         if step == 2:
@@ -131,6 +134,8 @@ def grown(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
         if step == 3:
             model["c"] = nn.Linear(30, 20)
             optimizer.add_param_group({"params": list(model["c"].parameters()), "lr": 3e-2})
+        if step == 4:
+            optimizer.add_param_group({"params": [model["a"].weight]})
         if step == 5:
             model["b"].requires_grad_(False)
         generator = torch.Generator().manual_seed(10 * step + world.rank)

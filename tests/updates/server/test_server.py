@@ -166,6 +166,7 @@ def test_with_staleness_every_sample_still_counts_once(
         assert same(rank.weights, first.weights)
         assert (rank.steps, rank.rates) == (3 * WINDOWS, first.rates)
     assert max(window.age for window in first.windows) > 0
+    assert first.weights[-3].abs().max() > 0.01  # the running mean has moved
 
 
 def test_loader_workers_fetch_what_was_drawn() -> None:
