@@ -61,7 +61,8 @@ def finding(stepper: lockstep.Stepper) -> tuple[str, tuple[int, ...]] | None:
     try:
         stepper.check_replicas()
     except ReplicaDivergence as error:
-        return error.parameter, error.ranks
+        where = error.values["where"].partition(" ")[0]
+        return f"{where}: {error.parameter}", error.ranks
     return None
 
 
@@ -89,8 +90,9 @@ def test_one_low_bit_of_anything_replicated_is_found_and_named(
     0.
     """
     expected: list[object] = []
+    where = "between" if workers == 2 else "on"  # of two nobody knows which is right
     for name in REPLICATED:
-        expected += [None, (name, ranks)]
+        expected += [None, (f"{where}: {name}", ranks)]
     assert on_team(one_bit_each, workers, (odd,)) == [expected] * workers
 
 

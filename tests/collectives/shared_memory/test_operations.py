@@ -135,20 +135,28 @@ def lost_handles(world: lockstep.World) -> float:
 
 
 def waited_for_again(world: lockstep.World) -> list[float]:
-    """A wait has a timeout of its own and can be repeated. Rank 1 has written its first pieces, and
-    adds up its share only after rank 0 has given up.
+    """A wait has a timeout of its own and can be repeated. Rank 2 has written its first pieces, and
+    adds up its share only after rank 1 has given up: a group without rank 0.
     """
-    tensor = torch.full((2 * PIECE // 4 + 5,), 1.0 + world.rank)
-    handle = collectives.all_reduce(tensor, async_op=True)
-    if world.rank == 1:
+    if world.rank == 0:
+        return [3.0]
+    tensor = torch.full((2 * PIECE // 4 + 5,), float(world.rank))
+    group = world.subgroup([1, 2])
+    handle = collectives.all_reduce(tensor, group=group, async_op=True)
+    if world.rank == 2:
         world._store.wait(["given up"], timedelta(minutes=5))
     else:
-        with refused("collective-timeout", CollectiveTimeout, missing=[1]) as refusal:
+        with refused("collective-timeout", CollectiveTimeout, missing=[2]) as refusal:
             handle.wait(timedelta(seconds=0.3))
         assert refusal.value.values["seconds"] == 0.3
         world._store.set("given up", "")
     handle.wait()
-    return tensor.unique().tolist()  # type: ignore[no-any-return]
+    result = tensor.unique().tolist()
+    group.timeout = timedelta(seconds=0.3)
+    if world.rank == 1:
+        with refused("collective-timeout", CollectiveTimeout, missing=[2]):
+            collectives.all_reduce(tensor, algorithm="ring", group=group)
+    return result  # type: ignore[no-any-return]
 
 
 def in_torchs_call(world: lockstep.World, size: int) -> list[float]:
@@ -194,7 +202,6 @@ def not_writable(world: lockstep.World) -> float:
     [
         (overtaking, [20.0 * number + 1 for number in range(SLOTS + 3)]),
         (lost_handles, 2.0),
-        (waited_for_again, [3.0]),
         (before_and_after, 2.0),
         (not_writable, 2.0),
     ],
@@ -203,6 +210,10 @@ def test_of_two_ranks_none_overtakes_and_none_keeps_the_other_up(
     function: Callable[[lockstep.World], object], result: object
 ) -> None:
     assert on_team(function, 2) == [result] * 2
+
+
+def test_a_group_that_waits_too_long_names_ranks_of_the_world() -> None:
+    assert on_team(waited_for_again, 3) == [[3.0]] * 3
 
 
 def without(world: lockstep.World) -> tuple[bool, list[float]]:
