@@ -101,6 +101,7 @@ def test_who_is_suspected_before_others() -> None:
     assert suspects({0: sight(phase="end"), 1: sight(phase="forward")}) == [1]
     stopped = plain(number=2, state="stopped")
     assert suspects({0: BARRIER, 1: plain(number=2), 2: stopped}) == [2]
+    assert "Rank 1 is in the middle" in said(BARRIER, plain("sum at a.py:5", 3, state="stopped"))
 
 
 def test_who_is_in_no_group_that_waits_is_not_waited_for() -> None:
