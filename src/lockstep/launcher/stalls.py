@@ -203,10 +203,9 @@ class Watcher:
             late = 1e9 * self._changed
             return 2 if any(0 < view.looked_ns < late and not view.waits for view in views) else 1
         # with an asynchronous server, ranks that wait may be steps behind
-        working = [view.step for view in views if not view.waits] or [
-            max((view.step for view in views), default=0)
-        ]
-        return _LENIENT if min(working) < 2 else 1
+        furthest = max((view.step for view in views), default=0)
+        step = min((view.step for view in views if not view.waits), default=furthest)
+        return _LENIENT if step < 2 else 1
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
         found = {

@@ -253,7 +253,7 @@ class ForkServer:
                 while not self._connection.poll(_LOOK_SECONDS):
                     look()
                 return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise self._gone() from None
         except OSError as error:
             raise self._gone() from error
