@@ -253,15 +253,21 @@ class ForkServer:
                 while not self._connection.poll(_LOOK_SECONDS):
                     look()
                 return self._connection.recv()
-        except (EOFError, OSError):
+        except EOFError:
             raise self._gone() from None
+        except OSError as error:
+            raise self._gone() from error
         except BaseException:
             self.close()
             raise
 
     def _gone(self) -> ServerGone:
-        code = 0 if self._process is None else self._process.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if self._process is None:  # its exit code is its parent's to know
+            how = "has ended"
+        elif (code := self._process.wait()) < 0:
+            how = f"was killed by {signal_name(-code)}"
+        else:
+            how = f"ended with exit code {code}"
         return ServerGone("fork-server-gone", pid=self.pid, how=how)
 
 

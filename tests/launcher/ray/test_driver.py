@@ -222,7 +222,6 @@ def test_more_ranks_than_there_is_room_for_are_waited_for_and_another_version_is
     nodes: Cluster, folder: Path
 ) -> None:
     options = ["train", "my_task.py", "--workers"]
-    waiting = nodes.lockstep(*options, "7", "--run", "run", cwd=folder)
     code = "import lockstep\nlockstep.__version__ = '9.9'\nfrom lockstep.cli import main\nmain()"
     ray = f"--ray={nodes.address}"
     returned, _, err = nodes.python(
@@ -233,6 +232,8 @@ def test_more_ranks_than_there_is_room_for_are_waited_for_and_another_version_is
         rf"error: lockstep is \S+ on node {NODE} but 9\.9 at the driver.*\[version-differs\]$",
         err.rstrip(),
     ), err
+    # not before: it holds all CPUs that the cluster has
+    waiting = nodes.lockstep(*options, "7", "--run", "run", cwd=folder)
     assert waiting.process.stderr is not None
     line = waiting.process.stderr.readline()
     assert line.startswith("waiting for 1 more CPUs: --workers 7; nodes of the cluster: "), line
