@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.collectives.broadcast_json import everybodys
@@ -59,6 +59,16 @@ def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
                 len(value) if name == "params" else _plain(value)
             )
     return fields
+
+
+def optimizer_numbers(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The numbers among every group's settings, such as the learning rate, as tensors by name."""
+    return [
+        (f"{name} of parameter group {number}", torch.as_tensor(value, dtype=torch.float64))
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, (int, float, Tensor)) or (name == "betas" and len(value))
+    ]
 
 
 def compare_start(group: Group, fields: Fields) -> None:

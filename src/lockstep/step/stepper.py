@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoints.pieces import Keeps
-from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
+from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
 from lockstep.checks.nonfinite import NonFiniteTrace
-from lockstep.checks.start import compare_start, optimizer_fields
+from lockstep.checks.start import compare_start, optimizer_fields, optimizer_numbers
 from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
@@ -185,6 +185,10 @@ class Stepper:
         self._compares_data = checks != "off"
         self.witness = Witness.of(self.method.witnessed, seed, self.group)
         self._window: OpenWindow | None = None
+        self._version = -1
+        """The version of the first parameter's memory after the last step."""
+        if self.replicas is not None:
+            self.world.last_comparison.add(self._last_digests)
 
     def _work_with(self, model: nn.Module) -> None:
         """Assemble reducer and update for `model`, as the method requires at this step."""
@@ -505,6 +509,7 @@ class Stepper:
             self.check_replicas()
         if self.witness is not None and opened.record is not None:
             self.witness.keep(held(self), self.steps)
+        self._version = self.reducer.parameters[0]._version
         status.enter("loop")
         hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         return StepResult(
@@ -635,8 +640,23 @@ class Stepper:
         """
         if self.replicas is not None and self.synchronized:
             with status.inside("checks"):
-                alike = self.model_shard.alike(self.alike, self._replicated())
-                self.replicas.compare(alike, self.steps, when or f"after step {self.steps}")
+                self.replicas.compare(self._alike(), self.steps, when or f"after step {self.steps}")
+
+    def _alike(self) -> Sequence[tuple[Group, Named]]:
+        """Return pairs of ranks and tensors that are equal on these ranks between steps."""
+        numbers = optimizer_numbers(self.optimizer)
+        return [
+            *self.model_shard.alike(self.alike, self._replicated()),
+            (self.alike, [(name, each.to(self.world.device)) for name, each in numbers]),
+        ]
+
+    def _last_digests(self) -> Mapping[str, int]:
+        """Return digests of what is equal on all ranks after the last step, by name and ranks.
+        Nothing if this rank has changed its weights since, for example to evaluate an average.
+        """
+        if not self.synchronized or self.reducer.parameters[0]._version != self._version:
+            return {}
+        return digests(self._alike())
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         tensors = [
