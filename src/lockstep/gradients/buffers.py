@@ -15,6 +15,7 @@ alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, groupby
@@ -27,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
 from lockstep.collectives.work import Done, Work
+from lockstep.errors import LockstepWarning
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
 _ROWS = 16  # micro-batches whose movements are computed at once
@@ -289,6 +291,7 @@ class MovingBuffers:
             touched[list(self._touched)] = 1
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
+            self._warn(moving - known)
             for number in sorted(moving - known) if take_from_first else ():
                 self._group.broadcast(
                     self._buffer(number), place="for a buffer that began to move"
@@ -297,6 +300,25 @@ class MovingBuffers:
             self._kinds = []
             self._watched = sorted(set(self._watched) - moving)
         self._agreed = True
+
+    def _warn(self, moving: Collection[int]) -> None:
+        """Say what happens to buffers that may be no running means: those of classes that are not
+        torch's.
+        """
+        names = [
+            repr(self._names[number])
+            for number in sorted(moving)
+            if not type(self._owners[number][0]).__module__.startswith("torch.nn.")
+        ]
+        if names and self._group.rank == 0:
+            warnings.warn(
+                f"the forward writes to the buffers {', '.join(names)}. A step moves each by the"
+                " weighted mean of its micro-batches' changes. That is right for running means, and"
+                " wrong for a queue, its pointer or a codebook: change those after step(), once,"
+                " with what lockstep.collectives.all_gather brings together",
+                LockstepWarning,
+                stacklevel=4,
+            )
 
 
 def real(tensor: Tensor) -> Tensor:
