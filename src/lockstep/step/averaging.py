@@ -77,6 +77,7 @@ class Averaging:
         self._replicas = ReplicaCheck(drift=_DRIFT) if compares else None
         if compares:
             self._watch_optimizers()
+        self._reduced = 0  # forwards so far whose backward is reduced
         self._forwards = 0  # forwards at which replicas could be compared
         self._left: list[tuple[str, Tensor]] | None = None  # the weights after the optimizer's step
         self._version = -1  # of the first parameter's memory, at that time
@@ -127,6 +128,9 @@ class Averaging:
             self._left = None
         self.unchecked = 0
         self.reducer.renew()
+        self._reduced += 1
+        for bucket in self.reducer.buckets[:1]:
+            bucket.place = bucket.place_of(self._reduced)
 
     def _compared(self) -> bool:
         """Whether the replicas are equal between steps, and compared."""
