@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,9 +213,9 @@ class Watch:
 
         return Farewell(number, self._launch.grace, hurried)
 
-    def explained(self, failure: Failure) -> Failure:
-        """Add to `failure` what the rank did last, and whether the kernel killed processes for lack
-        of memory.
+    def explained(self, failure: Failure, ranks: Iterable[int] = ()) -> Failure:
+        """Add to `failure` what the rank did last, in what `ranks` differed if it was aborted, and
+        whether the kernel killed processes for lack of memory.
         """
         view = status.read(status.file_of(self.directory, failure.rank))
         doing = (
@@ -223,6 +223,8 @@ class Watch:
             if view is None or not view.step
             else f"at step {view.step}, {stalls.DOING[view.phase]}"
         )
+        aborted = failure.code == 128 + signal.SIGABRT
+        apart = stalls.difference(self.directory, ranks) if aborted else ""
         killed = processes.oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
         return replace(
             failure,
@@ -230,7 +232,7 @@ class Watch:
             note=(
                 f"cgroup oom_kill +{killed}: the host's memory ran out"
                 if killed > 0
-                else failure.note
+                else apart or failure.note
             ),
         )
 
@@ -324,7 +326,7 @@ class _Start:
         note = failures.finished_early(
             found, [rank for rank, code in ended.codes.items() if code == 0]
         )
-        return Outcome(cause.code, self.watch.explained(replace(cause, note=note)))
+        return Outcome(cause.code, self.watch.explained(replace(cause, note=note), ended.pids))
 
 
 def _sets_variables(work: Program) -> bool:
