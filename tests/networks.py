@@ -97,10 +97,6 @@ class Host:
         """Take its cable out."""
         _ip(f"-n {self.namespace} link set {self.interface} down")
 
-    def mend(self) -> None:
-        """Put it in again."""
-        _ip(f"-n {self.namespace} link set {self.interface} up")
-
     def wait_until_empty(self, seconds: float) -> list[str]:
         """What still lives after so long."""
         deadline = time.monotonic() + seconds

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import CollectiveMismatch, PeerFailed, UsageError, WorkerFailed
+from lockstep.errors import CollectiveMismatch, PeerFailed, UsageError
 from lockstep.testing import run_ranks
 from tests.refused import refused
+from tests.world.siblings import run_siblings
 
 
 def opened(world: lockstep.World, backend: str) -> tuple[int, int]:
@@ -49,8 +50,7 @@ def run_cases(world: lockstep.World, backend: str, cases: dict[str, Callable[...
     # torch 2.13: a wrapper that is the last to hold gloo's group waits, with the GIL, for a thread
     # that wants the GIL
     gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     return results
 
 
@@ -130,11 +130,10 @@ def trained(
     model: nn.Module,
     wrapped: Callable[[Tensor], Tensor],
     optimizer: Any,
-    backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> list[Tensor]:
     for step in range(20):
         optimizer.zero_grad()
-        backward(wrapped(batch(dist.get_rank(), step)).square().mean())
+        wrapped(batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -219,83 +218,6 @@ def compiled(rank: int, size: int) -> list[Tensor]:
     return weights
 
 
-def by_accelerate(rank: int, size: int) -> list[Tensor]:
-    """Ends with the process group."""
-    from accelerate import Accelerator
-
-    backend = dist.get_backend()
-    accelerator = Accelerator(cpu=True)
-    assert (accelerator.num_processes, dist.get_backend()) == (2, backend)
-    model = net()
-    wrapped, optimizer = accelerator.prepare(model, momentum(model))
-    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
-    weights = trained(model, wrapped, optimizer, accelerator.backward)
-    del wrapped, optimizer
-    accelerator.free_memory()  # the wrapper goes before the process group
-    gc.collect()
-    accelerator.end_training()
-    return weights
-
-
-CASES: dict[int, dict[str, Callable[[int, int], list[Tensor]]]] = {
-    2: {
-        "everything": everything,
-        "fsdp": by_fsdp,
-        "sparse": sparse,
-        "join": uneven,
-        "adopted by worlds": adopted,
-    },
-    3: {"everything": everything, "ddp": by_ddp, "views": partial(by_ddp, view=True)},
-}
-SLOW = {"compiled": compiled, "accelerate": by_accelerate}
-HOOKS = {
-    "ddp": partial(by_ddp, hook=True),
-    "views": partial(by_ddp, hook=True, view=True),
-}
-
-
-@cache
-def results(backend: str, workers: int) -> list[dict[str, list[Tensor]]]:
-    """By rank and case: ranks start once for all cases of their number."""
-    return run_ranks(run_cases, workers, (backend, CASES[workers]))
-
-
-def compare(ranks: list[list[Tensor]], expected: list[list[Tensor]], rel: float = 1e-6) -> None:
-    for ours, theirs in zip(ranks, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            bound = 2e-2 if one.dtype == torch.bfloat16 else rel
-            torch.testing.assert_close(one, other, rtol=bound, atol=rel)
-
-
-def of_case(ranks: list[dict[str, list[Tensor]]], name: str) -> list[list[Tensor]]:
-    return [rank[name] for rank in ranks]
-
-
-@pytest.mark.parametrize(
-    ("workers", "name"), [(workers, name) for workers, cases in CASES.items() for name in cases]
-)
-def test_a_program_of_torchs_gives_what_it_gives_over_gloo(workers: int, name: str) -> None:
-    ours = of_case(results("lockstep", workers), name)
-    compare(ours, of_case(results("gloo", workers), name), rel=0 if name == "everything" else 1e-6)
-    if name in HOOKS:
-        assert all(map(torch.equal, ours[0], ours[-1]))
-
-
-def test_the_hook_trains_as_over_gloo() -> None:
-    ranks = run_ranks(run_cases, 3, ("gloo", HOOKS))
-    for name in HOOKS:
-        ours = of_case(ranks, name)
-        compare(ours, of_case(results("gloo", 3), name))
-        assert all(map(torch.equal, ours[0], ours[-1]))
-
-
-@pytest.mark.rest
-def test_a_compiled_wrapper_and_accelerate_train_as_over_gloo() -> None:
-    theirs, ours = (run_ranks(run_cases, 2, (backend, SLOW)) for backend in ("gloo", "lockstep"))
-    for name in SLOW:
-        compare(of_case(ours, name), of_case(theirs, name))
-
-
 # -- what gloo does not ---------------------------------------------------------------------------
 
 
@@ -368,19 +290,81 @@ def inferred(rank: int, size: int) -> list[list[float]]:
     return [local.flatten().tolist(), pieces[0].flatten().tolist(), ordinary.tolist()]
 
 
-OURS = {
+Cases = dict[str, Callable[[int, int], Any]]
+CASES: dict[int, Cases] = {
+    2: {
+        "everything": everything,
+        "fsdp": by_fsdp,
+        "sparse": sparse,
+        "join": uneven,
+        "adopted by worlds": adopted,
+    },
+    3: {"everything": everything, "ddp": by_ddp, "views": partial(by_ddp, view=True)},
+}
+HOOKS: Cases = {
+    "ddp": partial(by_ddp, hook=True),
+    "views": partial(by_ddp, hook=True, view=True),
+}
+OURS: Cases = {
     "averages": averages,
     "coalesced": coalesced,
     "destroyed one by one": destroyed_one_by_one,
     "inference mode": inferred,
 }
+MORE: dict[tuple[str, int], Cases] = {
+    ("lockstep", 2): OURS,
+    ("gloo", 3): {f"{name}, hook": case for name, case in HOOKS.items()},
+}
+
+
+@cache
+def results(backend: str, workers: int) -> list[dict[str, Any]]:
+    """By rank and case: ranks start once for all cases of their number."""
+    cases = CASES[workers] | MORE.get((backend, workers), {})
+    return run_ranks(run_cases, workers, (backend, cases))
+
+
+def compare(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str, more: str = ""
+) -> None:
+    for rank, expected in zip(ours, theirs, strict=True):
+        for one, other in zip(rank[name + more], expected[name], strict=True):
+            close = 0 if name == "everything" else 1e-6
+            bound = 2e-2 if one.dtype == torch.bfloat16 else close
+            torch.testing.assert_close(one, other, rtol=bound, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("workers", "name"), [(workers, name) for workers, cases in CASES.items() for name in cases]
+)
+def test_a_program_of_torchs_gives_what_it_gives_over_gloo(workers: int, name: str) -> None:
+    ours = results("lockstep", workers)
+    compare(ours, results("gloo", workers), name)
+    if name in HOOKS:
+        assert all(map(torch.equal, ours[0][name], ours[-1][name]))
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hook_trains_as_over_gloo(name: str) -> None:
+    ranks = results("gloo", 3)
+    compare(ranks, ranks, name, ", hook")
+    assert all(map(torch.equal, ranks[0][f"{name}, hook"], ranks[-1][f"{name}, hook"]))
+
+
+@pytest.mark.rest
+def test_a_compiled_wrapper_trains_as_over_gloo() -> None:
+    ours, theirs = (
+        run_ranks(run_cases, 2, (backend, {"compiled": compiled}))
+        for backend in ("lockstep", "gloo")
+    )
+    compare(ours, theirs, "compiled")
 
 
 def test_what_only_this_backend_does() -> None:
     """A mean of integers is cut towards zero: as NCCL's, and as Lightning's own division where it
     meets gloo, which refuses it.
     """
-    first, second = run_ranks(run_cases, 2, ("lockstep", OURS))
+    first, second = ({name: rank[name] for name in OURS} for rank in results("lockstep", 2))
     both = [[[0.0, 0.0], [1.0, 10.0]], [1.0, 10.0], [2, 7]]
     same = {
         "destroyed one by one": 2.0,
@@ -399,40 +383,37 @@ def test_what_only_this_backend_does() -> None:
 # -- what goes wrong -----------------------------------------------------------------------------
 
 
-def fails(world: lockstep.World) -> None:
-    """A monitored barrier without patience, then different collectives."""
-    rank, _ = opened(world, "lockstep")
-    patient: Any = dist.new_group([0, 1])
+def fails(rank: int) -> str:
+    """A monitored barrier without patience, different collectives, and a death."""
+    import lockstep.backend
+
+    lockstep.init(rank=rank, world_size=3, backend="gloo")
+    patient: Any = dist.new_group([0, 1], backend="lockstep")
+    everybody = dist.new_group(backend="lockstep")
     if rank == 0:
         with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
             patient.monitored_barrier(timedelta(0))
-    with refused("collective-mismatch", CollectiveMismatch) as caught:
-        if rank == 0:
-            dist.all_reduce(torch.ones(3))
-        else:
-            dist.broadcast(torch.ones(3), 0)
-    assert re.match(
-        r"rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]",
-        caught.value.values["calls"],
-    )
-
-
-def test_a_late_rank_and_different_collectives_are_errors() -> None:
-    run_ranks(fails, 2)
-
-
-def killed(world: lockstep.World) -> None:
-    rank, _ = opened(world, "lockstep")
-    dist.all_reduce(torch.ones(3))
+    if rank < 2:
+        with refused("collective-mismatch", CollectiveMismatch) as caught:
+            if rank == 0:
+                dist.all_reduce(torch.ones(3), group=patient)
+            else:
+                dist.broadcast(torch.ones(3), 0, group=patient)
+        assert re.match(
+            r"rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]",
+            caught.value.values["calls"],
+        )
+    dist.all_reduce(torch.ones(3), group=everybody)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with refused("peer-has-ended", PeerFailed, peer=1):
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), group=everybody)
+    return "as expected"
 
 
-def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(WorkerFailed, match=r"rank 1 .*SIGKILL"):
-        run_ranks(killed, 3)
+def test_a_late_rank_different_collectives_and_a_dead_rank_are_errors() -> None:
+    """No launcher here: it would end the others before they could say anything."""
+    assert run_siblings(fails, 3)[0] == ["as expected", None, "as expected"]
 
 
 def hooked_without_memory(world: lockstep.World) -> None:

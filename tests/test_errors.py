@@ -70,17 +70,18 @@ def test_every_entry_is_raised_and_complete() -> None:
         assert entry["cause"].endswith(".")
         assert entry["fix"].endswith(".")
 
+    codes = re.findall(r"^\[\w+\.([\w-]+)\]", (SOURCE / "errors.toml").read_text(), re.M)
+    assert sorted(codes) == sorted(CATALOG), "a code is there twice"
+    assert {code: errors.entry_of(code) for code in CATALOG} == CATALOG
+    assert not errors.entry_of("no-such-code")
+    assert errors.sentence("no-such-code", {"a": 1}) == "no-such-code, a=1"
+
 
 def test_the_guide_has_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
     """Written by `lockstep explain > docs/reference/errors.md`."""
     explain()
     page = Path(__file__).parents[1] / "docs" / "reference" / "errors.md"
     assert page.read_text() == capsys.readouterr().out
-
-
-def test_codes_are_unique_over_the_rooms() -> None:
-    codes = re.findall(r"^\[\w+\.([\w-]+)\]", (SOURCE / "errors.toml").read_text(), re.M)
-    assert sorted(codes) == sorted(CATALOG)
 
 
 def test_an_error_says_its_sentence_and_its_code() -> None:
@@ -91,37 +92,23 @@ def test_an_error_says_its_sentence_and_its_code() -> None:
     assert str(error.within("a.toml")).startswith("a.toml: reduce='rang' is")
 
 
-def test_what_another_rank_said_keeps_its_code() -> None:
+def test_the_code_is_read_from_the_first_line_also_of_what_another_rank_said() -> None:
     first = UsageError("resume-without-run")
-    again = UsageError(str(first))
-    assert (str(again), again.code) == (str(first), first.code)
-    assert UsageError("no code, only words").code == ""
-
-
-def test_an_entry_alone_is_the_catalogs() -> None:
-    assert {code: errors.entry_of(code) for code in CATALOG} == CATALOG
-    assert not errors.entry_of("no-such-code")
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
+    for text, code in (
+        (str(first), first.code),
+        ("no code, only words", ""),
         ("rank 0 failed: bad layer\n  return shape + [rows-1]", ""),
         ("rank 1 is late [barrier-timeout]\n  its stack", "barrier-timeout"),
-    ],
-)
-def test_the_code_stands_on_the_first_line(text: str, code: str) -> None:
-    error = LockstepError(text)
-    assert (error.code, str(error)) == (code, text)
+    ):
+        error = LockstepError(text)
+        assert (error.code, str(error)) == (code, text)
 
 
-@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_an_error_can_be_copied(again) -> None:  # type: ignore[no-untyped-def]
-    error = again(BarrierTimeout("barrier-timeout", missing=[1], late=2))
-    assert (error.missing, error.values["late"], error.code) == ((1,), 2, "barrier-timeout")
-    also_an_os_error = again(LaunchTimeout("some words", running=[0]))
+def test_an_error_can_be_copied() -> None:
+    for error in (
+        copy.copy(BarrierTimeout("barrier-timeout", missing=[1], late=2)),
+        pickle.loads(pickle.dumps(BarrierTimeout("barrier-timeout", missing=[1], late=2))),
+    ):
+        assert (error.missing, error.values["late"], error.code) == ((1,), 2, "barrier-timeout")
+    also_an_os_error = pickle.loads(pickle.dumps(LaunchTimeout("some words", running=[0])))
     assert (str(also_an_os_error), also_an_os_error.running) == ("some words", (0,))
-
-
-def test_without_the_catalog_the_values_are_said() -> None:
-    assert errors.sentence("no-such-code", {"a": 1}) == "no-such-code, a=1"

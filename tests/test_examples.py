@@ -15,13 +15,6 @@ pytestmark = pytest.mark.rest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ONE_AFTER_ANOTHER = Path(__file__).with_name("upstream_ranks.py")
-RECIPES = {
-    "gan.py",
-    "gradient_checkpointing.py",
-    "lora.py",
-    "packing.py",
-    "weight_average.py",
-}
 # on the same ranks, one after another
 TOGETHER = {
     "sampler.py": [
@@ -39,11 +32,15 @@ TOGETHER = {
         "ring: 4 replicas and one process differ by less than 1e-12",
     ],
 }
-SCRIPTS = {
+# in processes of their own
+ALONE = {
     "accelerate_loop.py": ["2 ranks: equal=True", "weights -1.65367"],
     "hf_trainer.py": ["2 ranks, 16 steps: same=True", "loss 4.2017, 2.6321"],
     "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
 }
+ELSEWHERE = {"averaging.py", "mnist_idx.py", "setup_and_train.py"}
+"""In tests of their own; and those of tests/test_recipes.py."""
+RECIPES = {"gan.py", "gradient_checkpointing.py", "lora.py", "packing.py", "weight_average.py"}
 
 
 def run(*command: str, folder: Path) -> str:
@@ -57,14 +54,13 @@ def run(*command: str, folder: Path) -> str:
 ON_TWO_RANKS = ("-m", "lockstep", "run", "--workers", "2")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_example_runs_on_two_ranks(script: str, tmp_path: Path) -> None:
-    printed = run(*ON_TWO_RANKS, str(EXAMPLES / script), folder=tmp_path)
-    for expected in SCRIPTS[script]:
-        assert expected in printed
-
-
 def test_examples_run_on_two_ranks(tmp_path: Path) -> None:
+    everything = {path.name for path in EXAMPLES.glob("*.py")}
+    assert everything == {*ALONE, *TOGETHER} | ELSEWHERE | RECIPES
+    for script, lines in ALONE.items():
+        printed = run(*ON_TWO_RANKS, str(EXAMPLES / script), folder=tmp_path)
+        for expected in lines:
+            assert expected in printed
     scripts = [str(EXAMPLES / script) for script in TOGETHER]
     printed = run(*ON_TWO_RANKS, str(ONE_AFTER_ANOTHER), *scripts, folder=tmp_path)
     parts = dict(part.split("\n", 1) for part in printed.split("[0] script ")[1:])
@@ -90,17 +86,11 @@ def test_models_are_averaged_in_six_ways(tmp_path: Path) -> None:
     assert (tmp_path / "averaging.svg").read_text().startswith("<svg")
 
 
-def test_an_example_is_a_plain_script_too(tmp_path: Path) -> None:
+def test_an_example_is_a_plain_script_too_and_one_starts_its_ranks(tmp_path: Path) -> None:
     assert "over 1 ranks" in run(str(EXAMPLES / "gradients_by_hand.py"), folder=tmp_path)
-
-
-def test_ranks_that_the_example_spawns_itself(tmp_path: Path) -> None:
-    losses = [
-        float(line.rsplit(" ", 1)[1])
-        for line in run(str(EXAMPLES / "setup_and_train.py"), "2", folder=tmp_path).splitlines()
-    ]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    lines = run(str(EXAMPLES / "setup_and_train.py"), "2", folder=tmp_path).splitlines()
+    first, _, last = (float(line.rsplit(" ", 1)[1]) for line in lines)
+    assert last < first
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -109,13 +99,6 @@ def write_idx(path: Path, values: np.ndarray) -> None:
         + struct.pack(f">{values.ndim}I", *values.shape)
         + values.astype(np.uint8).tobytes()
     )
-
-
-def test_where_the_files_of_mnist_come_from(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "train", str(EXAMPLES / "mnist_idx.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "https://ossci-datasets.s3.amazonaws.com/mnist/" in done.stderr.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +121,3 @@ def test_mnist_from_idx_files(digits: Any, tmp_path: Path) -> None:
     last = printed.rstrip().splitlines()[-1]
     assert last.startswith("mnist_idx: 3 epochs, 15 steps, 2 workers")
     assert float(last.split("accuracy ")[1].split()[0]) > 0.7
-
-
-def test_every_example_is_run_by_a_test() -> None:
-    # tests/test_recipes.py runs those of RECIPES
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        *SCRIPTS,
-        *TOGETHER,
-        *RECIPES,
-        "setup_and_train.py",
-        "mnist_idx.py",
-        "averaging.py",
-    }

@@ -29,42 +29,6 @@ def manifests() -> dict[str, Any]:
     return {found["kind"]: found for block in blocks for found in yaml.safe_load_all(block)}
 
 
-def pods() -> dict[str, Any]:
-    """The specifications of all pods, by the name of their container."""
-    found = manifests()
-    runtime = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
-    cluster = found["RayJob"]["spec"]["rayClusterSpec"]
-    replicas = found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"].values()
-    templates = [
-        runtime[0]["template"]["spec"],
-        cluster["headGroupSpec"],
-        *cluster["workerGroupSpecs"],
-        *replicas,
-    ]
-    return {
-        spec["containers"][0]["name"]: spec
-        for spec in (each["template"]["spec"] for each in templates)
-    }
-
-
-def test_the_manifests_are_of_these_kinds() -> None:
-    assert {kind: found["apiVersion"] for kind, found in manifests().items()} == {
-        "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-        "TrainJob": "trainer.kubeflow.org/v1alpha1",
-        "RayJob": "ray.io/v1",
-        "PyTorchJob": "kubeflow.org/v1",
-    }
-
-
-def test_a_pod_mounts_what_it_has() -> None:
-    assert pods().keys() == {"node", "ray-head", "ray-worker", "pytorch"}
-    for spec in pods().values():
-        (container,) = spec["containers"]
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
-        assert mounts["runs"] == "/runs"
-
-
 def test_the_train_job_names_its_runtime() -> None:
     runtime, job = manifests()["TrainingRuntime"], manifests()["TrainJob"]["spec"]
     assert (job["runtimeRef"]["kind"], job["runtimeRef"]["name"]) == (

@@ -44,14 +44,8 @@ NAMES = [
 def test_the_public_names_are_these() -> None:
     assert sorted(lockstep.__all__) == sorted(NAMES)
     assert set(NAMES) <= set(dir(lockstep))
-
-
-def test_every_public_name_resolves_and_says_what_it_is() -> None:
     assert not [name for name in NAMES if not getattr(lockstep, name).__doc__]
-
-
-def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Steppr'; it has Checkpoints, "):
+    with pytest.raises(AttributeError, match=r"no attribute 'Steppr'"):
         lockstep.Steppr  # type: ignore[attr-defined]  # noqa: B018
 
 
@@ -63,35 +57,22 @@ def test_import_and_help_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-CALLABLE = [name for name in NAMES if name not in ("backend", "collectives", "errors", "testing")]
+CALLABLE = {*NAMES} - {"backend", "collectives", "errors", "testing"}
 
 
-@pytest.mark.parametrize("name", [name for name in CALLABLE if name != "World"])  # made by init()
-def test_help_shows_every_parameter(name: str) -> None:
+def test_help_shows_every_parameter() -> None:
     """Real parameters in the signature, and where there are more than three, each with a line of
     the Args list.
     """
-    public = getattr(lockstep, name)
-    parameters = inspect.signature(public).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    assert name not in ("Stepper", "train") or inspect.Parameter.VAR_KEYWORD not in kinds
-    if len(parameters) <= 3:
-        return
-    text = inspect.getdoc(public) or ""
-    _, heading, listed = text.partition("Args:\n")
-    assert heading, f"{name} has no Args list"
-    documented: set[str] = set()
-    for names in re.findall(r"^    ([a-z_, ]+): ", listed, re.MULTILINE):
-        documented.update(names.split(", "))
-    assert set(parameters) <= documented
-
-
-def test_a_loaders_signature_is_its_own() -> None:
-    assert list(inspect.signature(lockstep.Loader).parameters)[:3] == [
-        "dataset",
-        "order",
-        "global_batch",
-    ]
+    for name in CALLABLE - {"World"}:  # made by init()
+        parameters = inspect.signature(getattr(lockstep, name)).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        assert name not in ("Stepper", "train") or inspect.Parameter.VAR_KEYWORD not in kinds
+        _, _, listed = (inspect.getdoc(getattr(lockstep, name)) or "").partition("Args:\n")
+        documented: set[str] = set()
+        for names in re.findall(r"^    ([a-z_, ]+): ", listed, re.MULTILINE):
+            documented.update(names.split(", "))
+        assert len(parameters) <= 3 or set(parameters) <= documented, name
 
 
 def test_a_public_name_is_no_module_of_that_name() -> None:

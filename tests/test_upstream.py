@@ -60,6 +60,7 @@ def printed() -> dict[str, dict[str, str]]:
                 name = rest
             elif word in ("before:", "after:"):
                 found.setdefault(name, {})[word[:-1]] = rest
+    assert found.keys() == {path.stem for path in FOLDER.glob("*.py")}
     return found
 
 
@@ -67,24 +68,8 @@ def printed() -> dict[str, dict[str, str]]:
 def test_the_fault_is_there_without_lockstep_and_not_with_it(
     script: str, printed: dict[str, dict[str, str]]
 ) -> None:
-    """More than 5 s for the first: it starts them all, and two ranks import Lightning."""
     values = tuple(
         " ".join(re.findall(r"\d+(?:\.\d+)?|True|False", printed[script][half]))
         for half in ("before", "after")
     )
     assert values == (SHOWN | BY_COMMANDS)[script]
-
-
-def test_the_readme_has_every_script_and_what_it_prints(
-    printed: dict[str, dict[str, str]],
-) -> None:
-    assert printed.keys() == {path.stem for path in FOLDER.glob("*.py")}
-    page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for script, lines in printed.items():
-        assert f"({script}.py)" in page
-        assert f"| {lines['before']} | {lines['after']} |" in page
-        issue = re.search(
-            r"https://github.com/\S+/issues/\d+", (FOLDER / f"{script}.py").read_text()
-        )
-        assert issue is not None
-        assert issue[0] in page

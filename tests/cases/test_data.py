@@ -1,20 +1,16 @@
-"""What goes wrong in silence with torch's samplers and workers (cases M10, M12 to M14): here it
-cannot, or is said.
+"""What goes wrong in silence with torch's samplers and workers (cases M12 and M14): here it cannot,
+or is said. M10 and M13: tests/data/orders.
 """
 
 from __future__ import annotations
 
 import tracemalloc
-import warnings
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
 from lockstep.data.loader import Loader
-from lockstep.data.orders import Weighted
 from lockstep.errors import ReplicaDivergence
 from lockstep.step.stepper import Stepper
 from lockstep.world.world import World
@@ -36,37 +32,6 @@ def on(rank: int, size: int, dataset: Any, **options: Any) -> Loader:
     )
 
 
-def test_m10_every_epoch_has_an_order_of_its_own_without_set_epoch() -> None:
-    first, second = samples(on(0, 1, Numbers(64)), 2)
-    assert first != second
-
-
-def test_m10_a_distributed_sampler_without_set_epoch_is_noticed_said_once_and_corrected() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(
-        Numbers(21), num_replicas=2, rank=0, seed=3
-    )  # type: ignore[arg-type]
-    with pytest.warns(
-        UserWarning, match=r"DistributedSampler.set_epoch\(1\) was not called"
-    ) as said:
-        epochs = samples(on(0, 1, Numbers(21), order=sampler), 4)
-    assert len(said) == 1
-    orders = [[index for batch in epoch for index in batch] for epoch in epochs]
-    assert len({tuple(order) for order in orders}) == 4
-    # all ranks' samples, none padded
-    assert [Counter(order) for order in orders] == [Counter(range(21))] * 4
-
-
-def test_m10_a_sampler_that_is_told_is_not_complained_of() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(Numbers(16), num_replicas=2, rank=0)  # type: ignore[arg-type]
-    loader = on(0, 1, Numbers(16), order=sampler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in range(3):
-            sampler.set_epoch(number)
-            (epoch,) = loader.epochs(number + 1, start=number)
-            assert sum(len(batch) for window in epoch for batch in window) == 16
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_m12_no_two_samples_are_augmented_alike_whatever_the_process_was_seeded_with(
     workers: int,
@@ -80,17 +45,6 @@ def test_m12_no_two_samples_are_augmented_alike_whatever_the_process_was_seeded_
     assert len(drawn) == 64
     for library in range(3):
         assert len({row[library] for row in drawn}) == 64
-
-
-def test_m13_weighted_draws_without_replacement_are_disjoint_over_the_ranks() -> None:
-    weights = torch.arange(1, 1001, dtype=torch.float64).tolist()
-    order = Weighted(weights, samples=1000, replacement=False, seed=0)
-    seen: Counter[int] = Counter()
-    for rank in range(2):
-        (batches,) = samples(on(rank, 2, Numbers(1000), order=order), 1)
-        for batch in batches:
-            seen.update(batch)
-    assert seen == Counter(range(1000))  # torch's per-rank samplers: 240 on both ranks, 240 never
 
 
 def test_m14_an_epoch_of_a_hundred_million_samples_begins_at_once() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import __file__ as tests
 
 ROOT = Path(tests).parents[1]
@@ -28,16 +26,8 @@ def test_the_page_has_a_row_for_each() -> None:
         assert f"| {name} ({bug.source}) | {bug.happened} | {bug.here} | " in row(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp-out-of-sync",
-        "deepspeed-1801, planted",
-        "SP, TP: a weight between split layers",
-        "transformers-34204",
-    ],
-)
-def test_the_verdict_is_that_of_the_page(name: str) -> None:
-    verdict = silent_bugs.judge(silent_bugs.BUGS[name])
-    when = "" if verdict.step is None else f" in step {verdict.step}"
-    assert f" | {verdict.how}{when} | " in row(name)
+def test_the_verdict_is_that_of_the_page() -> None:
+    for name in ("deepspeed-1801, planted", "transformers-34204"):
+        verdict = silent_bugs.judge(silent_bugs.BUGS[name])
+        when = "" if verdict.step is None else f" in step {verdict.step}"
+        assert f" | {verdict.how}{when} | " in row(name)

@@ -55,10 +55,7 @@ MISTAKES = {
         "parameter 'b.weight'",
         "rank 0 has [8, 8] float32 trained, rank 1 has [9, 8] float32 trained",
     ),
-    "order": (
-        "list of parameters",
-        "at position 0 rank 0 has 'a.weight', rank 1 has 'b.weight'",
-    ),
+    "order": ("list of parameters", "at position 0 rank 0 has 'a.weight', rank 1 has 'b.weight'"),
     "count": ("list of parameters", "only rank 1 has 'head.weight', 'head.bias'"),
     "dtype": (
         "parameter 'a.weight'",

@@ -66,8 +66,7 @@ def skipping(world: lockstep.World, method: dict[str, Any]) -> Any:
     unused = []
     for step, window in windows():
         for x, y in stepper.micro_batches(window):
-            loss = F.mse_loss(model(x, step), y, reduction="sum")
-            stepper.backward(loss, weight=len(x))
+            stepper.backward(F.mse_loss(model(x, step), y, reduction="sum"), weight=len(x))
         stepper.step()
         unused.append([name for name, each in model.named_parameters() if each.grad is None])
     return [each.detach() for each in model.parameters()], unused

@@ -18,8 +18,7 @@ from typer.main import get_command
 import lockstep as package
 from lockstep.cli import app
 from lockstep.config.settings import Settings
-from lockstep.errors import UsageError
-from tests.cli.command import Answer, Command, exit_code, in_a_fresh_interpreter
+from tests.cli.command import Answer, Command, in_a_fresh_interpreter
 from tests.tools.report.runs import make
 
 HELP = (
@@ -74,21 +73,14 @@ def test_a_report_and_a_lint_need_no_torch(answers: Mapping[str, Answer]) -> Non
         assert "torch" not in answers[line].heavy
 
 
-@pytest.mark.parametrize("name", sorted(app.COMMANDS))
-def test_every_command_that_help_names_is_there(name: str, lockstep: Command) -> None:
-    ended = lockstep(f"{name} -h")
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith(f"Usage: lockstep {name} ")
+def test_every_command_that_help_names_is_there(lockstep: Command) -> None:
+    for name in app.COMMANDS:
+        ended = lockstep(f"{name} -h")
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out.startswith(f"Usage: lockstep {name} ")
 
 
-@pytest.mark.parametrize(
-    "closed",
-    [
-        "<&- >&- 2>&-",
-        pytest.param(">&-", marks=pytest.mark.rest),
-        pytest.param("2>&-", marks=pytest.mark.rest),
-    ],
-)
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", pytest.param(">&-", marks=pytest.mark.rest)])
 def test_closed_streams_change_nothing(tmp_path: Path, closed: str) -> None:
     line = f'"{sys.executable}" -m lockstep train digits --steps 2 --workers 2 --run run {closed}'
     ended = subprocess.run(
@@ -96,22 +88,8 @@ def test_closed_streams_change_nothing(tmp_path: Path, closed: str) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
-    assert ("digits: " in ended.stdout) == (closed == "2>&-")
+    assert ended.stdout == ""
     assert ("global batch" in ended.stderr) == (closed == ">&-")
-
-
-def test_a_usage_error_is_one_line_and_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(**options: object) -> None:
-        raise UsageError("workers=0: give at least 1")
-
-    monkeypatch.setattr(app, "app", refuse)
-    assert exit_code("") == 2
-    assert capsys.readouterr() == ("", "error: workers=0: give at least 1\n")
-
-
-# -- what help offers to try ---------------------------------------------------------------------
 
 
 def parsed(line: str) -> str:
@@ -123,33 +101,12 @@ def parsed(line: str) -> str:
             return str(name)
 
 
-def test_lockstep_alone_offers_three_commands_to_try(lockstep: Command) -> None:
+def test_what_help_offers_to_try_are_commands(lockstep: Command) -> None:
     text = lockstep("").out
     tried = re.findall(r"^  (lockstep .+?)  ", text, re.MULTILINE)
     assert [parsed(line) for line in tried] == ["train", "verify", "show"]
-    for title, names in app.SECTIONS.items():
-        section = text.partition(f"{title}:\n")[2].partition("\n\n")[0]
-        assert re.findall(r"^  (\w+)  ", section, re.MULTILINE) == list(names)
-    assert max(map(len, text.splitlines())) < 80
-
-
-@pytest.mark.parametrize("name", ["run", "train", "verify", "plan"])
-def test_the_examples_of_a_help_are_commands(name: str, lockstep: Command) -> None:
-    text = lockstep(f"{name} --help").out
-    examples = re.findall(r"^    (lockstep .+?)   ?\S", text, re.MULTILINE)
-    assert len(examples) >= 3
-    assert {parsed(line) for line in examples} == {name}
-
-
-@pytest.mark.parametrize("group", ["bench", "checkpoints"])
-def test_summaries_are_whole_sentences_as_wide_as_the_terminal(
-    group: str, lockstep: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    narrow = lockstep(f"{group} --help").out
-    monkeypatch.setenv("COLUMNS", "110")
-    wide = lockstep(f"{group} --help").out
-    assert not re.search(r"\.\.\.$", wide.partition("Commands:")[2], re.MULTILINE)
-    assert max(map(len, narrow.splitlines())) <= 60
-    assert max(map(len, wide.splitlines())) <= 110
-    assert len(wide.splitlines()) < len(narrow.splitlines())
+    for name in ("run", "train", "verify", "plan"):
+        text = lockstep(f"{name} --help").out
+        examples = re.findall(r"^    (lockstep .+?)   ?\S", text, re.MULTILINE)
+        assert len(examples) >= 3
+        assert {parsed(line) for line in examples} == {name}

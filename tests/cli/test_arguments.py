@@ -25,9 +25,6 @@ def test_the_run_that_was_begun_last(folder: Path) -> None:
         os.utime(file, (when, when))
     (folder / "runs" / "no-run").mkdir()
     assert run_of(Path("latest")) == Path("runs/a")
-
-
-def test_other_names_are_left_alone(folder: Path) -> None:
     assert run_of(None) is None
     assert run_of(Path("runs/mine")) == Path("runs/mine")
     (folder / "latest").mkdir()

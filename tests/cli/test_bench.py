@@ -11,47 +11,28 @@ from typing import Any
 import pytest
 
 from lockstep.cli import bench
-from lockstep.errors import WorkerFailed
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench import scaling, training_step
 from lockstep.tools.timing.output_files import check_writable
 from tests.cli.command import Command, command
 from tests.refused import refused
 
-
-def figures(
-    kind: str, workers: int, sizes: list[int], algorithms: list[str], runs: int | None = None
-) -> list[measured.CollectiveTime]:
-    """In place of measuring: the last algorithm is twice as fast as the others."""
-    return [
-        measured.CollectiveTime(
-            collective=kind,
-            algorithm=name,
-            size=size,
-            workers=workers,
-            runs=runs or 8,
-            p50=(2 - (name == algorithms[-1])) * 1e-5,
-            p99=3e-5,
-            wrong=0,
-        )
-        for size in sizes
-        for name in algorithms
-    ]
-
-
 # -- collectives ---------------------------------------------------------------------------------
 
 
 def test_collectives_prints_a_table_and_writes_json(tmp_path: Path, lockstep: Command) -> None:
     ended = lockstep(
-        "bench collectives --workers 2 --sizes 1K..4K --runs 2 --collective all_reduce"
-        " --algorithms native,ring --json figures.json"
+        "bench collectives --workers 2 --sizes 1K..4K --runs 2 --collective all_reduce,broadcast"
+        " --json figures.json"
     )
     assert (ended.code, ended.err) == (0, "")
     lines = [line.split() for line in ended.out.splitlines()]
-    assert [line[:3] for line in lines[2:]] == [
-        ["all_reduce", name, size] for size in ("1024", "4096") for name in ("native", "ring")
-    ]
+    assert {tuple(line[:3]) for line in lines[2:]} == {
+        (kind, name, size)
+        for kind in ("all_reduce", "broadcast")
+        for size in ("1024", "4096")
+        for name in ("native", *measured.algorithms_of(kind))
+    }
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     columns = "collective algorithm size workers runs p50 p99 wrong algbw busbw"
     for row, line in zip(rows, lines[2:], strict=True):
@@ -59,18 +40,6 @@ def test_collectives_prints_a_table_and_writes_json(tmp_path: Path, lockstep: Co
         assert [row["collective"], row["algorithm"], str(row["size"])] == line[:3]
         assert (row["workers"], row["runs"], row["wrong"]) == (2, 2, 0)
         assert row["busbw"] == row["algbw"]  # of two ranks
-
-
-def test_several_collectives_with_all_their_algorithms(
-    monkeypatch: pytest.MonkeyPatch, lockstep: Command
-) -> None:
-    monkeypatch.setattr(measured, "measure", figures)
-    kinds = ("broadcast", "all_to_all")
-    ended = lockstep("bench collectives --collective broadcast,all_to_all --sizes 64 --workers 3")
-    assert ended.code == 0, ended.err
-    assert [tuple(line.split()[:2]) for line in ended.out.splitlines()[2:]] == [
-        (kind, name) for kind in kinds for name in ("native", *measured.algorithms_of(kind))
-    ]
 
 
 def test_sizes_go_up_by_four() -> None:
@@ -93,9 +62,8 @@ def test_sizes_go_up_by_four() -> None:
 TASK = """
 from tests.training import toy
 
-def task(lr: float = 0.1, broken: bool = False, global_batch: int = 8):
-    wrong = {"loss": lambda output, batch: output.sum()} if broken else {}
-    return toy.task(name=None, global_batch=global_batch, micro_batch=2, **wrong)
+def task(lr: float = 0.1, global_batch: int = 8):
+    return toy.task(name=None, global_batch=global_batch, micro_batch=2)
 """
 
 
@@ -146,14 +114,6 @@ def test_train_says_what_trained_something_else_and_exits_with_1(
     assert report["workers"] == 2  # without GPUs
 
 
-def test_train_tells_what_failed_on_a_rank(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "mine.py").write_text(TASK)
-    line = "-n 1 --device cpu --variants local --set broken=true"
-    with pytest.raises(WorkerFailed, match=r"Task: loss returned a Tensor.*\[wrong-return-type\]"):
-        command("bench", "train", str(tmp_path / "mine.py"), *line.split())
-    assert capsys.readouterr().out == ""
-
-
 # -- scaling -------------------------------------------------------------------------------------
 
 
@@ -198,30 +158,14 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         "--workers 2,1 --weak --steps 7 --rounds 3 --threads 2 --no-loading --loader-workers 1"
         " --set lr=1 --device cpu --reduce native --compress bf16 --update sharded"
     )
-    assert options_of(line) == {
-        "task": "digits",
-        "workers": [2, 1],
-        "mode": "weak",
-        "steps": 7,
-        "rounds": 3,
-        "threads": 2,
-        "loading": False,
-        "loader_workers": 1,
-        "overrides": {"lr": "1"},
-        "device": "cpu",
-        "reduce": "native",
-        "compress": "bf16",
-        "update": "sharded",
-        "exact": False,
-    }
-    exact = options_of("--exact")
+    numbers = {"workers": [2, 1], "steps": 7, "rounds": 3, "threads": 2, "loader_workers": 1}
+    words = {"task": "digits", "mode": "weak", "overrides": {"lr": "1"}, "device": "cpu"}
+    methods = {"reduce": "native", "compress": "bf16", "update": "sharded"}
+    assert options_of(line) == numbers | words | methods | {"loading": False, "exact": False}
+    exact = options_of("--exact --device cpu")
     assert (exact["exact"], exact["compress"]) == (True, None)
-    defaults = options_of("")
-    assert (defaults["mode"], defaults["workers"][:2], defaults["loading"]) == (
-        "strong",
-        [1, 2],
-        True,
-    )
+    defaults = options_of("--device cpu")
+    assert (defaults["mode"], defaults["loading"]) == ("strong", True)
 
 
 def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
@@ -257,5 +201,4 @@ def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Pat
     file.write_text("kept")
     check_writable(file, "--json")
     check_writable(tmp_path / "new.json", "--json")
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert file.read_text() == "kept"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old.json": "kept"}

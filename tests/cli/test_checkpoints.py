@@ -56,10 +56,10 @@ def test_ls(run: Path, tmp_path: Path) -> None:
     assert first.endswith("accuracy 0.4000  best")
     assert second.endswith("accuracy 0.8000")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["name"], row["best"]) for row in rows] == [
-        ("step-0000004", True),
-        ("step-0000008", False),
-    ]
+    assert {row["name"]: row["best"] for row in rows} == {
+        "step-0000004": True,
+        "step-0000008": False,
+    }
 
 
 def test_verify_names_what_is_damaged(run: Path) -> None:
@@ -87,10 +87,8 @@ def test_one_checkpoint_alone(run: Path, tmp_path: Path) -> None:
 def test_diff_goes_by_bits(run: Path) -> None:
     one, two = (run / "checkpoints" / name for name in ("step-0000004", "step-0000008"))
     same = called("diff", one, one)
-    assert (same.exit_code, same.stdout) == (
-        0,
-        "step 4 and step 4: 3 tensors are equal to the bit\n",
-    )
+    assert same.exit_code == 0
+    assert same.stdout == "step 4 and step 4: 3 tensors are equal to the bit\n"
     found = called("diff", one, run)
     assert found.exit_code == 1
     assert found.stdout.splitlines() == [

@@ -76,21 +76,15 @@ def test_names_and_values_are_completed_without_torch(folder: Path) -> None:
     assert {line: set(answer) for line, answer in answers.items()} == ANSWERS
 
 
-def test_bash_completes_with_the_script_that_it_is_given(folder: Path) -> None:
+def test_bash_completes_with_the_script_that_it_is_given_and_others_get_the_help_too(
+    folder: Path,
+) -> None:
     command = folder / "lockstep"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep "$@"\n')
     command.chmod(0o755)
     assert output(["bash", "--norc", "-c", BASH], folder) == "halving_doubling\n"
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_the_help_beside_the_name(shell: str, folder: Path) -> None:
-    ended = process(
-        "",
-        folder,
-        _LOCKSTEP_COMPLETE=f"complete_{shell}",
-        _TYPER_COMPLETE_ARGS="lockstep ver",
-        _TYPER_COMPLETE_FISH_ACTION="get-args",
-    )
-    assert "verify" in ended.out
-    assert "Check that the number of workers" in ended.out
+    asked = {"_TYPER_COMPLETE_ARGS": "lockstep ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    for shell in ("zsh", "fish"):
+        ended = process("", folder, _LOCKSTEP_COMPLETE=f"complete_{shell}", **asked)
+        assert "verify" in ended.out
+        assert "Check that the number of workers" in ended.out

@@ -16,6 +16,7 @@ import pytest
 from lockstep.training.train import train
 from tests.ending import end, kill
 from tests.networks import Host, Started, hosts
+from tests.runtime.variables import variables
 from tests.training import toy
 
 pytestmark = pytest.mark.rest
@@ -73,14 +74,8 @@ def options(rank: int) -> list[str]:
 
 def pet(rank: int, workers: int = 1) -> dict[str, str]:
     """What Kubeflow's TrainJob sets."""
-    found = {
-        "NNODES": 2,
-        "NPROC_PER_NODE": workers,
-        "NODE_RANK": rank,
-        "MASTER_ADDR": "anna",
-        "MASTER_PORT": PORT,
-    }
-    return {f"PET_{name}": str(value) for name, value in found.items()}
+    text = f"PET_NNODES=2 PET_NPROC_PER_NODE={workers} PET_NODE_RANK={rank}"
+    return variables(f"{text} PET_MASTER_ADDR=anna PET_MASTER_PORT={PORT}")
 
 
 def wait_for(file: Path, *running: Started) -> None:
@@ -105,6 +100,7 @@ def undisturbed() -> str:
 def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
     pair: list[Host], folder: Path, undisturbed: str
 ) -> None:
+    """And resume as the variables of a TrainJob say."""
     command = ["train", "my_task.py", "--exact", "--workers", "4", "--run", "run"]
     anna, bert = (
         host.lockstep(*command, *options(rank), cwd=folder, GATED="1")
@@ -119,7 +115,7 @@ def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
     assert (code, other_code) == (75, 75), err + other_err
     assert re.search(r"^stopped after step \d+ of 16, saved: ", err, re.MULTILINE)
     anna, bert = (
-        host.lockstep(*command, *options(rank), cwd=folder) for rank, host in enumerate(pair)
+        host.lockstep(*command, cwd=folder, **pet(rank, 2)) for rank, host in enumerate(pair)
     )
     (code, out, err), (other_code, other_out, other_err) = anna.end(), bert.end()
     assert (code, other_code, other_out) == (0, 0, ""), err + other_err
@@ -127,19 +123,6 @@ def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
     assert out.endswith(f" | weights sha256 {undisturbed}\n")
     assert "16 steps, 4 workers, replicated, " in out
     assert json.loads((folder / "run" / "settings.json").read_text())["workers"] == 4
-
-
-def test_the_variables_of_a_train_job_make_two_nodes_train_together(
-    pair: list[Host], folder: Path, undisturbed: str
-) -> None:
-    command = ["train", "my_task.py", "--exact", "--run", "run"]
-    anna, bert = (
-        host.lockstep(*command, cwd=folder, **pet(rank)) for rank, host in enumerate(pair)
-    )
-    (code, out, err), (other_code, other_out, other_err) = anna.end(), bert.end()
-    assert (code, other_code, other_out) == (0, 0, ""), err + other_err
-    assert "16 steps, 2 workers, replicated, " in out
-    assert out.endswith(f" | weights sha256 {undisturbed}\n")
 
 
 @pytest.mark.parametrize("here", [0, 1])

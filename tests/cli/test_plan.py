@@ -17,25 +17,17 @@ from tests.refused import refused
 
 
 def test_rows_and_json_of_a_task_that_is_profiled(tmp_path: Path, lockstep: Command) -> None:
-    text = lockstep(
-        "plan digits --workers 1..8 --seconds 0.2 --network 100Mbit --json plan.json"
-    ).out
+    options = "--seconds 0.2 --network 100Mbit --nodes-of 2 --weak --json plan.json"
+    text = lockstep(f"plan digits --workers 1..8 {options}").out
     assert "digits, profiled here (" in text
-    assert "1 rank alone" in text
+    assert f"2 ranks share one host of {cores()} core" in text
     assert "100Mbit: 94 Mbit/s, 200 us a message" in text
     report = json.loads((tmp_path / "plan.json").read_text())
-    assert (report["task"], report["base"], report["weak"]) == ("digits", 1, False)
+    assert (report["task"], report["base"], report["weak"]) == ("digits", 1, True)
     assert [row["workers"] for row in report["rows"]] == [1, 2, 4, 8]
     alone, *others = report["rows"]
     assert (alone["efficiency"], alone["bytes_sent"]) == (1, 0)
     assert {row["efficiency"] < 1 and row["bytes_sent"] > 0 for row in others} == {True}
-
-
-def test_ranks_of_a_node_share_its_cores(lockstep: Command) -> None:
-    text = lockstep("plan digits --seconds 0.2 --workers 2 --nodes-of 2 --weak").out
-    assert f"2 ranks share one host of {cores()} core" in text
-    assert "between nodes of 2" in text
-    assert "(weak scaling)" in text
 
 
 def test_numbers_of_workers() -> None:

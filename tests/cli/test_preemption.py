@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.training.train import train
 from tests.cli.training_process import TrainingProcess, nobody_left
+from tests.training import toy
 
 TASK = """
 import os, time
@@ -57,11 +59,10 @@ class Training(TrainingProcess):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[object]]:
-    """The weights and evaluations of a training that nobody asks to stop."""
+    """The weights and evaluations of a training that nobody asks to stop, in this process."""
     training = Training(tmp_path_factory.mktemp("undisturbed"))
-    training.start(workers=2)
-    ended, _, err = training.end()
-    assert ended == 0, err
+    task = toy.task(name=None, epochs=6, eval_micro_batch=1)
+    train(task, exact=True, run=training.folder / "run")
     return training.sha256(), training.evaluations()
 
 
@@ -95,12 +96,9 @@ def check_resumed(training: Training, undisturbed: object) -> str:
 @pytest.mark.parametrize(
     ("who", "number", "code"),
     [
-        ("launcher", signal.SIGTERM, 75),
+        ("everybody", signal.SIGTERM, 75),
         pytest.param("rank", signal.SIGUSR1, 75, marks=pytest.mark.rest),
-        pytest.param("everybody", signal.SIGTERM, 75, marks=pytest.mark.rest),
-        pytest.param("launcher", signal.SIGUSR1, 75, marks=pytest.mark.rest),
         pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.rest),
-        pytest.param("launcher", signal.SIGHUP, 129, marks=pytest.mark.rest),
     ],
 )
 def test_in_a_step(
@@ -138,29 +136,28 @@ def test_in_an_evaluation_which_is_made_up_for(training: Training, undisturbed: 
     check_resumed(training, undisturbed)
 
 
-@pytest.mark.parametrize("who", ["launcher", pytest.param("everybody", marks=pytest.mark.rest)])
-def test_while_it_starts(training: Training, who: str) -> None:
+def start_until_ranks_wait(training: Training) -> None:
     (training.folder / "not yet").touch()
     training.start()
-    training.until(lambda: all((training.folder / f"waiting-{rank}").exists() for rank in (0, 1)))
-    hit(training, who, signal.SIGTERM)
+    waiting = [training.folder / f"waiting-{rank}" for rank in (0, 1)]
+    training.until(lambda: all(file.exists() for file in waiting))
+    for file in waiting:
+        file.unlink()
+
+
+def test_while_it_starts_and_a_second_signal_does_not_wait(training: Training) -> None:
+    start_until_ranks_wait(training)
+    hit(training, "everybody", signal.SIGTERM)
     (training.folder / "not yet").unlink()
     ended, out, err = training.end()
     assert (ended, out) == (75, ""), err
     assert "Traceback" not in err
-
-
-def test_a_second_signal_does_not_wait(training: Training) -> None:
-    (training.folder / "not yet").touch()
-    training.start()
-    training.until(lambda: all((training.folder / f"waiting-{rank}").exists() for rank in (0, 1)))
+    start_until_ranks_wait(training)
     assert training.process is not None
     training.process.send_signal(signal.SIGINT)
     assert training.process.stderr is not None
-    assert (
-        training.process.stderr.readline()
-        == "Ctrl-C: stopping after this step; repeat it to stop at once\n"
-    )
+    line = training.process.stderr.readline()
+    assert line == "Ctrl-C: stopping after this step; repeat it to stop at once\n"
     training.process.send_signal(signal.SIGINT)
     ended, _, err = training.end()
     assert (ended, err) == (130, "stopped by Ctrl-C; all ranks have ended\n")

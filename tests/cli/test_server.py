@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+import lockstep as package
+from lockstep.runtime import status
 from tests.cli.command import Command
 from tests.cli.training_process import TrainingProcess, nobody_left
+from tests.training import toy
 
 EPOCHS, SAMPLES, STEPS = 2, 250, 46
 TASK = f"""
@@ -115,10 +118,7 @@ def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
     assert f"resumed from step {step} of {STEPS}" in resumed
 
 
-OTHER_RANKS = [pytest.param(rank, marks=pytest.mark.rest) for rank in (1, 2)]
-
-
-@pytest.mark.parametrize("rank", [0, *OTHER_RANKS])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.rest)])
 def test_a_stopped_worker_is_the_one_that_is_blamed(training: TrainingProcess, rank: int) -> None:
     start_slowly(training, 6, 3, "--stall-after", "3")
     training.rank(rank).suspend()
@@ -128,6 +128,24 @@ def test_a_stopped_worker_is_the_one_that_is_blamed(training: TrainingProcess, r
     one, other = (number for number in range(3) if number != rank)
     assert re.search(rf"ranks {one} and {other} wait .*\. Rank {rank} .*: stopped", line)
     assert line.endswith(f"rank-{rank}.log")
+
+
+def test_the_step_on_a_page_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is ten times as patient in the first step."""
+    steps: list[int] = []
+    monkeypatch.setattr(status, "step", steps.append)
+    with package.init(backend="gloo"):
+        model = toy.Net()
+        stepper = package.Stepper(model, toy.sgd(model), update="server")
+        loader = package.Loader(toy.data(44, 1), global_batch=11, micro_batch=4)
+        stepper.draws(loader)
+        for epoch in loader.epochs(1):
+            for window in epoch:
+                for batch in stepper.micro_batches(window):
+                    stepper.backward(*toy.loss(model(batch[0]), batch))
+                stepper.step()
+    assert steps == sorted(steps)
+    assert {1, 2, 3, 4} <= {*steps}
 
 
 LEAVES = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
@@ -33,46 +32,32 @@ def shown(line: str) -> str:
     return ended.output
 
 
-def test_data() -> None:
+def test_options_reach_the_picture() -> None:
+    data: dict[str, Any] = {"split": "interleaved", "drop_last": False, "epochs": 1}
+    data |= {"shuffle": False, "seed": 0}
     for line, options in (
         ("", {}),
         ("--split blocks --epochs 2", {"split": "blocks", "epochs": 2}),
         ("--drop-last --shuffle --seed 3", {"drop_last": True, "shuffle": True, "seed": 3}),
     ):
-        given: dict[str, Any] = {
-            "split": "interleaved",
-            "drop_last": False,
-            "epochs": 1,
-            "shuffle": False,
-            "seed": 0,
-        }
-        expected = data_picture.text(data_picture.deal(10, 4, **(given | options)))
+        expected = data_picture.text(data_picture.deal(10, 4, **(data | options)))
         assert shown(f"data --samples 10 --workers 4 {line}") == expected + "\n"
-
-
-def test_an_algorithm() -> None:
-    for name in ("ring", "tree", "recursive-doubling", "halving-doubling", "direct", "central"):
-        text = schedule_picture.text(schedule("all_reduce", name.replace("-", "_"), 3))
-        assert shown(f"{name} --workers 3") == text + "\n"
-        assert text.startswith(f"{name} all-reduce, 3 ranks: ")
-    of_nodes = schedule("all_reduce", "hierarchical", 6, ranks_per_node=3)
-    expected = schedule_picture.text(of_nodes)
-    assert shown("hierarchical -n 6 --ranks-per-node 3") == expected + "\n"
-
-
-def test_a_step_and_exact_mode() -> None:
     step = step_picture.DataParallelStep.of(3, 32, 8)
-    assert shown("step -n 3 --micro-batch 8") == step_picture.text(step) + "\n"
     exact = exact_picture.ExactStep.of(6, 2)
-    assert shown("exact -m 6 -n 2") == exact_picture.text(exact) + "\n"
-
-
-def test_a_pipeline() -> None:
-    chart = pipeline_picture.chart
-    assert shown("pipeline") == pipeline_picture.text(chart("1f1b", 4, 8)) + "\n"
-    options = "--schedule naive --stages 2 --micro-batches 4 --backward 1.5"
-    expected = pipeline_picture.text(chart("naive", 2, 4, 1.5))
-    assert shown(f"pipeline {options}") == expected + "\n"
+    chart, naive = pipeline_picture.chart, "--schedule naive --stages 2 --micro-batches 4"
+    of_nodes = schedule("all_reduce", "hierarchical", 6, ranks_per_node=3)
+    for line, expected in (
+        (
+            "recursive-doubling -n 3",
+            schedule_picture.text(schedule("all_reduce", "recursive_doubling", 3)),
+        ),
+        ("hierarchical -n 6 --ranks-per-node 3", schedule_picture.text(of_nodes)),
+        ("step -n 3 --micro-batch 8", step_picture.text(step)),
+        ("exact -m 6 -n 2", exact_picture.text(exact)),
+        ("pipeline", pipeline_picture.text(chart("1f1b", 4, 8))),
+        (f"pipeline {naive} --backward 1.5", pipeline_picture.text(chart("naive", 2, 4, 1.5))),
+    ):
+        assert shown(line) == expected + "\n"
 
 
 def test_a_mesh_and_the_layers_of_a_task() -> None:
@@ -84,18 +69,10 @@ def test_a_mesh_and_the_layers_of_a_task() -> None:
 
 
 def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
+    ring = schedule_picture.drawing(schedule("all_reduce", "ring", 4))
     for line, title, drawing in (
-        (
-            "ring",
-            "ring all-reduce, 4 ranks: 6 rounds, 24 messages in all",
-            schedule_picture.drawing(schedule("all_reduce", "ring", 4)),
-        ),
+        ("ring", "ring all-reduce, 4 ranks: 6 rounds, 24 messages in all", ring),
         ("mesh --mesh shard=3", mesh_picture.title(Mesh(shard=3), 1), drawn(Mesh(shard=3))),
-        (
-            "pipeline --schedule gpipe -n 2 -m 3",
-            "gpipe: 2 ranks, 3 micro-batches; a backward takes 2 forwards",
-            pipeline_picture.drawing(pipeline_picture.chart("gpipe", 2, 3)),
-        ),
     ):
         file = tmp_path / "drawing.svg"
         assert shown(f"{line} --out {file}") == f"{file}: {title}\n"
@@ -119,19 +96,8 @@ all-reduce, mean, by recursive-doubling
 rank 0  [1 2.5]    [2 3.25]
 rank 1  [3 4]      [2 3.25]
 
-$ all-reduce --values 1,2
-all-reduce, sum, by ring
-        before    after
-rank 0  [1 2]     [1 2]
-
 $ broadcast --values '1,2;3,4' --root 1
 broadcast, root 1, by tree
-        before    after
-rank 0  [1 2]     [3 4]
-rank 1  [3 4]     [3 4]
-
-$ reduce --values '1,2;3,4' --op max
-reduce, max, root 0, by tree
         before    after
 rank 0  [1 2]     [3 4]
 rank 1  [3 4]     [3 4]
@@ -147,50 +113,26 @@ gather, root 0, by central
         before    after
 rank 0  [1 2]     [1 2] [3]
 rank 1  [3]       nothing
-
-$ all-gather --values '1,2;3'
-all-gather, by ring
-        before    after
-rank 0  [1 2]     [1 2] [3]
-rank 1  [3]       [1 2] [3]
-
-$ reduce-scatter --values '1,2,3;4,5,6'
-reduce-scatter, sum, by ring
-        before     after
-rank 0  [1 2 3]    [5 7]
-rank 1  [4 5 6]    [9]
-
-$ all-to-all --values '1,2;3,4'
-all-to-all, by direct
-        before    after
-rank 0  [1 2]     [1 3]
-rank 1  [3 4]     [2 4]
 """
 
 
-@pytest.mark.parametrize("picture", PICTURES.strip().removeprefix("$ ").split("\n\n$ "))
-def test_a_collective(picture: str) -> None:
-    line, _, text = picture.partition("\n")
-    assert shown(line).rstrip("\n") == text
+def test_a_collective() -> None:
+    for picture in PICTURES.strip().removeprefix("$ ").split("\n\n$ "):
+        line, _, text = picture.partition("\n")
+        assert shown(line).rstrip("\n") == text
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "values"),
-    [
+def test_a_collective_that_cannot_be_is_refused() -> None:
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("all-reduce --op mean", "mean-of-integers", {}),
         ("all-reduce --op median", "unknown-choice", {"name": "op", "value": "median"}),
         ("all-reduce --algorithm rong", "unknown-choice", {"value": "rong"}),
         ("all-reduce --values '1,2;3'", "rows-not-equal", {"collective": "all-reduce"}),
-        ("all-reduce --values 'a,b;c,d'", "wrong-value", {"value": "a,b;c,d"}),
         ("all-reduce --values '1,2;'", "wrong-value", {"value": "1,2;"}),
         (f"all-reduce --values '{10**20};1'", "integer-too-large", {"value": 10**20}),
         ("all-to-all --values '1,2'", "one-number-per-rank", {"ranks": 1}),
-        ("all-to-all --values '1,2,3;4,5,6'", "one-number-per-rank", {"ranks": 2}),
         ("broadcast --root 3", "root-outside-group", {"root": 3, "last": 2}),
-    ],
-)
-def test_a_collective_that_cannot_be_is_refused(
-    line: str, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        command("show", *words_of(line))
+    ]
+    for line, code, values in cases:
+        with refused(code, **values):
+            command("show", *words_of(line))

@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cli.slurm import batch_script
-from lockstep.errors import TaskError
 from tests.cli.command import command
 from tests.refused import refused
 
@@ -40,6 +38,8 @@ def test_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"    {sys.executable} -P -m lockstep train digits --exact --run"
         f' {tmp_path}/runs/digits-"$SLURM_JOB_ID"\n' in text
     )
+    text = printed(capsys, "digits", "--run", "here")
+    assert text.partition("train digits ")[2].startswith("--run here\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,24 +68,6 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--job-name=script\n" in batch
 
 
-def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "digits", "--run", "here")
-    assert text.partition("train digits ")[2].startswith("--run here\n")
-
-
-def test_mistakes_in_the_task(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def task(:")
-    for target, code in (
-        ("digit", "unknown-task"),
-        ("nowhere.py", "task-file-missing"),
-        ("broken.py", "not-python"),
-    ):
-        with refused(code, TaskError) as caught:
-            command("slurm", target)
-        assert target in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["broken.py"]
-
-
 def test_mistakes_in_the_options_after_the_dashes(tmp_path: Path) -> None:
     for line, code, values in (
         ("--exat", "unknown-option", {"option": "--exat", "command": "lockstep train"}),
@@ -100,21 +82,12 @@ def test_mistakes_in_the_options_after_the_dashes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["nodes", "workers_per_node"])
-def test_a_job_has_a_rank(option: str) -> None:
-    with pytest.raises(typer.BadParameter, match="greater than or equal to 1"):
-        command("slurm", "digits", **{option: 0})
-
-
-def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with refused("no-sbatch"):
-        command("slurm", "digits", submit=True)
-
-
-def test_what_sbatch_refuses(
+def test_without_sbatch_and_what_sbatch_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    with monkeypatch.context() as patch, refused("no-sbatch"):
+        patch.setenv("PATH", str(tmp_path))
+        command("slurm", "digits", submit=True)
     stub(tmp_path, "sbatch", "echo no such partition >&2; exit 3")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SystemExit, match="3"):
@@ -122,36 +95,21 @@ def test_what_sbatch_refuses(
     assert capfd.readouterr() == ("", "no such partition\n")
 
 
-RUN = ' --run /home/me/runs/digits-"$SLURM_JOB_ID"'
-JOB = ("digits", "/env/bin/python -m lockstep train digits --exact" + RUN, 2, 4)
-TEXT = """\
-#!/usr/bin/env bash
-#SBATCH --job-name=digits
-#SBATCH --nodes=2
-#SBATCH --ntasks=8
-#SBATCH --ntasks-per-node=4
-#SBATCH --output=slurm-%j.log
-#SBATCH --open-mode=append
-#SBATCH --signal=USR1@120
-#SBATCH --requeue
-# Add --time, --partition, --gpus-per-node and the like here, or give them to sbatch.
-# Add shell lines that the ranks need below, such as: module load cuda
-
-# One task per rank. When the first one ends, the others get a minute to end.
-# srun returns the highest exit code. It does not take --cpus-per-task from the job by itself.
-[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0 --wait=60 \\
-    /env/bin/python -m lockstep train digits --exact --run /home/me/runs/digits-"$SLURM_JOB_ID"
-code=$?
-if [ "$code" -eq 75 ]; then  # preempted, and saved: the same job resumes
-    scontrol requeue "$SLURM_JOB_ID" || echo "lockstep: not requeued; submit the job again to resume" >&2
-fi
-exit "$code"
+JOB = ("digits", "/env/bin/python -m lockstep train digits --exact", 2, 4)
+TEXT = batch_script(*JOB)
+OPTIONS = """
+--job-name=digits --nodes=2 --ntasks=8 --ntasks-per-node=4 --output=slurm-%j.log
+--open-mode=append --signal=USR1@120 --requeue
 """
 
 
-def test_its_text() -> None:
-    assert batch_script(*JOB) == TEXT
+def test_its_options() -> None:
+    lines = TEXT.splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    options = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
+    assert options == OPTIONS.split()
+    srun = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0 --wait=60 \\"
+    assert lines[lines.index(srun) + 1].strip() == JOB[1]
 
 
 _WORDS = st.text(

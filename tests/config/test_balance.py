@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.balance import Balance
-from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
 from tests.refused import refused
 
@@ -45,30 +44,24 @@ def test_what_is_no_balance_is_refused(given: Any, code: str, values: dict[str, 
         Balance.of(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "method", "code", "values"),
-    [
-        ("2,1,1", {}, "balance-of-other-count", {"balance": "2,1,1", "given": 3, "workers": 2}),
-        ("1", {}, "balance-of-other-count", {"balance": "1", "given": 1, "workers": 2}),
-        ("2,1", {"update": "server"}, "balance-with-server", {"balance": "2,1"}),
-        ("2,1", {"mesh": Mesh(tensor=2)}, "balance-with-mesh", {"mesh": "tensor=2"}),
-        ("2,1", {"mesh": Mesh(data=2, shard=2)}, "balance-with-mesh", {"mesh": "data=2,shard=2"}),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(
-    given: str, method: dict[str, Any], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Balance.of(given).check(Parallelism(**method), 2)
-    rest: tuple[dict[str, Any], ...] = (
-        {"exact": True},
-        {"update": "sharded"},
-        {"compress": "bf16"},
-        {"mesh": Mesh(data=2)},
-        {"sync_every": 4},
-    )
-    for good in rest:
-        Balance.of("2,1").check(Parallelism(**good), 2)
+def test_what_it_does_not_go_with_is_refused() -> None:
+    for text in ("2,1,1", "1"):
+        with refused("balance-of-other-count", balance=text, workers=2):
+            Balance.of(text).check(Parallelism(), 2)
+    two = Balance.of("2,1")
+    with refused("balance-with-server", balance="2,1"):
+        two.check(Parallelism(update="server"), 2)
+    for mesh in ("tensor=2", "data=2,shard=2"):
+        with refused("balance-with-mesh", mesh=mesh):
+            two.check(Parallelism(mesh=mesh), 2)
+    for method in (
+        Parallelism(exact=True),
+        Parallelism(update="sharded"),
+        Parallelism(compress="bf16"),
+        Parallelism(mesh="data=2"),
+        Parallelism(sync_every=4),
+    ):
+        two.check(method, 2)
 
 
 def test_equals_share_evenly_and_the_first_have_more() -> None:

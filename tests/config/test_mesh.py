@@ -54,17 +54,13 @@ def test_the_tensor_axis_is_innermost() -> None:
     assert mesh.line(5, "pipeline", "tensor") == (4, 5, 6, 7)
 
 
-@pytest.mark.parametrize(
-    ("text", "mesh"),
-    [
+def test_read() -> None:
+    for text, mesh in (
         ("data=2,pipeline=2", Mesh(data=2, pipeline=2)),
         (" tensor=2 , shard=3 ", Mesh(shard=3, tensor=2)),
         ("data=1", Mesh()),
-    ],
-)
-def test_read(text: str, mesh: Mesh) -> None:
-    assert Mesh.read(text) == mesh
-    assert Mesh.read(str(mesh)) == mesh
+    ):
+        assert Mesh.read(text) == Mesh.read(str(mesh)) == mesh
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,7 @@ def gpus_are_cpus() -> None:
     torch.cuda.device, torch.cuda.stream = nothing, contextmanager(nothing.__wrapped__)  # type: ignore[assignment,misc]
 
 
-def run(
-    names: Sequence[str], suite: Callable[[str], Any], limit: float = LIMIT, backend: str = "gloo"
-) -> dict[str, str]:
+def run(names: Sequence[str], suite: Callable[[str], Any], backend: str) -> dict[str, str]:
     """Run every body in both ranks, and return what became of each."""
     outcomes: dict[str, str] = {}
     gc.collect()
@@ -156,16 +154,12 @@ def run(
     gc.freeze()
     left = list(names)
     while left:
-        left = left[_some(left, suite, limit, backend, outcomes) :]
+        left = left[_some(left, suite, backend, outcomes) :]
     return outcomes
 
 
 def _some(
-    names: Sequence[str],
-    suite: Callable[[str], Any],
-    limit: float,
-    backend: str,
-    outcomes: dict[str, str],
+    names: Sequence[str], suite: Callable[[str], Any], backend: str, outcomes: dict[str, str]
 ) -> int:
     """Run bodies in two new ranks until the ranks cannot be used any more; how many were run."""
     with tempfile.TemporaryDirectory(prefix="lockstep-contract-") as folder:
@@ -182,8 +176,7 @@ def _some(
                 for pipe, _ in pipes:
                     pipe.send(name)
                 results = [
-                    _outcome(pipe, process, limit)
-                    for (pipe, _), process in zip(pipes, ranks, strict=True)
+                    _outcome(pipe, process) for (pipe, _), process in zip(pipes, ranks, strict=True)
                 ]
                 outcomes[name] = next((result for result in results if result != PASSED), PASSED)
                 if outcomes[name] != PASSED:
@@ -197,13 +190,13 @@ def _some(
                 process.join()
 
 
-def _outcome(pipe: Connection, process: Any, limit: float) -> str:
-    ready = wait([pipe, process.sentinel], limit)
+def _outcome(pipe: Connection, process: Any) -> str:
+    ready = wait([pipe, process.sentinel], LIMIT)
     if pipe in ready:
         outcome: str = pipe.recv()
         return outcome
     return (
-        f"process ended with {process.exitcode}" if ready else f"still running after {limit:.0f} s"
+        f"process ended with {process.exitcode}" if ready else f"still running after {LIMIT:.0f} s"
     )
 
 
@@ -267,7 +260,7 @@ def main(names: Sequence[str], suite: Callable[[str], Any], backend: str = "gloo
     asked = parser.parse_args()
     left_out = re.compile("|".join(asked.but) or "$^")
     chosen = [name for name in names if name in asked.only and not left_out.fullmatch(name)]
-    asked.out.write_text(json.dumps(run(chosen, suite, backend=backend), indent=1))
+    asked.out.write_text(json.dumps(run(chosen, suite, backend), indent=1))
 
 
 # -- for the tests that run these suites -----------------------------------------------------------

@@ -8,6 +8,8 @@ import pytest
 
 from tests.contract import ranks
 
+pytestmark = pytest.mark.rest
+
 NEEDS_A_GPU = [
     r"test_DistributedDataParallel_SyncBatchNorm.*",
     r"test_ddp_(device|inference|logging_data_gpu|native_mixed_precision_(?!ignored).*)",
@@ -29,23 +31,6 @@ TORCH_DOES_NOT_RUN_THEM = [
 ]
 
 
-A_FEW = [
-    "test_ddp_buffer_hook_allreduce",
-    "test_ddp_grad_div_uneven_inputs",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_shared_grad_acc_unused_params",
-    "test_static_graph_multi_forward",
-    "test_DistributedDataParallelCPU",
-    "test_grads_same_across_ranks_with_no_sync",
-]
-
-
-def test_a_few_of_torchs_own_tests_pass(tmp_path: Path) -> None:
-    outcomes = ranks.outcomes_of("torch_ddp", tmp_path / "out.json", "--only", *A_FEW)
-    assert outcomes == dict.fromkeys(A_FEW, ranks.PASSED)
-
-
-@pytest.mark.rest
 def test_torchs_own_tests_pass_but_for_the_table_in_the_guide(tmp_path: Path) -> None:
     """Takes a minute: more than 60 of PyTorch's tests, on ranks of its own."""
     left_out = NEEDS_A_GPU + AN_HOUR_ON_A_CPU + TORCH_DOES_NOT_RUN_THEM

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,13 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import LateGradient, LockstepError, UsageError
+from lockstep.errors import (
+    CollectiveMismatch,
+    LateGradient,
+    ReplicaDivergence,
+    UnusedParameters,
+    UsageError,
+)
 from lockstep.launcher.failures import readable_traceback
 from tests import zoo
 from tests.collectives.own_groups import group_of_its_own
@@ -30,14 +39,8 @@ Make = Callable[..., Any]
 Case = Callable[[Make, int], Iterator[Tensor | None]]
 
 
-def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
-    x, y = zoo.samples(512)
-    rows = slice(4 * (4 * number + rank), 4 * (4 * number + rank) + 4)
-    return x[rows], y[rows]
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
-    x, y = batch(rank, number)
+    x, y = zoo.batch(rank, number)
     optimizer.zero_grad()
     zoo.loss_sum(model(x), y).backward()
     optimizer.step()
@@ -68,7 +71,7 @@ def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     with ddp.join(divide_by_initial_world_size=False):
         for number in range(4 + 3 * rank):
-            x, y = batch(rank, number)
+            x, y = zoo.batch(rank, number)
             if number % 3:
                 with ddp.no_sync():
                     zoo.loss_sum(ddp(x), y).backward()
@@ -76,6 +79,7 @@ def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
                 zoo.loss_sum(ddp(x), y).backward()
                 sgd.step()
                 sgd.zero_grad()
+    step(ddp, sgd, rank, 9)  # join() does not leave its divisor behind
     yield from ddp.state_dict().values()
 
 
@@ -104,7 +108,7 @@ def adversarial(make: Make, rank: int) -> Iterator[Tensor | None]:
     ours = torch.optim.SGD(generator.parameters(), lr=0.02)
     theirs = torch.optim.SGD(discriminator.parameters(), lr=0.02)
     for number in range(4):
-        x, y = batch(rank, number)
+        x, y = zoo.batch(rank, number)
         fake = generator(x)
         discriminator.requires_grad_(True)
         theirs.zero_grad()
@@ -152,7 +156,7 @@ def sparse(make: Make, rank: int, more: bool = True) -> Iterator[Tensor | None]:
     rows = torch.optim.SparseAdam([ddp.module.bag.weight], lr=0.02)
     others = list(ddp.module.last.parameters())
     for number in range(4):
-        x, y = batch(rank, number)
+        x, y = zoo.batch(rank, number)
         if number % 2:
             with ddp.no_sync():
                 zoo.loss_sum(ddp(x), y).backward()
@@ -166,10 +170,6 @@ def sparse(make: Make, rank: int, more: bool = True) -> Iterator[Tensor | None]:
     yield from ddp.parameters()
 
 
-def only_sparse(make: Make, rank: int) -> Iterator[Tensor | None]:
-    yield from sparse(make, rank, more=False)
-
-
 def batch_norm(make: Make, rank: int) -> Iterator[Tensor | None]:
     """Every forward begins with rank 0's buffers, the first one of an evaluation too."""
     ddp = make(zoo.build("cnn"))
@@ -179,13 +179,7 @@ def batch_norm(make: Make, rank: int) -> Iterator[Tensor | None]:
         yield from ddp.buffers()
     ddp.eval()
     with torch.no_grad():
-        yield ddp(batch(0, 7)[0])
-    yield from ddp.buffers()
-
-
-def buffers_of_their_own(make: Make, rank: int) -> Iterator[Tensor | None]:
-    ddp = make(zoo.build("cnn"), forward_sync_buffers=False)
-    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.02), rank, 0)
+        yield ddp(zoo.batch(0, 7)[0])
     yield from ddp.buffers()
 
 
@@ -200,39 +194,36 @@ def thawed(make: Make, rank: int) -> Iterator[Tensor | None]:
     yield from ddp.parameters()
 
 
-class Twice(nn.Module):
-    """A block that is used twice under reentrant checkpointing; with `shared`, two blocks that
-    share a weight.
+class Checkpointed(nn.Module):
+    """Blocks under activation checkpointing, one of them used twice with `twice`; two share a
+    weight with `shared`.
     """
 
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, *, reentrant: bool, twice: bool = False, shared: bool = False) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        self.last = nn.Linear(6, 3)
-        self.other = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.reentrant, self.uses = reentrant, 2 if twice else 1
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.block, self.other = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
         if shared:
             self.other[0].weight = self.block[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in (self.block, self.block, self.other):
-            x = checkpoint(block, x, use_reentrant=True)
-        found: Tensor = self.last(x)
-        return found
+        for block in (*[self.block] * self.uses, self.other):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        result: Tensor = self.last(x)
+        return result
 
 
-def checkpointed_twice(make: Make, rank: int, shared: bool = False) -> Iterator[Tensor | None]:
-    ddp = make(Twice(shared), static_graph=True, bucket_cap_mb=0.0001)
+def checkpointed(
+    make: Make, rank: int, static: bool = True, **options: bool
+) -> Iterator[Tensor | None]:
+    ddp = make(Checkpointed(**options), static_graph=static, bucket_cap_mb=0.0001)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     for number in range(3):
         step(ddp, sgd, rank, number)
         yield from gradients(ddp)
     yield from ddp.parameters()
-
-
-def checkpointed_sharing(make: Make, rank: int) -> Iterator[Tensor | None]:
-    yield from checkpointed_twice(make, rank, shared=True)
 
 
 class Branches(nn.Module):
@@ -249,13 +240,14 @@ def unused(make: Make, rank: int) -> Iterator[Tensor | None]:
     """`.grad` of what no rank uses stays None; what some rank uses is averaged on all."""
     ddp = make(Branches(), find_unused_parameters=True)
     for number in range(2):
-        x, y = batch(rank, number)
+        x, y = zoo.batch(rank, number)
         zoo.loss_sum(ddp(x, rank == number), y).backward()
         yield from gradients(ddp)
     ddp.zero_grad()
-    x, y = batch(rank, 2)
-    zoo.loss_sum(ddp(x, True), y).backward()
-    yield from gradients(ddp)
+    x, y = zoo.batch(rank, 2)
+    for left in (True, False):  # what the second does not use keeps what the first has left
+        zoo.loss_sum(ddp(x, left), y).backward()
+        yield from gradients(ddp)
 
 
 def joined_with_unused_parameters(make: Make, rank: int) -> Iterator[Tensor | None]:
@@ -265,45 +257,43 @@ def joined_with_unused_parameters(make: Make, rank: int) -> Iterator[Tensor | No
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     with ddp.join():
         for number in range(2 + 3 * rank):
-            x, y = batch(rank, number)
+            x, y = zoo.batch(rank, number)
             sgd.zero_grad()
             zoo.loss_sum(ddp(x, number % 2 == rank), y).backward()
             sgd.step()
     yield from ddp.parameters()
+    x, y = zoo.batch(rank, 9)
+    sgd.zero_grad()
+    zoo.loss_sum(ddp(x, True), y).backward()
+    yield from gradients(ddp)
 
 
-CASES: list[Case] = [
-    joined_with_unused_parameters,
-    joined_twice,
-    joined_with_buffers,
-    joined_with_a_sharded_optimizer,
-    adversarial,
-    copied,
-    sparse,
-    only_sparse,
-    batch_norm,
-    buffers_of_their_own,
-    thawed,
-    checkpointed_twice,
-    checkpointed_sharing,
-    unused,
-]
+CASES: dict[str, Case] = {
+    "unused, joined": joined_with_unused_parameters,
+    "joined twice": joined_twice,
+    "buffers, joined": joined_with_buffers,
+    "a sharded optimizer, joined": joined_with_a_sharded_optimizer,
+    "adversarial": adversarial,
+    "copied": copied,
+    "sparse": sparse,
+    "only sparse": partial(sparse, more=False),
+    "batch norm": batch_norm,
+    "thawed": thawed,
+    "checkpointed": partial(checkpointed, static=False, reentrant=False),
+    "reentrant": partial(checkpointed, static=False, reentrant=True),
+    "reentrant twice": partial(checkpointed, reentrant=True, twice=True),
+    "reentrant, sharing": partial(checkpointed, reentrant=True, twice=True, shared=True),
+    "unused": unused,
+}
 
 
 def compared(world: lockstep.World, name: str) -> int:
-    (case,) = (case for case in CASES if case.__name__ == name)
+    case = CASES[name]
     torch.manual_seed(3)
     theirs = list(map(cloned, case(nn.parallel.DistributedDataParallel, world.rank)))
     torch.manual_seed(3)
     ours = list(map(cloned, case(lockstep.DistributedDataParallel, world.rank)))
-    for number, (result, expected) in enumerate(zip(ours, theirs, strict=True)):
-        torch.testing.assert_close(
-            result,
-            expected,
-            rtol=1e-5,
-            atol=1e-6,
-            msg=lambda text, number=number: f"value {number}: {text}",
-        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     return len(ours)
 
 
@@ -311,7 +301,7 @@ def cloned(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.detach().clone()
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_torchs_wrapper_and_ours_agree(name: str) -> None:
     assert min(on_team(compared, 2, (name,))) > 0
 
@@ -320,14 +310,16 @@ def doubled(world: lockstep.World) -> list[Tensor]:
     """The model becomes float64 after it was wrapped."""
     ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
     ddp.double()
-    x, y = batch(world.rank, 0)
+    x, y = zoo.batch(world.rank, 0)
     zoo.loss_sum(ddp(x.double()), y).backward()
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
 
 def both_forwards_first(world: lockstep.World) -> list[Tensor]:
     ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-    losses = [zoo.loss_sum(ddp(x), y) for x, y in (batch(world.rank, 0), batch(world.rank, 1))]
+    losses = [
+        zoo.loss_sum(ddp(x), y) for x, y in (zoo.batch(world.rank, 0), zoo.batch(world.rank, 1))
+    ]
     for loss in losses:
         loss.backward()
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
@@ -341,13 +333,30 @@ def test_the_mean_where_torchs_wrapper_does_not_have_it(
     use: Callable[..., list[Tensor]], dtype: torch.dtype, batches: int
 ) -> None:
     plain = zoo.build("mlp").to(dtype)
-    for rank in range(2):
-        for number in range(batches):
-            x, y = batch(rank, number)
-            (zoo.loss_sum(plain(x.to(dtype)), y) / 2).backward()
+    for rank, number in product(range(2), range(batches)):
+        x, y = zoo.batch(rank, number)
+        (zoo.loss_sum(plain(x.to(dtype)), y) / 2).backward()
     for averaged in on_team(use, 2):
         for ours, parameter in zip(averaged, plain.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def only_under_no_sync(world: lockstep.World) -> Tensor:
+    torch.manual_seed(0)
+    ddp = lockstep.DistributedDataParallel(Branches())
+    for number in range(3):  # buckets are laid anew at the second window's closing forward
+        ddp.zero_grad()
+        for left in (True, False):
+            x, y = zoo.batch(world.rank, number)
+            with ddp.no_sync() if left else nullcontext():
+                zoo.loss_sum(ddp(x, left) + 0 * ddp.module.neither(x), y).backward()
+    return ddp.module.left.weight.grad
+
+
+def test_a_parameter_used_only_under_no_sync_is_used() -> None:
+    first, second = on_team(only_under_no_sync, 2)
+    assert torch.equal(first, second)
+    assert first.any()
 
 
 def attributes(world: lockstep.World) -> tuple[Tensor, Tensor]:
@@ -361,7 +370,7 @@ def attributes(world: lockstep.World) -> tuple[Tensor, Tensor]:
     assert ddp.require_backward_grad_sync is ddp.forward_sync_buffers is True
     assert ddp.device_mesh is None
     ddp.require_backward_grad_sync = False
-    x, y = batch(world.rank, 0)
+    x, y = zoo.batch(world.rank, 0)
     zoo.loss_sum(ddp(x), y).backward()
     own = ddp.module[0].weight.grad.clone()
     ddp.require_backward_grad_sync = True
@@ -392,7 +401,7 @@ def too_short(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
 
 def test_communication_hooks_are_checked() -> None:
     with lockstep.init():
-        x, y = batch(0, 0)
+        x, y = zoo.batch(0, 0)
         ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
         with pytest.raises(TypeError, match="must be callable"):
             ddp.register_comm_hook(None, {})  # type: ignore[arg-type]
@@ -417,68 +426,58 @@ def diverged(world: lockstep.World, mode: str) -> None:
     with torch.no_grad():
         ddp.module[0].weight += world.rank
     for number in range(4):
-        x, y = batch(world.rank, number)
+        x, y = zoo.batch(world.rank, number)
         zoo.loss_sum(ddp(x), y).backward()
 
 
 def without_gradients(world: lockstep.World, mode: str) -> None:
     ddp = lockstep.DistributedDataParallel(Branches())
-    x, y = batch(world.rank, 0)
+    x, y = zoo.batch(world.rank, 0)
     zoo.loss_sum(ddp(x, True), y).backward()
 
 
 def mismatched(world: lockstep.World, mode: str) -> None:
     with group_of_its_own(world) as group:
         ddp = lockstep.DistributedDataParallel(zoo.build("mlp"), process_group=group.process_group)
-        x, y = batch(world.rank, 0)
+        x, y = zoo.batch(world.rank, 0)
         if world.rank:
             group.all_gather(torch.ones(3), place="of rank 1 alone")
         zoo.loss_sum(ddp(x), y).backward()
 
 
-def shown(world: lockstep.World, use: Callable[..., None], mode: str) -> tuple[str, str]:
-    """The kind of error that is raised, and how a launcher shows it."""
-    with pytest.raises(LockstepError) as caught:
-        use(world, mode)
-    return caught.type.__name__, readable_traceback(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("use", "mode", "error"),
-    [
-        (diverged, "training", "ReplicaDivergence"),
-        (diverged, "evaluation", "ReplicaDivergence"),
-        (diverged, "wrapper in evaluation", "ReplicaDivergence"),
-        (without_gradients, "training", "UnusedParameters"),
-        (mismatched, "training", "CollectiveMismatch"),
-    ],
-)
-def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep(
-    use: Callable[..., None], mode: str, error: str
-) -> None:
-    for kind, text in on_team(shown, 2, (use, mode)):
-        assert kind == error
+def raised(world: lockstep.World) -> None:
+    """A launcher shows what the wrapper raises on purpose without frames of Lockstep."""
+    for use, mode, error in (
+        (diverged, "training", ReplicaDivergence),
+        (diverged, "evaluation", ReplicaDivergence),
+        (diverged, "wrapper in evaluation", ReplicaDivergence),
+        (without_gradients, "", UnusedParameters),
+        (mismatched, "", CollectiveMismatch),
+    ):
+        with pytest.raises(error) as caught:
+            use(world, mode)
+        text = readable_traceback(caught.value)
         assert __file__ in text
         assert str(Path(lockstep.__file__).parent) not in text
 
 
-def test_what_a_static_graph_does_not_have_is_named() -> None:
+def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep() -> None:
+    on_team(raised, 2)
+
+
+def test_what_needs_a_static_graph_and_what_one_does_not_have_is_named() -> None:
+    x, y = zoo.batch(0)
     with lockstep.init():
-        x, y = batch(0, 0)
+        twice = Checkpointed(reentrant=True, twice=True)
+        ddp = lockstep.DistributedDataParallel(twice, bucket_cap_mb=0.0001)
+        with pytest.raises(LateGradient, match="used twice under reentrant checkpointing"):
+            zoo.loss_sum(ddp(x), y).backward()
         ddp = lockstep.DistributedDataParallel(Branches(), static_graph=True)
         zoo.loss_sum(ddp(x, True), y).backward()
         with pytest.raises(LateGradient, match="'right"):
             zoo.loss_sum(ddp(x, False), y).backward()
         with refused("static-graph-too-late"):
             ddp._set_static_graph()
-
-
-def test_layers_that_cannot_be_replicated_are_refused_by_name() -> None:
-    with lockstep.init():
-        with refused("lazy-parameter", parameter="0.weight"):
-            lockstep.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
-        with refused("sync-batch-norm-on-cpu", layer="1"):
-            lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
 
 
 def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> None:
@@ -496,7 +495,7 @@ def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> Non
 @pytest.mark.filterwarnings("ignore:You are using a Backend")  # torch.distributed.rpc
 def test_a_distributed_autograd_context_is_refused(tmp_path: Path) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
-    x, _ = batch(0, 0)
+    x, _ = zoo.batch(0, 0)
     with lockstep.init():
         ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)

@@ -12,7 +12,7 @@ from lockstep.data.device import WhenAsked
 from lockstep.data.loader import Loader
 from tests.data.datasets import Augmented, Counted, Numbers, Stream
 from tests.data.test_loader import by_slot
-from tests.data.test_window_loader import OF_BATCHES
+from tests.data.test_window_loader import NO_SIZES
 from tests.refused import refused
 
 
@@ -34,12 +34,6 @@ def test_any_weights_leave_every_micro_batch_once_and_as_it_was(balance: tuple[i
     assert by_slot(len(balance), Augmented(21), balance=balance) == by_slot(1, Augmented(21))
 
 
-def test_also_with_loader_workers() -> None:
-    expected = by_slot(1, Augmented(21))
-    assert by_slot(2, Augmented(21), balance="1,3", num_workers=2) == expected
-    assert by_slot(2, Augmented(21), balance="4,0", num_workers=1) == expected
-
-
 def test_what_is_fetched_ahead_is_the_next_window_of_this_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -49,12 +43,6 @@ def test_what_is_fetched_ahead_is_the_next_window_of_this_share(
         epoch = next(loader(dataset, rank, 2, balance="3,1").epochs(1))
         seen = [len(dataset.fetched) for _ in epoch]
         assert seen == [2 * samples, 3 * samples, 4 * samples, 4 * samples]
-
-
-def test_also_where_an_order_makes_the_micro_batches() -> None:
-    expected = by_slot(1, Numbers(30), **OF_BATCHES)
-    assert by_slot(2, Numbers(30), balance="0,1", **OF_BATCHES) == expected
-    assert len(expected) == 3 + 4
 
 
 def test_given_weights_are_the_shares_of_all_windows() -> None:
@@ -70,42 +58,12 @@ def test_given_weights_are_the_shares_of_all_windows() -> None:
         assert ours.recipe["balance"] == shares.replace(" ", "")  # ranks compare it
 
 
-def test_the_position_knows_no_shares() -> None:
-    """Saved in the middle of an epoch on one rank, continued on two with uneven shares."""
-    first = loader(Numbers(21), 0, 1)
-    seen = []
-    for window in next(first.epochs(1)):
-        seen += [index for batch in window for index in batch.tolist()]
-        break
-    state = first.state_dict()
-    for rank in range(2):
-        then = loader(Numbers(21), rank, 2, balance="1,3")
-        then.load_state_dict(state)
-        seen += [
-            index
-            for epoch in then.epochs(1)
-            for window in epoch
-            for batch in window
-            for index in batch.tolist()
-        ]
-    assert sorted(seen) == list(range(21))
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "values"),
-    [
-        ({"balance": "2,1,1"}, "balance-of-other-count", {"given": 3, "workers": 2}),
-        ({"balance": "2,1", "micro_batch": None}, "balance-by-rank", {"balance": "2,1"}),
-        (
-            {"balance": "1,1", "global_batch": None, "batch_per_rank": 8},
-            "balance-by-rank",
-            {"balance": "1,1"},
-        ),
-        ({"balance": "1", "dataset": Stream()}, "numbers-of-stream", {"name": "balance"}),
-    ],
-)
-def test_what_cannot_be_shared_out_is_refused(
-    options: dict[str, Any], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        loader(**({"dataset": Numbers(32), "rank": 0, "size": 2} | options))
+def test_what_cannot_be_shared_out_is_refused() -> None:
+    with refused("balance-of-other-count", given=3, workers=2):
+        loader(Numbers(32), 0, 2, balance="2,1,1")
+    with refused("balance-by-rank", balance="2,1"):
+        loader(Numbers(32), 0, 2, balance="2,1", micro_batch=None)
+    with refused("balance-by-rank", balance="1,1"):
+        loader(Numbers(32), 0, 2, balance="1,1", **NO_SIZES, batch_per_rank=8)
+    with refused("numbers-of-stream", name="balance"):
+        loader(Stream(), 0, 2, balance="1")

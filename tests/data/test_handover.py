@@ -62,11 +62,6 @@ def test_parts_that_share_memory_share_it_on_arrival() -> None:
     assert found["again"] is found["all"]
 
 
-def test_small_tensors_are_aligned_as_torch_aligns_its_own() -> None:
-    for count in (1, 17, 1000):
-        assert through(torch.zeros(count)).data_ptr() % 64 == 0
-
-
 def test_what_is_no_tensor_arrives_too() -> None:
     found = through([Labelled(torch.ones(2), "a"), {"text": "b"}, (1, None)])
     assert found[0].name == "a"
@@ -74,70 +69,57 @@ def test_what_is_no_tensor_arrives_too() -> None:
     assert found[1:] == [{"text": "b"}, (1, None)]
 
 
-def test_small_tensors_leave_no_file_behind() -> None:
+def test_small_tensors_are_aligned_as_torchs_own_and_leave_no_file_behind() -> None:
     """The bytes are in the message: nobody has to open anything."""
+    for count in (1, 17, 1000):
+        assert through(torch.zeros(count)).data_ptr() % 64 == 0
     stream = io.BytesIO()
     ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(Sent(torch.zeros(4)))
     assert b"DupFd" not in stream.getvalue()
     assert b"rebuild_storage" not in stream.getvalue()
 
 
-class Ones(Dataset[Tensor]):
-    def __init__(self, *, requires_grad: bool = False) -> None:
-        self.requires_grad = requires_grad
+def batches(dataset: Any, workers: int) -> list[Any]:
+    loader = lockstep.Loader(
+        dataset, global_batch=4, micro_batch=2, num_workers=workers, device="cpu", rank=0, size=1
+    )
+    try:
+        return [batch for epoch in loader.epochs(2) for window in epoch for batch in window]
+    finally:
+        loader.close()
 
+
+class NeedGradients(Dataset[Tensor]):
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(3, requires_grad=self.requires_grad)
+        return torch.ones(3, requires_grad=True)
 
 
 @pytest.mark.timeout(60)
 def test_what_needs_a_gradient_is_refused_where_the_batch_is_made() -> None:
     """Not on its way, where nobody would hear of it."""
-    loader = lockstep.Loader(
-        Ones(requires_grad=True),
-        global_batch=2,
-        micro_batch=2,
-        num_workers=1,
-        device="cpu",
-        rank=0,
-        size=1,
-    )
     with pytest.raises(RuntimeError, match="requires grad"):
-        [window for epoch in loader.epochs(1) for window in epoch]
-    loader.close()
+        batches(NeedGradients(), workers=1)
 
 
-@pytest.mark.parametrize("width", [3, SMALL // 4])
-def test_batches_of_workers_have_the_bits_of_those_made_here(width: int) -> None:
-    data = TensorDataset(torch.randn(8, width), torch.arange(8))
-    found = []
-    for workers in (0, 2):
-        loader = lockstep.Loader(
-            data, global_batch=4, micro_batch=2, num_workers=workers, device="cpu", rank=0, size=1
-        )
-        found.append([batch for epoch in loader.epochs(2) for window in epoch for batch in window])
-        loader.close()
-    for here, theirs in zip(*found, strict=True):
-        assert all(map(torch.equal, here, theirs))
-        assert theirs[0].is_shared() == (width > 3)
+def negated(batch: list[Tensor], **_: Any) -> Tensor:
+    return -torch.stack(batch)
 
 
-def test_a_workers_batches_are_made_by_what_the_user_has_registered(
+def test_batches_of_workers_have_the_bits_of_those_made_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def negated(batch: list[Tensor], **_: Any) -> Tensor:
-        return -torch.stack(batch)
-
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, SMALL // 4), torch.arange(8))
+    expected = batches(data, workers=0)
+    for here, theirs in zip(expected, batches(data, workers=2), strict=True):
+        assert all(map(torch.equal, here, theirs))
+        assert [part.is_shared() for part in theirs] == [False, True, False]
+    # also of those that what the user has registered makes
     monkeypatch.setitem(default_collate_fn_map, Tensor, negated)
-    loader = lockstep.Loader(
-        Ones(), global_batch=2, micro_batch=2, num_workers=1, device="cpu", rank=0, size=1
-    )
-    (batch, *_) = (batch for epoch in loader.epochs(1) for window in epoch for batch in window)
-    loader.close()
-    assert batch.tolist() == [[-1.0, -1.0, -1.0]] * 2
+    for here, theirs in zip(expected, batches(data, workers=1), strict=True):
+        assert all(torch.equal(-part, made) for part, made in zip(here, theirs, strict=True))
 
 
 def test_collated_is_torchs_in_this_process() -> None:

@@ -55,37 +55,23 @@ def test_an_order_is_the_same_on_every_machine() -> None:
     # Recorded once: a change of these numbers changes every training that anybody has recorded.
     first = np.arange(6, dtype=np.int64)
     assert Permutation(10, 1)(first).tolist() == [2, 0, 4, 1, 6, 8]
-    assert Permutation(10**12, 1)(first).tolist() == [
-        462305448563,
-        559133017165,
-        487021652808,
-        778043258790,
-        124020009125,
-        517686981202,
-    ]
-    ends = np.array([0, 1, FAR // 2, FAR - 2, FAR - 1], dtype=np.int64)
-    assert Permutation(FAR, 1)(ends).tolist() == [
-        2976377919675281027,
-        1465182063342878308,
-        4423519903908042182,
-        226210359267654453,
-        3114392060264311469,
-    ]
+    large = [462305448563, 559133017165, 487021652808, 778043258790]
+    assert Permutation(10**12, 1)(first[:4]).tolist() == large
+    ends = np.array([0, FAR // 2, FAR - 1], dtype=np.int64)
+    largest = [2976377919675281027, 4423519903908042182, 3114392060264311469]
+    assert Permutation(FAR, 1)(ends).tolist() == largest
 
 
-@pytest.mark.parametrize("n", [0, -1, FAR + 1])
-def test_sizes_out_of_range_are_refused(n: int) -> None:
-    with refused("wrong-value", name="n", value=n):
-        Permutation(n, 0)
-
-
-@pytest.mark.parametrize("n", [100, LARGE])
-def test_positions_out_of_range_are_refused(n: int) -> None:
-    for method in (Permutation(n, 0), Permutation(n, 0).inverse):
-        with refused("outside-order", value=f"0..{n}", count=n):
-            method(np.array([0, n], dtype=np.int64))
-        with refused("outside-order", value="-1..-1", count=n):
-            method(np.array([-1], dtype=np.int64))
+def test_sizes_and_positions_out_of_range_are_refused() -> None:
+    for n in (0, -1, FAR + 1):
+        with refused("wrong-value", name="n", value=n):
+            Permutation(n, 0)
+    for n in (100, LARGE):
+        for method in (Permutation(n, 0), Permutation(n, 0).inverse):
+            with refused("outside-order", value=f"0..{n}", count=n):
+                method(np.array([0, n], dtype=np.int64))
+            with refused("outside-order", value="-1..-1", count=n):
+                method(np.array([-1], dtype=np.int64))
 
 
 # -- looks like chance: every bound is five standard deviations of a uniformly random permutation

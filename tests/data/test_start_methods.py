@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -46,22 +47,12 @@ main()
 def started(
     folder: Path, how: str, method: str, does: str, workers: int = 1
 ) -> subprocess.Popen[str]:
-    """Takes seconds: the script and, but for those of "fork", each of its loader workers import
-    torch.
-    """
     (folder / "script.py").write_text(SCRIPT + how)
     short = tempfile.mkdtemp()  # a socket's address may not be long, and pytest-xdist's folders are
     (folder / "temporary").symlink_to(short)
     command = [sys.executable, "script.py", method, does, str(workers)]
-    environment = {**os.environ, "TMPDIR": short}
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, "TMPDIR": short}, **pipes)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,10 +1,9 @@
-"""Each lesson has the agreed sections, its cells print what it says, and its grader tells the
-solution from the unsolved exercise.
+"""The cells of each lesson print what it says, and its grader tells the solution from the unsolved
+exercise.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -29,10 +28,6 @@ def number(page: Path) -> int:
 COURSE = Path(__file__).parents[2] / "docs" / "course"
 LESSONS = sorted(COURSE.glob("lesson*.md"), key=number)
 NAMES = [f"lesson{number(page)}" for page in LESSONS]
-FIRST = ["You learn", "You need"]
-LAST = ["The same in plain torch.distributed", "Exercise", "Solution", "Further reading", "Next"]
-_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # what torch's libraries log, on a slow machine more: "[rank0]:[W1124 12:35:02.7 socket.cpp:67] ..."
 _LOG = re.compile(r"^(\[[\d,-]+\] )?(\[rank\d+\]: ?)?\[[IWE]\d{4} .*\n?", re.MULTILINE)
@@ -82,23 +77,11 @@ def printed_by(cell: Any, stream: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("page", "printed", "fit"),
-    [
-        ("a 1.5 s\n", "a 1.5 s\n", True),
-        ("a 1.5 s\n", "a 1x5 s\n", False),
-        ("a ... s\n", "a 0.25 s\n", True),
-        ("a ... s\n", "a 0.25\nb s\n", False),
-        ("a\n...\nb\n", "a\nx\ny\nb\n", True),
-        ("a\n", "a\nb\n", False),
-        ("", "a\n", False),
-        ("[0] x\n[1] x\n[1] y\n", "[1] x\n[1] y\n[0] x\n", True),
-        ("[0] x\n[1] x\n[1] y\n", "[1] y\n[0-1] x\n", False),
-        ("[0-2] x\n[3] y\n", "[1] x\n[3] y\n[0,2] x\n", True),
-    ],
-)
-def test_what_fits(page: str, printed: str, fit: bool) -> None:
-    assert fits(page, printed) == fit
+def test_what_fits() -> None:
+    assert fits("a ... s\n", "a 0.25 s\n")
+    assert not fits("", "a\n")
+    assert fits("[0-2] x\n[3] y\n", "[1] x\n[3] y\n[0,2] x\n")
+    assert not fits("[0] x\n[1] x\n[1] y\n", "[1] y\n[0-1] x\n")
 
 
 @pytest.mark.parametrize("page", LESSONS, ids=NAMES)
@@ -126,29 +109,6 @@ def test_cells_print_what_the_lesson_says(
         )
 
 
-@pytest.mark.parametrize("page", LESSONS, ids=NAMES)
-def test_a_lesson_has_the_agreed_form(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    name = f"lesson{number(page)}"
-    assert text.startswith(f"# Lesson {number(page)}: ")
-    prose = _FENCED.sub("", text)
-    headings = _HEADING.findall(prose)
-    assert headings[: len(FIRST)] == FIRST
-    assert headings[-len(LAST) :] == LAST
-    texts = [section.strip() for section in _HEADING.split(prose)[2::2]]  # without blocks
-    sections = dict(zip(headings, texts, strict=True))
-    assert 3 <= len(re.findall(r"^- ", sections["You learn"], re.MULTILINE)) <= 5
-    assert re.search(r"\d+ minutes", sections["You need"])
-    assert "![" in text.partition("```python")[0], "a picture comes before the first cell"
-    assert f"exercises/{name}.py" in sections["Exercise"]
-    assert f"pytest docs/course -k {name}`" in sections["Exercise"]
-    assert f"solutions/{name}.py" in sections["Solution"]
-    assert len(re.findall(r"\]\(https://", sections["Further reading"])) >= 2
-    for following in LESSONS[number(page) : number(page) + 1]:
-        assert f"]({following.name})" in sections["Next"]
-    assert f"]({page.name})" in (COURSE / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_grader_tells_the_solution_from_the_exercise(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -159,24 +119,6 @@ def test_the_grader_tells_the_solution_from_the_exercise(
     grade("solutions", name)
     with pytest.raises(Wrong, match="is not solved yet"):
         grade("exercises", name)
-
-
-def functions(path: Path) -> dict[str, tuple[str, str | None]]:
-    """The arguments and the docstring of each public function at the top of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {
-        each.name: (ast.unparse(each.args), ast.get_docstring(each))
-        for each in tree.body
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
-    }
-
-
-def test_the_solutions_have_the_functions_of_the_exercises() -> None:
-    for name in NAMES:
-        asked = functions(COURSE / "exercises" / f"{name}.py")
-        assert asked, name
-        assert all(words for _, words in asked.values()), name
-        assert functions(COURSE / "solutions" / f"{name}.py") == asked
 
 
 def test_a_student_grades_one_lesson() -> None:

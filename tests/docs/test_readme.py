@@ -98,13 +98,3 @@ def test_both_sides_of_the_diff_train_and_only_one_depends_on_the_workers(tmp_pa
         not torch.allclose(parameter, theirs[1][name], rtol=1e-2, atol=1e-2)
         for name, parameter in theirs[0].items()
     )
-
-
-def test_it_is_short_and_its_set_up_commands_come_first() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shells = [block.text for block in blocks(ROOT / "README.md") if block.language != "diff"]
-
-    assert len(text.splitlines()) <= 120
-    assert "lockstep train" in shells[0]
-    assert "-m pytest" in shells[1]
-    assert len(set(re.findall(r"sha256 (\w+)", text))) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -113,17 +112,6 @@ def test_no_link_of_a_file_beside_docs_is_dead(site: Site) -> None:
     assert checked
 
 
-def test_every_page_is_in_the_navigation(site: Site) -> None:
-    named = set(site.pages["index.html"].links)
-    pages = {
-        str(page.with_suffix(".html"))
-        for page in (file.relative_to(DOCS) for file in DOCS.rglob("*.md"))
-        if page.parts[0] != "_build" and ".pytest_cache" not in page.parts
-    }
-    assert pages - {"index.html"} <= named
-    assert {page for page in pages if page.startswith("guide/")}
-
-
 @pytest.mark.parametrize("section", ["course", "how-to", "guide"])
 def test_a_sections_pages_follow_one_another_as_its_readme_lists_them(
     site: Site, section: str
@@ -139,22 +127,6 @@ def test_a_sections_pages_follow_one_another_as_its_readme_lists_them(
         if name.startswith(f"{section}/"):
             assert 'rel="next"' in page.text, name
             assert 'rel="prev"' in page.text, name
-
-
-def test_every_lesson_is_offered_as_a_notebook(site: Site) -> None:
-    lessons = [name for name in site.pages if name.startswith("course/lesson")]
-    assert lessons
-    for name in lessons:
-        (link,) = {link for link in site.pages[name].links if link.endswith(".ipynb")}
-        file = (site.folder / name).parent / link
-        assert any(cell["cell_type"] == "code" for cell in json.loads(file.read_text())["cells"])
-
-
-def test_pages_have_search_copy_buttons_and_a_dark_theme(site: Site) -> None:
-    text = site.pages["guide/data.html"].text
-    assert "copybutton.js" in text
-    assert "theme-toggle" in text
-    assert "search.html" in site.pages
 
 
 # -- the reference ------------------------------------------------------------------------------

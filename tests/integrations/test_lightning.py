@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.errors import LockstepWarning
-from lockstep.runtime import extras
 from tests.integrations.scripts import close, data, one_process, run
 
 pytestmark = pytest.mark.rest
@@ -20,7 +18,6 @@ GLOBAL_BATCH, SAVED = 8, 7
 
 
 def test_two_ranks_train_as_one_process_and_resume_as_one(tmp_path: Path) -> None:
-    """More than 5 s: two ranks import Lightning, which takes several times what torch takes."""
     loader = lockstep.Loader(data(), global_batch=GLOBAL_BATCH, seed=3, rank=0, size=1)
     first, second = run(SCRIPT, 2, tmp_path)
     weights, seen, _ = one_process(loader)
@@ -34,11 +31,3 @@ def test_two_ranks_train_as_one_process_and_resume_as_one(tmp_path: Path) -> Non
     close(second["resumed"], weights)
     assert second["seen after"] == first["seen after"] == seen[SAVED:]
     close(first["accumulated"], one_process(loader, weighing=True, accumulate=4)[0])
-
-
-def test_another_version_than_the_tested_ones_is_named() -> None:
-    extras.warn_untested("pytest", "8.0", "99.0")
-    with pytest.warns(
-        LockstepWarning, match=r"pytest [\d.]+ is installed.* tested with 1.0 to 1.9"
-    ):
-        extras.warn_untested("pytest", "1.0", "1.9")

@@ -149,7 +149,6 @@ def failure(outputs: Any) -> Any:
 
 
 def test_cells_run_on_ranks_show_their_output_and_stop(tmp_path: Path) -> None:
-    """More than 5 s: one kernel and three processes import torch."""
     example, own, client = ran(tmp_path)
     assert not [each for outputs in example for each in outputs if each.output_type == "error"]
     assert value(example[3]) == "True", "other bits on two ranks than on one"

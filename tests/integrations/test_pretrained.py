@@ -26,14 +26,9 @@ def trains_and_exports(_: World, folder: Path) -> list[list[str]]:
 
     tiny = {"vocab_size": 19, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     gpt2 = transformers.GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=2, **tiny)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = transformers.BertConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-        num_labels=3,
-        **tiny,
+        intermediate_size=16, max_position_embeddings=8, num_labels=3, **small, **tiny
     )
     words = torch.randint(3, 19, (12, 8), generator=torch.Generator().manual_seed(1))
     names = []

@@ -34,9 +34,6 @@ def one() -> Iterator[Cluster]:
 def test_a_worker_is_killed_and_ray_restarts_at_another_size_with_the_same_bits(
     one: Cluster, tmp_path: Path
 ) -> None:
-    """More than 5 s: a cluster, a driver, a controller, one worker and then two. Each of these
-    processes imports torch.
-    """
     alone, folder = tmp_path / "alone", tmp_path / "ray"
     folder.mkdir()
     driver = one.python(ray_script.__file__, one.address, str(folder), cwd=tmp_path, **QUICK)

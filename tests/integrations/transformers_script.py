@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import warnings
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -67,31 +66,11 @@ def gpt2(dropout: float = 0.1) -> nn.Module:
     return model
 
 
-def bert() -> nn.Module:
-    set_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=SAMPLES, max_position_embeddings=LENGTH, intermediate_size=16, **sizes
-        )
-    )
-
-
-def batched(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
-
-
-def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Draws what is to be guessed, as the collator of a masked language model does."""
-    batch = batched(samples)
-    hidden = torch.rand(batch["input_ids"].shape) < 0.3
-    hidden[:, 1] = True
-    hidden[:, 0] = False
-    labels = batch["input_ids"].masked_fill(~hidden, -100)
-    return {"input_ids": batch["input_ids"].masked_fill(hidden, 1), "labels": labels}
-
-
-MODELS: dict[str, Any] = {"gpt2": (gpt2, batched), "bert": (bert, masked)}
+def collated(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Draws which labels count, as the collator of a masked language model does."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch["labels"][torch.rand(batch["labels"].shape) < 0.3] = -100
+    return batch
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
@@ -125,67 +104,60 @@ class Seeing(LockstepTrainer):
         return batches, count
 
 
-def curve(
-    kind: str, folder: Path, *, resume: bool = False, save: bool = False
-) -> dict[str, list[Any]]:
+def curve(folder: Path, *, resume: bool = False, save: bool = False) -> dict[str, list[Any]]:
     """The loss and the samples of each step."""
-    make, collate = MODELS[kind]
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVED} if save else {}
-    given = arguments(folder / kind, **saving)
-    trainer = Seeing(make(), given, train_dataset=Text(), data_collator=collate)
-    trainer.train(
-        resume_from_checkpoint=str(folder / kind / f"checkpoint-{SAVED}") if resume else None
-    )
+    given = arguments(folder / "saved", **saving)
+    trainer = Seeing(gpt2(), given, train_dataset=Text(), data_collator=collated)
+    trainer.train(resume_from_checkpoint=str(saved_in(folder)) if resume else None)
     assert given.gradient_accumulation_steps == MICRO_BATCHES
-    logged = [each for each in trainer.state.log_history if "loss" in each]
-    losses = [each["loss"] for each in logged if not resume or each["step"] > SAVED]
+    logged = [log for log in trainer.state.log_history if "loss" in log]
+    losses = [log["loss"] for log in logged if not resume or log["step"] > SAVED]
     return {"losses": losses, "seen": trainer.seen}
 
 
-def by_hand(kind: str) -> dict[str, list[Any]]:
-    """The same in a plain loop: the mean over all labels of a step, AdamW, clipped, a falling
-    rate.
+def saved_in(folder: Path) -> Path:
+    return folder / "saved" / f"checkpoint-{SAVED}"
+
+
+def by_hand() -> list[float]:
+    """The losses of the same in a plain loop: the mean over all labels of a step, AdamW, clipped, a
+    falling rate.
     """
-    make, collate = MODELS[kind]
-    model = make().train()
+    model = gpt2().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     loader = lockstep.Loader(
         Text(),
         global_batch=MICRO_BATCH * MICRO_BATCHES,
         micro_batch=MICRO_BATCH,
         seed=SEED,
-        collate_fn=collate,
+        collate_fn=collated,
         rank=0,
         size=1,
     )
     lockstep.seed(SEED)
-    found: dict[str, list[Any]] = {"losses": []}
-    for epoch in loader.epochs(2):
-        for window in epoch:
-            if window.step == STEPS:
-                return found
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * (STEPS - window.step) / STEPS
-            sums, count = 0.0, 0
-            for slot, batch in enumerate(window):
-                ids, labels = batch["input_ids"], batch["labels"]
-                with lockstep.stream("step", window.step, slot):
-                    logits = model(input_ids=ids).logits
-                if kind == "gpt2":
-                    logits, labels = logits[:, :-1], labels[:, 1:]
-                loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), reduction="sum"
-                )
-                loss.backward()
-                sums, count = sums + loss.item(), count + int((labels != -100).sum())
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= count
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found["losses"].append(sums / count)
-    return found
+    losses: list[float] = []
+    for window in islice(chain.from_iterable(loader.epochs(2)), STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (STEPS - window.step) / STEPS
+        total, count = 0.0, 0
+        for slot, batch in enumerate(window):
+            with lockstep.stream("step", window.step, slot):
+                logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+            labels = batch["labels"][:, 1:]
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            )
+            loss.backward()
+            total, count = total + loss.item(), count + int((labels != -100).sum())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / count)
+    return losses
 
 
 def parity(folder: Path) -> None:
@@ -242,10 +214,6 @@ class Own(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-class Weighted(LockstepTraining, Own):
-    pass
-
-
 class Sampled(LockstepTrainer):
     def _get_train_sampler(self, *more: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -276,22 +244,6 @@ class OtherCollation(Trainer):
         return super()._get_dataloader(*arguments, **options)
 
 
-class WithBalanced(LockstepTraining, Balanced):
-    pass
-
-
-class WithLargeBatches(LockstepTraining, LargeBatches):
-    pass
-
-
-class WithOtherCollation(LockstepTraining, OtherCollation):
-    pass
-
-
-class OwnBalanced(LockstepTrainer):
-    get_train_dataloader = Balanced.get_train_dataloader
-
-
 class Measured(Trainer):
     """Measures the loader that it inherits, and returns it."""
 
@@ -301,8 +253,9 @@ class Measured(Trainer):
         return loader
 
 
-class WithMeasured(LockstepTraining, Measured):
-    pass
+def synchronized(kind: type[Trainer]) -> type[Trainer]:
+    """As a user writes it: `class Their(LockstepTraining, kind): pass`."""
+    return type(f"Lockstep{kind.__name__}", (LockstepTraining, kind), {})
 
 
 def reported_loss(folder: Path) -> None:
@@ -349,27 +302,28 @@ def refusals(folder: Path) -> None:
         trained(data=Stream())
     for kind, method in (
         (Sampled, "Sampled._get_train_sampler"),
-        (WithBalanced, "Balanced.get_train_dataloader"),
-        (OwnBalanced, "Balanced.get_train_dataloader"),
-        (WithLargeBatches, "LargeBatches.get_train_dataloader"),
-        (WithOtherCollation, "OtherCollation._get_dataloader"),
+        (synchronized(Balanced), "Balanced.get_train_dataloader"),
+        (synchronized(LargeBatches), "LargeBatches.get_train_dataloader"),
+        (synchronized(OtherCollation), "OtherCollation._get_dataloader"),
     ):
         with refused("trainer-own-loader", method=method):
             trained(kind)
-    assert trained(WithMeasured).length == 5 * 3  # 5 steps an epoch, 3 batches of this rank each
-    by_keyword = Weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
+    assert (
+        trained(synchronized(Measured)).length == 5 * 3
+    )  # 5 steps an epoch, 3 batches of this rank each
+    weighted = synchronized(Own)
+    by_keyword = weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
     assert by_keyword.args.max_steps == 3
     with refused("trainer-loss-not-weighted", trainer="Unweighted"):
         trained(Unweighted)
-    again = trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True)
+    again = trained(weighted, dataloader_num_workers=1, dataloader_drop_last=True)
     assert again.state.epoch == 1
     again.train_dataset = Subset(again.train_dataset, range(16))
     again.train()  # on other data: no resume
     with refused("replicas-differ", ReplicaDivergence, parameter="transformer.wte.weight"):
         trained(callbacks=[Drifting()])
-    saved = str(folder / "gpt2" / f"checkpoint-{SAVED}")
     with refused("another-training") as caught:
-        trained(seed=6, max_steps=STEPS, resume=saved)
+        trained(seed=6, max_steps=STEPS, resume=str(saved_in(folder)))
     assert caught.value.values["differences"].endswith("seed was 5 and is 6")
 
 
@@ -378,16 +332,16 @@ def main(folder: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     world = lockstep.init()
-    found: dict[str, Any] = {}
-    for kind in MODELS:
-        found[kind] = curve(kind, folder, save=world.size == 2, resume=world.size == 3)
-        if world.size == 1:
-            found[f"{kind} by hand"] = by_hand(kind)
+    results: dict[str, Any] = {
+        "trained": curve(folder, save=world.size == 2, resume=world.size == 3)
+    }
+    if world.size == 1:
+        results["by hand"] = by_hand()
     if world.size == 2:
         parity(folder / "parity")
         reported_loss(folder / "reported")
         refusals(folder)
-    (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
+    (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launcher import console
-from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans
+from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of
 from tests.launcher.conftest import Run
 
 _SPEAK = """
@@ -159,26 +159,14 @@ def test_a_line_of_all_leaves_at_once_and_one_of_some_when_its_time_has_come() -
 @pytest.mark.parametrize(
     ("lines", "joined"),
     [
-        pytest.param(
+        (
             [(0, "begin"), (0, "I am 0"), (0, "end"), (1, "begin"), (1, "I am 1"), (1, "end")],
             ["[0-1] begin", "[1] I am 1", "[0] I am 0", "[0-1] end"],
-            id="lines around a different one",
         ),
-        pytest.param(
-            [(0, "again"), (0, "again"), (1, "again")],
-            ["[0-1] again", "[0] again"],
-            id="said twice",
-        ),
-        pytest.param(
-            [(0, "a"), (0, "b"), (1, "b"), (1, "a")],
-            ["[0] a", "[0-1] b", "[1] a"],
-            id="in another order",
-        ),
-        pytest.param(
-            [(1, "loss 0.1"), (0, "\x1b[31mloss 0.1\x1b[0m")],
-            ["[0-1] \x1b[31mloss 0.1\x1b[0m"],
-            id="colours do not tell lines apart, and the first rank's are shown",
-        ),
+        ([(0, "again"), (0, "again"), (1, "again")], ["[0-1] again", "[0] again"]),
+        ([(0, "a"), (0, "b"), (1, "b"), (1, "a")], ["[0] a", "[0-1] b", "[1] a"]),
+        # colours do not tell lines apart, and the first rank's are shown
+        ([(1, "x"), (0, "\x1b[31mx\x1b[0m")], ["[0-1] \x1b[31mx\x1b[0m"]),
     ],
 )
 def test_what_is_joined(lines: list[tuple[int, str]], joined: list[str]) -> None:
@@ -186,11 +174,6 @@ def test_what_is_joined(lines: list[tuple[int, str]], joined: list[str]) -> None
     for rank, line in lines:
         joiner.take(rank, line, now=0.0)
     assert joiner.end() == joined
-
-
-def test_spans() -> None:
-    ranks = ([3], [0, 1, 2], [5, 0, 2, 3], [7, 6])
-    assert [*map(spans, ranks)] == ["3", "0-2", "0,2-3,5", "6-7"]
 
 
 _Heard = st.lists(

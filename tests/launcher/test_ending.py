@@ -19,8 +19,6 @@ from lockstep.launcher import ending, processes
 from lockstep.launcher.ending import Endings, Held
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
-from lockstep.testing import run_ranks
-from lockstep.world.world import World
 from tests.ending import end
 from tests.launcher.conftest import Run
 
@@ -40,14 +38,13 @@ class Uploader(threading.Thread):
         upload("x")
 
 
+PARTIAL = threading.Thread(target=functools.partial(upload, "x"))
+
+
 @pytest.mark.parametrize(
     ("thread", "runs"),
     [
-        (threading.Thread(target=upload, args=("x",)), f"upload, test_ending.py:{LINE}"),
-        (
-            threading.Thread(target=functools.partial(upload, "x")),
-            f"upload, test_ending.py:{LINE}",
-        ),
+        (PARTIAL, f"upload, test_ending.py:{LINE}"),
         (Uploader(), f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}"),
     ],
 )
@@ -128,19 +125,15 @@ def test_a_rank_that_cannot_say_it_is_looked_at(
 # -- for real ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, threading, time
-from pathlib import Path
+import threading
 def upload():
-    while not Path("go").exists():
-        time.sleep(0.01)
+    while True:
+        threading.Event().wait(0.01)
 threading.Thread(target=upload, name="uploader").start()
 """
 
 
-@pytest.mark.parametrize("interrupted", [True, pytest.param(False, marks=pytest.mark.rest)])
-def test_ranks_that_wait_for_threads_say_so_and_end_when_these_do_or_at_one_ctrl_c(
-    tmp_path: Path, interrupted: bool
-) -> None:
+def test_ranks_that_wait_for_threads_say_so_and_end_at_one_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -148,31 +141,12 @@ def test_ranks_that_wait_for_threads_say_so_and_end_when_these_do_or_at_one_ctrl
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         said = next(line for line in lines if "do not end" in line or "does not end" in line)
-        assert "the thread 'uploader' (runs upload, script.py:4; now at script.py:6 upload)" in said
-        if interrupted:
-            process.send_signal(signal.SIGINT)
-        else:
-            (tmp_path / "go").touch()
-        assert process.wait() == (130 if interrupted else 0)
-        end_of_all = "stopped by Ctrl-C; all ranks have ended\n"
-        assert process.stderr.read().endswith(end_of_all) == interrupted
+        assert "the thread 'uploader' (runs upload, script.py:3; now at script.py:5 upload)" in said
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+        assert process.stderr.read().endswith("stopped by Ctrl-C; all ranks have ended\n")
     finally:
         end(process)
-
-
-def _leaves_a_thread(world: World, folder: Path) -> int:
-    def write() -> None:
-        # until Python's own end has come as far as it can without this thread
-        threading.main_thread().join()
-        (folder / f"rank-{world.rank}").touch()
-
-    threading.Thread(target=write).start()
-    return world.rank
-
-
-def test_launch_waits_for_threads_as_python_does(tmp_path: Path) -> None:
-    assert run_ranks(_leaves_a_thread, 2, args=(tmp_path,)) == [0, 1]
-    assert {file.name for file in tmp_path.iterdir()} == {"rank-0", "rank-1"}
 
 
 def page(folder: Path, rank: int, *, over: bool, opened: bool) -> None:
@@ -200,12 +174,6 @@ def test_one_rank_that_had_a_group_or_left_without_a_word_is_enough_for_silence(
 
 ALONE = "import torch; torch.distributed.is_available()"
 OURS = "import lockstep\nwith lockstep.init(): pass"
-TORCHS = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-dist.destroy_process_group()
-"""
 OWN_STORE = """
 import os
 import torch.distributed as dist
@@ -216,20 +184,14 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "workers", "warned"),
-    [
+def test_a_program_that_never_becomes_distributed(run: Run) -> None:
+    for text, workers, warned in (
         (ALONE, 2, True),
         (ALONE, 1, False),
         (OURS, 2, False),
-        (TORCHS, 2, False),
-        pytest.param(OWN_STORE, 2, False, marks=pytest.mark.rest),
-    ],
-)
-def test_a_program_that_never_becomes_distributed(
-    run: Run, text: str, workers: int, warned: bool
-) -> None:
-    code, _, err = run(text, workers)
-    assert code == 0
-    assert ("never joined" in err) == warned
-    assert len(err.splitlines()) == int(warned)
+        (OWN_STORE, 2, False),
+    ):
+        code, _, err = run(text, workers)
+        assert code == 0
+        assert ("never joined" in err) == warned
+        assert len(err.splitlines()) == int(warned)

@@ -61,27 +61,18 @@ def test_the_cause_is_found_by_kind_then_by_time() -> None:
     assert failures.first([late, early]) == early
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("def f(:\n", SyntaxError),
-        ("def f():\nx = 1\n", IndentationError),
-        ("if 1:\n\ta\n        b\n", TabError),
-    ],
-)
 def test_a_file_that_cannot_be_parsed_is_shown_with_its_line_and_no_frames_of_ours(
-    tmp_path: Path, text: str, kind: type[Exception]
+    tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(text)
-    with pytest.raises(kind) as caught:
+    script.write_text("def f():\nx = 1\n")
+    with pytest.raises(IndentationError) as caught:
         runpy.run_path(str(script))
-    assert caught.tb is not None
     # from runpy on, as under the launcher
     shown = failures.of_exception(caught.value.with_traceback(caught.tb.tb_next), 0).traceback
     first, *_, last = shown.splitlines()
     assert first.strip().startswith(f'File "{script}", line ')
-    assert last.startswith(f"{kind.__name__}: ")
+    assert last.startswith("IndentationError: ")
 
 
 def test_a_record_has_the_time_of_the_first_note_and_a_lost_connection_is_a_consequence() -> None:
@@ -141,20 +132,17 @@ def test_an_exception_without_a_text_is_told_by_its_type_and_place() -> None:
     assert "failed: Silent: " in failures.render(record).splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("argument", "called", "code"),
-    [(0, "sys.exit(0)", 1), (None, "sys.exit()", 1), (3, "sys.exit(3)", 3)],
-)
-def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(
-    argument: int | None, called: str, code: int
-) -> None:
-    error = _caught(SystemExit(argument))
-    assert isinstance(error, SystemExit)
-    record = failures.of_exception(error, 2, may_exit=False)
-    assert (record.kind, record.code, record.message) == ("exit", code, called)
-    last = failures.render(record).splitlines()[-1]
-    assert f" was ended by {called} ({__file__}:" in last
-    assert __file__ in record.traceback
+def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line() -> None:
+    for argument, called, code in (
+        (0, "sys.exit(0)", 1),
+        (None, "sys.exit()", 1),
+        (3, "sys.exit(3)", 3),
+    ):
+        record = failures.of_exception(_caught(SystemExit(argument)), 2, may_exit=False)
+        assert (record.kind, record.code, record.message) == ("exit", code, called)
+        last = failures.render(record).splitlines()[-1]
+        assert f" was ended by {called} ({__file__}:" in last
+        assert __file__ in record.traceback
 
 
 def test_the_code_of_a_ranks_error_survives_and_any_other_failure_has_one() -> None:
@@ -168,22 +156,6 @@ def test_the_code_of_a_ranks_error_survives_and_any_other_failure_has_one() -> N
     first, *rest = str(other).splitlines()
     assert first.endswith("failed: ValueError: boom [rank-failed]")
     assert "\n".join(rest).strip() == other.traceback.strip()
-
-
-def test_a_signal_is_named_and_gives_128_plus_n() -> None:
-    record = failures.of_exit(-signal.SIGKILL, 1, 123)
-    assert record.code == 137
-    assert failures.render(record).startswith(
-        f"rank 1 (pid 123, {record.host}) was killed by signal 9 (SIGKILL)"
-    )
-    assert failures.signal_name(99) == "signal 99"
-
-
-def test_records_survive_the_file(tmp_path: Path) -> None:
-    written = [failures.of_exception(_caught(ValueError(f"söme {rank}")), rank) for rank in (0, 3)]
-    for record in reversed(written):
-        failures.write(record, tmp_path)
-    assert failures.read_all(tmp_path) == written
 
 
 def through_ours(error: BaseException) -> None:
@@ -220,14 +192,6 @@ def test_frames_of_the_launcher_are_left_out_also_in_linked_exceptions() -> None
     assert record.traceback.count("made_up.py") == 1
 
 
-def test_a_usage_error_is_one_sentence_with_the_users_line() -> None:
-    shown = failures.render(
-        failures.of_exception(_caught(UsageError("micro_batch=0: give at least 1")), 0)
-    )
-    assert shown.startswith(f"error: micro_batch=0: give at least 1 ({__file__}:")
-    assert "\n" not in shown
-
-
 def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
     complaint, boom = _record(RuntimeError(LOST), 0, 1), _record(ValueError("boom"), 1, 2)
     assert (
@@ -236,16 +200,3 @@ def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
     )
     assert not failures.finished_early([complaint, boom], [2])
     assert not failures.finished_early([complaint], [])
-
-
-def test_a_fatal_stack_is_shown_without_the_launcher() -> None:
-    dump = f"""Fatal Python error: Segmentation fault
-
-Current thread 0x1 (most recent call first):
-  File "train.py", line 2 in crash
-  File "<frozen runpy>", line 88 in _run_code
-  File "{failures._PACKAGE}launcher/rank.py", line 9 in main
-
-Extension modules: numpy
-"""
-    assert failures.readable_stack(dump).splitlines()[-1] == '  File "train.py", line 2 in crash'

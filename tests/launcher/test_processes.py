@@ -74,23 +74,16 @@ def sleeper() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_who_does_not_answer_is_not_asked_for_a_stack(
+def test_a_process_that_sleeps_is_in_a_system_call_uses_no_processor_and_is_asked_for_no_stack(
     sleeper: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """The signal would end it."""
+    """The signal would end it, as it does not handle it."""
     (tmp_path / "stack").touch()
     assert processes.ask_for_stack(sleeper.pid, tmp_path / "stack") == ""
-    sleeper.terminate()
-    assert sleeper.wait() == -signal.SIGTERM
-
-
-def test_a_process_that_sleeps_is_in_a_system_call_and_uses_no_processor(
-    sleeper: subprocess.Popen[str],
-) -> None:
     assert processes.activity(sleeper.pid) == "in a system call (sleep)"
     assert processes.cpu_seconds(sleeper.pid) < 10
-    sleeper.kill()
-    sleeper.wait()
+    sleeper.terminate()
+    assert sleeper.wait() == -signal.SIGTERM
     assert processes.cpu_seconds(sleeper.pid) == 0
 
 

@@ -76,14 +76,9 @@ EXPLAINED: dict[str, tuple[list[Sight], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", EXPLAINED)
-def test_who_is_named_and_with_which_words(case: str) -> None:
-    sights, message = EXPLAINED[case]
-    assert said(*sights) == message
-
-
-def test_nothing_is_said_of_no_rank() -> None:
-    assert explain({}, 31) is None
+def test_who_is_named_and_with_which_words() -> None:
+    for case, (sights, message) in EXPLAINED.items():
+        assert said(*sights) == message, case
 
 
 def test_the_first_missing_is_the_smallest_number_and_one() -> None:
@@ -106,17 +101,6 @@ def test_who_is_suspected_before_others() -> None:
     assert suspects({0: sight(phase="end"), 1: sight(phase="forward")}) == [1]
     stopped = plain(number=2, state="stopped")
     assert suspects({0: BARRIER, 1: plain(number=2), 2: stopped}) == [2]
-
-
-def test_every_phase_has_its_words() -> None:
-    words = r"(starting|in |between steps|at the end of its program)"
-    for phase in PHASES:
-        assert re.search(
-            rf"Rank 1 is in the middle of it: {words}",
-            said(sight(waits=True, number=7), sight(phase=phase)),
-        )
-        _, text = slowness((6, 0.1, 5), {"data": 1, "forward": 1, phase: 7})
-        assert re.search(rf"spends \d+ % of its own time {words}", text or "")
 
 
 def test_who_is_in_no_group_that_waits_is_not_waited_for() -> None:
@@ -166,6 +150,15 @@ def test_the_first_step_and_a_checkpoint_of_all_may_take_ten_times_as_long(
 ) -> None:
     pages.at(step, phase)
     assert pages.after(99) is None
+    assert pages.after(3) is not None
+
+
+def test_a_rank_that_waits_spends_no_time_in_its_first_step(pages: Pages) -> None:
+    """With an asynchronous server the others may be steps ahead of it."""
+    pages.at(8)
+    pages.pages[1].step(1)
+    pages.pages[1].waits(True, time.monotonic_ns())
+    assert pages.after(9) is None
     assert pages.after(3) is not None
 
 
@@ -242,20 +235,10 @@ def test_a_slow_rank_is_said_to_be_slow_and_alive_once() -> None:
     assert slow.look(views, 20) is None
 
 
-@pytest.mark.parametrize(
-    ("waited", "step"),
-    [
-        ((2.0, 0.1, 5.0), 5),
-        ((6.0, 1.5, 5.0), 5),
-        ((0.1, 0.1, 6.0), 5),
-        ((0.0, 0.0, 0.0), 5),
-        ((6.0, 0.1), 1),  # what starting took is nobody's fault
-    ],
-)
-def test_nobody_is_slow_where_the_others_do_not_all_wait_for_one(
-    waited: tuple[float, ...], step: int
-) -> None:
-    assert slowness(waited, {}, step)[1] is None
+def test_nobody_is_slow_where_the_others_do_not_all_wait_for_one() -> None:
+    for waited in ((2.0, 0.1, 5.0), (6.0, 1.5, 5.0), (0.1, 0.1, 6.0), (0.0, 0.0, 0.0)):
+        assert slowness(waited, {})[1] is None
+    assert slowness((6.0, 0.1), {}, step=1)[1] is None, "what starting took is nobody's fault"
 
 
 # -- for real ------------------------------------------------------------------------------------
@@ -329,26 +312,16 @@ def test_a_stuck_loader_worker_is_found_with_its_line(hung: Hung) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
+def test_a_rank_that_cannot_answer_is_found_too(hung: Hung) -> None:
+    for fault, what in (
         ("stop_at(1, 4, 'backward')", r"stopped \(SIGSTOP or a debugger\), in backward"),
         ("hold_gil_at(1, 4, 'forward')", r"in forward, script.py:\d+ <module>"),
-        pytest.param(
-            "hang_at(0, 4, 'optimizer', busy=True)",
-            r"in the optimizer, script.py:\d+ <module>",
-            marks=pytest.mark.rest,
-        ),
-    ],
-)
-def test_a_rank_that_cannot_answer_is_found_too(hung: Hung, fault: str, what: str) -> None:
-    code, lines = hung(fault)
-    assert code == 76
-    assert re.search(
-        rf"Rank {fault.partition('(')[2][0]} (never issued it|is in the middle of it): {what}, for"
-        r" \d+ s\.( Its log: .*)?$",
-        lines[-1],
-    ), lines
+    ):
+        code, lines = hung(fault)
+        assert code == 76
+        assert re.search(
+            rf"Rank 1 (never issued it|is in the middle of it): {what}, for \d+ s\.", lines[-1]
+        ), lines
 
 
 def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
@@ -386,14 +359,7 @@ lockstep.collectives.all_reduce(torch.ones(4), algorithm="{algorithm}")
 """
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "native",
-        pytest.param("ring", marks=pytest.mark.rest),
-        pytest.param("central", marks=pytest.mark.rest),
-    ],
-)
+@pytest.mark.parametrize("algorithm", ["native", pytest.param("ring", marks=pytest.mark.rest)])
 def test_who_does_not_come_to_our_collectives_is_named_also_in_a_process_group_of_the_scripts_own(
     run: Run, algorithm: str
 ) -> None:

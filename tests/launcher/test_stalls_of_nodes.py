@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Stall, Watcher
+from lockstep.launcher.stalls import Sight, Stall, Watcher
+from lockstep.launcher.stalls_of_nodes import OtherNodes, Quiet, QuietNodes
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
 from tests.launcher.sights import sight

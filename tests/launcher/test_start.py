@@ -66,13 +66,11 @@ def main():
         "stdin": sys.stdin.read(),
         "flags": {name: getattr(sys.flags, name) for name in dir(sys.flags) if name[0] != "_" and name not in ("safe_path", "count", "index")},
         "options": [sys._xoptions, sys.warnoptions, __debug__],
-        "argv": sys.argv,
         "orig_argv": sys.orig_argv[1:],
         "path": sys.path,
         "main": {name: str(value) for name, value in globals().items() if name in
-            ("__name__", "__file__", "__package__", "__spec__", "__doc__")},
+            ("__file__", "__package__", "__spec__", "__doc__")},
         "loader": type(__loader__).__name__,
-        "is main": sys.modules["__main__"].__dict__ is globals(),
         "pickled": type(pickle.loads(pickle.dumps(Mine()))) is Mine,
         "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
         "logging": [logging.root.level, len(logging.root.handlers), logging.root.manager.disable],
@@ -154,11 +152,8 @@ def _environment() -> dict[str, str]:
 
 
 def _started(folder: Path, kind: str, flags: Sequence[str], environment: dict[str, str]) -> None:
-    command = (
-        []
-        if kind == "plain"
-        else ["-m", "lockstep", "run", "--workers", "2", *(["--cold"] if kind == "cold" else [])]
-    )
+    run = ["-m", "lockstep", "run", "--workers", "2"]
+    command = {"plain": [], "warm": run, "cold": [*run, "--cold"]}[kind]
     subprocess.run(
         [sys.executable, *flags, *command, "describe.py", "-x", "a b"],
         cwd=folder,
@@ -188,8 +183,19 @@ def test_ranks_find_what_plain_python_finds(tmp_path: Path, kind: str) -> None:
     """Takes seconds: plain Python and cold ranks import torch, and so does the server that forks
     warm ones.
     """
-    described = _described(tmp_path, ["plain", kind])
+    (tmp_path / "elsewhere").mkdir()
+    flags = "-X int_max_str_digits=5000 -O -u -W error::BytesWarning -W ignore::ResourceWarning"
+    environment = {
+        "PYTHONHASHSEED": "7",
+        "PYTHONWARNINGS": "error::FutureWarning",
+        "PYTHONPATH": str(tmp_path / "elsewhere"),
+        "PYTHONIOENCODING": "latin-1",
+        "OMP_NUM_THREADS": "1",
+        "LC_ALL": "C",
+    }
+    described = _described(tmp_path, ["plain", kind], *flags.split(), **environment)
     (plain,) = described["plain"]
+    assert plain.found["torch"][0] == 1
     assert plain.found.pop("stdin") == "typed\n"
     for number, rank in enumerate(described[kind]):
         # they share it, and one of them has read it
@@ -209,56 +215,10 @@ def test_ranks_find_what_plain_python_finds(tmp_path: Path, kind: str) -> None:
         assert len(set(column)) == len(drawn)
 
 
-@pytest.mark.rest
-def test_flags_and_variables_of_python_and_of_libraries_are_theirs_too(tmp_path: Path) -> None:
-    """Takes seconds: with other flags and variables nothing is warm, and torch is imported
-    twice.
-    """
-    (tmp_path / "elsewhere").mkdir()
-    environment = {
-        "PYTHONHASHSEED": "7",
-        "PYTHONWARNINGS": "error::FutureWarning",
-        "PYTHONPATH": str(tmp_path / "elsewhere"),
-        "PYTHONIOENCODING": "latin-1",
-        "OMP_NUM_THREADS": "1",
-        "LC_ALL": "C",
-    }
-    flags = [
-        "-X",
-        "dev",
-        "-X",
-        "int_max_str_digits=5000",
-        "-W",
-        "error::BytesWarning",
-        "-W",
-        "ignore::ResourceWarning",
-        "-O",
-        "-u",
-    ]
-    described = _described(tmp_path, ["plain", "warm"], *flags, **environment)
-    (plain,) = described["plain"]
-    assert plain.found["torch"][0] == 1
-    assert plain.found["options"][0]["dev"] is True
-    for rank in described["warm"]:
-        for found in (rank.found, plain.found):
-            found.pop("stdin", None)
-        assert rank.found == plain.found
-
-
 def test_variables_that_act_as_a_library_starts_are_told_from_others() -> None:
-    variables = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_LOGS": "+dynamo",
-        "PYTHONHASHSEED": "7",
-        "TORCHELASTIC_RUN_ID": "x",
-        "PATH": "/bin",
-        "RANK": "1",
-    }
-    assert dict(acting(variables)) == {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_LOGS": "+dynamo",
-        "PYTHONHASHSEED": "7",
-    }
+    libraries = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "+dynamo", "PYTHONHASHSEED": "7"}
+    others = {"TORCHELASTIC_RUN_ID": "x", "PATH": "/bin", "RANK": "1"}
+    assert dict(acting(libraries | others)) == libraries
 
 
 def test_a_script_that_sets_one_itself(tmp_path: Path) -> None:
@@ -279,6 +239,7 @@ def test_a_script_that_sets_one_itself(tmp_path: Path) -> None:
     assert (set_by(archive), set_by(tmp_path)) == ("", ""), "what is no text sets none"
 
 
+@pytest.mark.rest
 def test_all_flags_are_handed_on() -> None:
     program = "from lockstep.launcher.fork_server import flags; print(*flags())"
     given = ["-O", "-X", "dev", "-X", "int_max_str_digits=5000", "-W", "error"]

@@ -108,11 +108,9 @@ dist.destroy_process_group()
 def test_results_exceptions_and_signatures_are_torchs_own(
     run: Run, workers: int, cold: bool
 ) -> None:
+    """An exception has the user's frames and torch's, and none of ours."""
     code, _, err = run(START + SAME, workers, launch=Launch(cold=cold))
     assert code == 0, err
-
-
-def test_an_exception_has_the_users_frames_and_torchs_and_none_of_ours(run: Run) -> None:
     code, _, err = run(f"{START}dist.broadcast(x, src=7)  # HERE\n", 1)
     assert code == 1
     assert "# HERE" in err

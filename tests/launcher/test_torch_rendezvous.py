@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.runtime import slurm_step
 from tests.launcher.commands import python
 
@@ -47,41 +46,42 @@ def _written(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(line.rpartition("] ")[2] for line in done.stdout.splitlines())
 
 
+METHODS = [pytest.param("spawn", marks=pytest.mark.rest), "fork"]
 _BY_URL = "init_method='tcp://127.0.0.1:' + os.environ['MASTER_PORT'], rank=rank, world_size=2"
 
 
-@pytest.mark.parametrize(
-    ("address", "options", "start"),
-    [
-        ("localhost", "", ""),
-        pytest.param("127.0.0.1", "", "--cold", marks=pytest.mark.rest),
-        ("127.0.0.1", _BY_URL, ""),
-    ],
-)
-def test_ranks_join_through_the_launchers_store(
-    tmp_path: Path, address: str, options: str, start: str
+@pytest.mark.parametrize("start", ["", pytest.param("--cold", marks=pytest.mark.rest)])
+def test_ranks_join_through_the_launchers_store_and_at_a_port_of_the_scripts_own(
+    tmp_path: Path, start: str
 ) -> None:
+    # no outgoing connection of this host gets them
+    port, other = (slurm_step.port(str(os.getpid()), number) for number in (1, 2))
     script = f"""
+import lockstep, lockstep.collectives
 rank = int(os.environ["RANK"])
-os.environ["MASTER_ADDR"] = "{address}"
-print(rank, joined({options}))
-"""
-    assert _written(_run(tmp_path, script, 2, *start.split())) == ["0 4.0", "1 4.0"]
-
-
-def test_a_script_that_sets_its_own_port_gets_a_store_there(tmp_path: Path) -> None:
-    port = slurm_step.port(str(os.getpid()), 1)  # no outgoing connection of this host gets it
-    script = f"""
-os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
-dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
-store = dist.TCPStore("localhost", {port}, is_master=False)
-print(dist.get_rank(), store.num_keys() > 1)
+by_url = joined({_BY_URL})
+os.environ["MASTER_ADDR"] = "localhost"
+print(rank, joined(), by_url)
+os.environ["MASTER_PORT"] = "{port}"
+dist.init_process_group("gloo", rank=rank, world_size=2)
+store = dist.TCPStore("localhost", {port}, is_master=False)  # the script's own, and it is open
+print(rank, store.num_keys() > 1)
 dist.barrier()
+dist.destroy_process_group()
+os.environ["MASTER_PORT"] = "{other}"
+with lockstep.init() as world:
+    store = dist.TCPStore("127.0.0.1", {other}, is_master=False)
+    tensor = torch.tensor([5.0 ** world.rank])
+    lockstep.collectives.all_reduce(tensor)
+    print(rank, tensor.item(), store.num_keys() > 1)
 """
-    assert _written(_run(tmp_path, script, 2)) == ["0 True", "1 True"]
+    lines = _written(_run(tmp_path, script, 2, *start.split()))
+    assert lines == [
+        f"{rank} {line}" for rank in (0, 1) for line in ("4.0 4.0", "6.0 True", "True")
+    ]
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
+@pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_each_rank_starts_have_worlds_of_their_own(tmp_path: Path, method: str) -> None:
     """They inherit nothing that would send rank 0 to a store that nobody opens."""
     script = f"""
@@ -96,7 +96,7 @@ if __name__ == "__main__":
     assert _written(_run(tmp_path, script, 2)) == ["0 13.0"] * 3 + ["1 13.0"] * 3  # 1 + 3 + 9
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.rest), "fork"])
+@pytest.mark.parametrize("method", METHODS)
 def test_such_ranks_at_the_launchers_port_hear_that_it_is_taken(
     tmp_path: Path, method: str
 ) -> None:
@@ -133,27 +133,3 @@ with lockstep.init():
 """
     done = _run(tmp_path, script, 1, *start.split(), OMP_NUM_THREADS="1")
     assert _written(done) == ["1 True False False []"]
-
-
-def _is_launched() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_torchelastic_launched()
-
-
-def test_ranks_of_a_function_do_not_count_as_launched() -> None:
-    assert lockstep.launch(_is_launched, workers=2) == [False, False]
-
-
-def test_init_takes_an_address_that_the_script_sets(tmp_path: Path) -> None:
-    port = slurm_step.port(str(os.getpid()), 2)
-    script = f"""
-import lockstep, lockstep.collectives
-os.environ["MASTER_PORT"] = "{port}"
-with lockstep.init() as world:
-    store = dist.TCPStore("127.0.0.1", {port}, is_master=False)  # the script's own, and it is open
-    tensor = torch.tensor([5.0 ** world.rank])
-    lockstep.collectives.all_reduce(tensor)
-    print(world.rank, tensor.item(), store.num_keys() > 1)
-"""
-    assert _written(_run(tmp_path, script, 2)) == ["0 6.0 True", "1 6.0 True"]

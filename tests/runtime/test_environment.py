@@ -12,12 +12,6 @@ from tests.refused import refused
 from tests.runtime.variables import SRUN, variables
 from tests.teams import on_team
 
-
-def test_nothing_set_is_no_placement() -> None:
-    assert placement({}) is None
-    assert placement({"RANK": "", "WORLD_SIZE": " "}) is None
-
-
 OMPI = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=6 OMPI_COMM_WORLD_LOCAL_RANK=0"
 TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1"
 LAUNCHERS = {
@@ -42,6 +36,8 @@ IN_A_STEP = {
 
 
 def test_launchers() -> None:
+    assert placement({}) is None
+    assert placement({"RANK": "", "WORLD_SIZE": " "}) is None
     for step, cases in (({}, LAUNCHERS), (SRUN, IN_A_STEP)):
         for case, (text, expected) in cases.items():
             place = placement({**step, **variables(text)})
@@ -86,20 +82,15 @@ def test_who_was_started_by_another_launcher_is_a_rank() -> None:
     assert started_by_others({}) is None
 
 
-def test_rank_and_size_of_a_plain_process() -> None:
+def numbers(world: World) -> tuple[int, int]:
+    return rank_and_size()
+
+
+def test_rank_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an open group, of a plain process, and of a rank that has no group yet."""
+    assert on_team(numbers, 2) == [(0, 2), (1, 2)]
     assert rank_and_size() == (0, 1)
-
-
-def test_rank_and_size_refuses_a_rank_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with refused("no-world-open", why=" but RANK=1 and WORLD_SIZE=4 are set"):
         rank_and_size()
-
-
-def test_rank_and_size_of_an_open_group() -> None:
-    assert on_team(_place, 2) == [(0, 2), (1, 2)]
-
-
-def _place(world: World) -> tuple[int, int]:
-    return rank_and_size()

@@ -1,17 +1,24 @@
-"""How to install an extra, for a checkout, a package index and any other place."""
+"""Optional packages: how to install them, and versions that are not tested."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from lockstep.runtime.extras import _wanted, install
+from lockstep.errors import LockstepWarning
+from lockstep.runtime.extras import _wanted, warn_untested
+from tests.refused import refused
 
 
-def test_in_a_checkout_it_is_installed_again_from_there(
+def test_an_extra_is_installed_from_where_the_package_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert _wanted("lint", tmp_path, None) == "'lockstep-train[lint]'"
+    origin = "https://host/it.whl"
+    assert _wanted("lint", tmp_path, origin) == f"'lockstep-train[lint] @ {origin}'"
     (tmp_path / "src" / "lockstep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
     assert _wanted("lint", tmp_path, None) == f"-e '{tmp_path}[lint]'"
@@ -19,14 +26,20 @@ def test_in_a_checkout_it_is_installed_again_from_there(
     assert _wanted("lint", tmp_path, None) == "-e '.[lint]'"
 
 
-def test_elsewhere_from_where_it_came(tmp_path: Path) -> None:
-    assert _wanted("lint", tmp_path, None) == "'lockstep-train[lint]'"
-    assert (
-        _wanted("lint", tmp_path, "https://host/it.whl")
-        == "'lockstep-train[lint] @ https://host/it.whl'"
-    )
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers", "ray_train"])
+def test_without_its_library_an_import_names_the_command_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, module = name.removesuffix("_train"), f"lockstep.integrations.{name}"
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with refused("missing-extra") as caught:
+        importlib.import_module(module)
+    assert caught.value.values["what"].startswith(module)
+    assert f"[{library}]" in caught.value.values["install"]
 
 
-def test_the_whole_command() -> None:
-    assert install("tasks").startswith("pip install ")
-    assert "[tasks]" in install("tasks")
+def test_another_version_than_the_tested_ones_is_named() -> None:
+    warn_untested("pytest", "8.0", "99.0")
+    with pytest.warns(LockstepWarning, match=r"pytest [\d.]+ is installed.* with 1.0 to 1.9"):
+        warn_untested("pytest", "1.0", "1.9")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.runtime import launched
 from lockstep.runtime.launched import Launcher
-from tests.launcher.commands import python
+from tests.runtime.variables import variables
 
 
-@pytest.mark.parametrize(
-    ("own", "address", "port", "holds"),
-    [
+def test_an_address_that_leads_there() -> None:
+    for own, address, port, holds in (
         ("127.0.0.1", "127.0.0.1", 29400, True),
         ("127.0.0.1", "localhost", 29400, True),
         ("127.0.0.1", "127.0.0.1", 12355, False),
@@ -21,25 +21,21 @@ from tests.launcher.commands import python
         ("127.0.0.1", None, 29400, False),
         ("node1", "node1", 29400, True),
         ("node1", "localhost", 29400, False),
-    ],
-)
-def test_an_address_that_leads_there(own: str, address: str | None, port: int, holds: bool) -> None:
-    launcher = Launcher(own, "29400", Path("/run"), os.getpid())
-    assert launcher.holds(address, port) is holds
-
-
-def test_a_process_that_the_rank_forks_is_no_rank() -> None:
+    ):
+        launcher = Launcher(own, "29400", Path("/run"), os.getpid())
+        assert launcher.holds(address, port) is holds, (own, address, port)
+    # a process that the rank forks is no rank
     of_a_parent = Launcher("127.0.0.1", "29400", Path("/run"), os.getppid())
     assert not of_a_parent.holds("127.0.0.1", 29400)
 
 
-def test_the_environment_may_name_another_store() -> None:
-    code = (
-        "from pathlib import Path; from lockstep.runtime.launched import *\n"
-        "remember_launcher(Path('/run'))\n"
-        "env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29400'}\n"
-        "print([launcher(variables) is not None for variables in"
-        " (env, {**env, 'MASTER_PORT': '12355'}, {'MASTER_ADDR': '127.0.0.1'}, {})])"
-    )
-    done = python("-c", code, MASTER_ADDR="127.0.0.1", MASTER_PORT="29400")
-    assert done.stdout == "[True, False, False, False]\n", done.stderr
+def test_the_environment_may_name_another_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "_launcher", None)
+    own = variables("MASTER_ADDR=127.0.0.1 MASTER_PORT=29400")
+    assert launched.launcher(own) is None
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    remembered = launched.remember_launcher(Path("/run"))
+    assert launched.launcher(own) == remembered
+    for other in ({**own, "MASTER_PORT": "12355"}, {"MASTER_ADDR": "127.0.0.1"}, {}):
+        assert launched.launcher(other) is None

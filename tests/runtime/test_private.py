@@ -13,7 +13,6 @@ import pytest
 
 from lockstep.launcher import stalls
 from lockstep.runtime import private
-from tests.launcher.commands import python
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +44,24 @@ from lockstep.runtime import private
 with private.run_directory():
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    python("-c", code, TMPDIR=str(temporary))
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert private.start_time(process.pid) == 0  # a zombie
+    assert private.start_time(process.pid) == 0
+    assert private.start_time(os.getpid()) == private.start_time(os.getpid()) > 0
     (left,) = private.user_directory().iterdir()
-    with private.run_directory() as mine:
+    with private.run_directory() as directory:
         assert not left.exists()
         with private.run_directory() as other:
-            assert mine.exists()
-            assert other != mine
+            assert directory.exists()
+            assert other != directory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
 def test_names_in_shared_memory_of_dead_loader_workers_go_with_the_runs_directory() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    files = {pid: Path("/dev/shm", f"torch_{pid}_1_0") for pid in (ended.pid, os.getpid())}
+    pids = (2**22 + 1, os.getpid())  # no process has the first, on any system
+    files = {pid: Path("/dev/shm", f"torch_{pid}_1_0") for pid in pids}
     try:
         with private.run_directory() as directory:
             for pid, file in files.items():
@@ -68,12 +71,3 @@ def test_names_in_shared_memory_of_dead_loader_workers_go_with_the_runs_director
     finally:
         for file in files.values():
             file.unlink(missing_ok=True)
-
-
-def test_start_time_tells_the_living_from_the_dead() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert private.start_time(process.pid) == private.start_time(process.pid) > 0
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert private.start_time(process.pid) == 0  # a zombie
-    assert private.start_time(process.pid) == 0

@@ -4,8 +4,6 @@ environments as SLURM 22.05 sets them.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,12 +105,6 @@ TWO_HOSTS = {
 PORT = str(slurm_step.port("7", 2))
 
 
-def place_in(env: dict[str, str]) -> Placement:
-    place = placement(env)
-    assert place is not None
-    return place
-
-
 @pytest.mark.parametrize(
     ("env", "host", "local"),
     [
@@ -121,23 +113,25 @@ def place_in(env: dict[str, str]) -> Placement:
     ],
 )
 def test_what_scripts_for_torchrun_read(env: dict[str, str], host: str, local: str) -> None:
-    exports = exported(place_in(env), env)
+    place = placement(env)
+    assert place is not None
+    exports = exported(place, env)
     ranks = f"RANK=1 WORLD_SIZE=2 MASTER_ADDR={host} MASTER_PORT={PORT}"
     assert exports == variables(f"{ranks} {local}")
     both = {**env, **exports}
     # lockstep.init() meets as it would without them
-    assert step_of(place_in(both), both) == slurm_step.step(env)
+    assert step_of(placement(both), both) == slurm_step.step(env)
 
 
 def test_what_the_user_set_stays() -> None:
     env = {**TWO_HOSTS, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    assert step_of(place_in(env), env) is None
-    assert exported(place_in(env), env).keys() & {"MASTER_ADDR", "MASTER_PORT"} == set()
+    assert step_of(placement(env), env) is None
+    assert exported(placement(env), env).keys() & {"MASTER_ADDR", "MASTER_PORT"} == set()
 
 
 def test_ranks_of_another_launcher_inside_of_a_step_are_not_its_tasks() -> None:
     inner = {**ONE_HOST, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert step_of(place_in(inner), inner) is None
+    assert step_of(placement(inner), inner) is None
     given = Placement(rank=1, size=2, local_rank=1, local_size=2, node=0, source="arguments")
     assert step_of(given, ONE_HOST) is None
 
@@ -145,13 +139,14 @@ def test_ranks_of_another_launcher_inside_of_a_step_are_not_its_tasks() -> None:
 def test_a_step_without_hosts() -> None:
     env = {name: value for name, value in TWO_HOSTS.items() if name != "SLURM_STEP_NODELIST"}
     with refused("rank-0-host-unknown", source="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST"):
-        exported(place_in(env), env)
+        exported(placement(env), env)
 
 
 def test_first_host_of_a_nodelist() -> None:
     hosts = {
         "n[08-11,07].cluster.local,x": "n08.cluster.local",
         ",a,,b,": "a",
+        "a[009-12,1]b[3]c,d": "a009b3c",
         "[1-2]": "1",
         "a[0-9999]b[0-9999]c[0-9999]": "a0b0c0",
     }
@@ -159,35 +154,6 @@ def test_first_host_of_a_nodelist() -> None:
     for nodelist in ("", ",", "n[1-3", "n[1,,2]", "n[a-b]", "n1 n2"):
         with refused("slurm-list-unreadable", value=nodelist):
             first_host(nodelist)
-
-
-_NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,5}", fullmatch=True)
-_NUMBERS = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3
-)
-
-
-@st.composite
-def entries(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """One entry, written short, and the hosts that it means."""
-    text = ""
-    choices: list[list[str]] = []
-    for _ in range(draw(st.integers(1, 3))):
-        name = draw(_NAMES)
-        text, choices = text + name, [*choices, [name]]
-        if draw(st.booleans()):
-            ranges, numbers = [], []
-            for low, more, width in draw(_NUMBERS):
-                written = f"{low:0{width}d}"
-                ranges.append(written if more == 0 else f"{written}-{low + more}")
-                numbers += [f"{number:0{len(written)}d}" for number in range(low, low + more + 1)]
-            text, choices = f"{text}[{','.join(ranges)}]", [*choices, numbers]
-    return text, ["".join(parts) for parts in itertools.product(*choices)]
-
-
-@given(st.lists(entries(), min_size=1, max_size=3))
-def test_first_host_of_any_nodelist(found: list[tuple[str, list[str]]]) -> None:
-    assert first_host(",".join(text for text, _ in found)) == found[0][1][0]
 
 
 @given(st.text("n1-,[] a", max_size=8))

@@ -68,19 +68,9 @@ def test_every_phase_gets_its_own_time_and_waits_are_apart(time: Time, clock: St
     walk(time)
     clock.end(4, hidden=0.006)
     (found,) = clock.finished()
-    assert found == StepTimes(
-        step=4,
-        data=0.003,
-        forward=0.005,
-        backward=0.007,
-        moving=0.003,
-        waits=0.011,
-        optimizer=0.014,
-        checks=0.017,
-        other=0.019,
-        hidden=0.006,
-        evaluate=0.15,
-    )
+    host = {"data": 0.003, "forward": 0.005, "backward": 0.007, "optimizer": 0.014, "other": 0.019}
+    apart = {"moving": 0.003, "waits": 0.011, "hidden": 0.006, "checks": 0.017, "evaluate": 0.15}
+    assert found == StepTimes(step=4, **host, **apart)
     assert found.seconds == pytest.approx(0.079)
     assert found.exposed == pytest.approx(0.014)
     assert clock.finished() == []
@@ -100,15 +90,11 @@ def test_the_next_step_begins_where_one_ends(time: Time, clock: StepClock) -> No
 
 def _milliseconds(spans: Sequence[PhaseSpan], since: float) -> list[tuple[str, bool, int, int]]:
     """Phase, whether it waits, begin and end of each span, since that second."""
-    return [
-        (
-            span.phase,
-            span.waits,
-            round(1000 * (span.begin - since)),
-            round(1000 * (span.end - since)),
-        )
-        for span in spans
-    ]
+    rows = []
+    for span in spans:
+        begin, end = (round(1000 * (moment - since)) for moment in (span.begin, span.end))
+        rows.append((span.phase, span.waits, begin, end))
+    return rows
 
 
 def test_spans_say_where_each_piece_lies_and_only_where_they_are_asked_for(
@@ -207,9 +193,8 @@ def test_on_a_device_a_step_is_known_when_its_work_is_done(time: Time) -> None:
     stream = Stream()
     clock = StepClock(stream.event)  # event 0
     for step in (1, 2):
-        clock.enter(INDEX["forward"], time.monotonic_ns())
-        clock.enter(INDEX["backward"], time.monotonic_ns())
-        clock.enter(INDEX["reduce"], time.monotonic_ns())
+        for phase in ("forward", "backward", "reduce"):
+            clock.enter(INDEX[phase], time.monotonic_ns())
         clock.waits(True, time.monotonic_ns())
         clock.waits(False, time.monotonic_ns())
         clock.enter(INDEX["optimizer"], time.monotonic_ns())

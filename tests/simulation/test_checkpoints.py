@@ -4,9 +4,6 @@ saved; whenever ranks are killed, the power fails, or the disk refuses.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -118,17 +115,4 @@ def test_what_is_resumed_is_whole_and_the_newest(seeds: range) -> None:
 
 def test_it_finds_names_on_disk_before_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "force", lambda file: None)
-    assert_found(checkpoints, WITHIN, "was told")
-
-
-def test_it_finds_an_old_checkpoint_removed_before_the_new_one_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    commit = files.commit
-
-    def hasty(folder: Path, place: Path, *rest: Any) -> Path:
-        folders.keep_only(place.parent, [])
-        return commit(folder, place, *rest)
-
-    monkeypatch.setattr(files, "commit", hasty)
     assert_found(checkpoints, WITHIN, "was told")

@@ -1,5 +1,6 @@
 """Ranks that meet are of one generation, all of them are there, and where one is missing all hear
-the same; whoever is late or killed.
+the same; whoever is late or killed. They are restarted after a kill, so often as it was allowed, and
+for no other reason.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from datetime import timedelta
 import pytest
 
 from lockstep.collectives import store_barrier
-from lockstep.errors import BarrierTimeout
+from lockstep.errors import BarrierTimeout, ExitCode
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
 from tests.simulation.ranks import Generation, Store
 from tests.simulation.seeds import assert_found, assert_no_failure, tiers
 
-SEEDS = 400, 4_000  # in the fast tier, and of both
+SEEDS = 800, 16_000  # in the fast tier, and of both
 WITHIN = 1000  # seeds a planted bug is found
 TIMEOUT = timedelta(seconds=1)
 
@@ -56,14 +57,22 @@ class Meetings:
 
 def rendezvous(machine: Machine) -> None:
     chance = machine.random
-    machine.kills = chance.choice((0.0, 0.0, 0.01))
+    machine.kills = chance.choice((0.0, 0.01, 0.03))
     meetings = Meetings(machine)
-    launcher = Launcher(machine, meetings.train, chance.randint(2, 3), 2)
+    launcher = Launcher(machine, meetings.train, chance.randint(1, 3), chance.randint(0, 3))
     machine.run()
+    last, ensure, code = launcher.generations[-1], machine.ensure, launcher.outcome.exit_code
     late = any(meetings.told.values())
-    fate = any(each.by_fate for each in launcher.generations[-1].members)
-    machine.ensure(not machine.stuck, "nobody can go on")
-    machine.ensure(launcher.outcome.exit_code == 0 or late or fate, "it failed without a cause")
+    killed = any(each.by_fate for each in last.members)
+    done = all(each.over and each.result == 0 for each in last.members)
+    ensure(not machine.stuck, "nobody can go on")
+    ensure(done == (code == 0), f"exit code {code}")
+    ensure(done or late or killed, "it failed without a cause")
+    if code == 128 + 9:
+        ensure(killed, "nobody was killed")
+        ensure(len(launcher.generations) == launcher.restarts + 1, "a restart was left")
+    elif not done:
+        ensure(code == ExitCode.FAILED, f"exit code {code}")
 
 
 @tiers(*SEEDS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,18 +13,13 @@ from tests import zoo
 from tests.refused import refused
 from tests.step.walking import gradients, same, walk, weights
 from tests.teams import on_team
+from tests.zoo import batch
 
 
 @pytest.fixture
 def world() -> Iterator[lockstep.World]:
     with lockstep.init(backend="gloo") as world:
         yield world
-
-
-def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = zoo.samples(64)
-    rows = slice(8 * (rank + 4 * number), 8 * (rank + 4 * number) + 8)
-    return x[rows], y[rows]
 
 
 def expected(divisor: int, rows: Sequence[int]) -> dict[str, Tensor]:
@@ -41,45 +34,31 @@ def expected(divisor: int, rows: Sequence[int]) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def accumulated(world: lockstep.World) -> dict[str, Tensor]:
-    model = zoo.build("mlp")
-    ddp = lockstep.DistributedDataParallel(model)
-    x, y = batch(world.rank, 0)
-    with ddp.no_sync():
-        zoo.loss_sum(ddp(x), y).backward()
-    x, y = batch(world.rank, 1)
-    zoo.loss_sum(ddp(x), y).backward()
-    return gradients(model)
-
-
-def accumulated_backward_only(world: lockstep.World) -> dict[str, Tensor]:
-    model = zoo.build("mlp")
-    ddp = lockstep.DistributedDataParallel(model)
-    x, y = batch(world.rank, 0)
-    loss = zoo.loss_sum(ddp(x), y)
-    with ddp.no_sync():
-        loss.backward()
-    x, y = batch(world.rank, 1)
-    zoo.loss_sum(ddp(x), y).backward()
-    return gradients(model)
-
-
-def several_forwards(world: lockstep.World) -> dict[str, Tensor]:
-    """One of them through `.module`."""
+def accumulated(world: lockstep.World, how: str) -> dict[str, Tensor]:
     model = zoo.build("mlp")
     ddp = lockstep.DistributedDataParallel(model)
     (x, y), (u, v) = batch(world.rank, 0), batch(world.rank, 1)
-    (zoo.loss_sum(ddp(x), y) + zoo.loss_sum(ddp.module(u), v)).backward()
+    if how == "a forward through .module":
+        (zoo.loss_sum(ddp(x), y) + zoo.loss_sum(ddp.module(u), v)).backward()
+        return gradients(model)
+    if how == "no_sync around the backward":
+        loss = zoo.loss_sum(ddp(x), y)
+        with ddp.no_sync():
+            loss.backward()
+    else:
+        with ddp.no_sync():
+            zoo.loss_sum(ddp(x), y).backward()
+    zoo.loss_sum(ddp(u), v).backward()
     return gradients(model)
 
 
-@pytest.mark.parametrize("train", [accumulated, accumulated_backward_only, several_forwards])
-def test_gradients_of_several_forwards_are_the_mean_over_ranks(
-    train: Callable[..., dict[str, Tensor]],
-) -> None:
+@pytest.mark.parametrize(
+    "how", ["no_sync", "no_sync around the backward", "a forward through .module"]
+)
+def test_gradients_of_several_forwards_are_the_mean_over_ranks(how: str) -> None:
     """no_sync keeps gradients until the next backward; a forward through .module is reduced too."""
-    for ours in on_team(train, 3):
-        for name, theirs in expected(divisor=3, rows=(8, 8, 8)).items():
+    for ours in on_team(accumulated, 3, (how,)):
+        for name, theirs in expected(divisor=3, rows=(4, 4, 4)).items():
             assert zoo.distance(ours[name], theirs) < 1e-6, name
 
 
@@ -121,42 +100,30 @@ def inside_a_stepper(world: lockstep.World) -> list[Tensor]:
     with refused("wrapper-belongs-to-a-stepper", call="a second Stepper"):
         lockstep.Stepper(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
     result = walk(stepper, [batch(world.rank, number) for number in range(world.rank + 1)])
-    assert result.weight == 24
+    assert result.weight == 12
     return weights(model)
 
 
 def test_a_stepper_takes_the_wrapper_and_divides_by_the_true_weight() -> None:
     model = zoo.build("mlp")
     for x, y in (batch(0, 0), batch(1, 0), batch(1, 1)):
-        (zoo.loss_sum(model(x), y) / 24).backward()
+        (zoo.loss_sum(model(x), y) / 12).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     for trained in on_team(inside_a_stepper, 2):
         for ours, theirs in zip(trained, model.parameters(), strict=True):
             assert zoo.distance(ours, theirs) < 1e-6
 
 
-def test_a_wrapped_model_can_be_copied_and_saved(world: lockstep.World) -> None:
-    model = zoo.build("mlp")
-    ddp = lockstep.DistributedDataParallel(model)
-    x, y = batch(0)
-    zoo.loss_sum(ddp(x), y).backward()
-    average = copy.deepcopy(model)
-    assert torch.equal(average[0].weight, model[0].weight)
-    torch.save(model, io.BytesIO())
-    plain = zoo.build("mlp")
-    plain.load_state_dict(ddp.module.state_dict())
-
-
 def weighted(world: lockstep.World) -> dict[str, Tensor]:
-    """Sums over 8 and 3 samples, the second of two backwards of each rank; divided by all."""
+    """Sums over 4 and 3 samples, the second of two backwards of each rank; divided by all."""
     model = zoo.build("mlp")
     ddp = lockstep.DistributedDataParallel(model)
     assert ddp.divisor == world.size
-    rows = [8, 3][world.rank]
+    rows = [4, 3][world.rank]
     x, y = batch(world.rank, 0)
     with ddp.no_sync():
         zoo.loss_sum(ddp(x), y).backward()
-    ddp.divisor = 2 * 8 + 8 + 3
+    ddp.divisor = 2 * 4 + 4 + 3
     x, y = batch(world.rank, 1)
     zoo.loss_sum(ddp(x[:rows]), y[:rows]).backward()
     reduced = gradients(model)
@@ -170,7 +137,7 @@ def weighted(world: lockstep.World) -> dict[str, Tensor]:
 
 def test_the_divisor_is_the_callers() -> None:
     for ours in on_team(weighted, 2):
-        for name, theirs in expected(divisor=27, rows=(8, 3)).items():
+        for name, theirs in expected(divisor=15, rows=(4, 3)).items():
             assert zoo.distance(ours[name], theirs) < 1e-6, name
 
 

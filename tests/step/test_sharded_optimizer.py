@@ -68,28 +68,6 @@ def test_weights_and_state_are_the_plain_optimizers(wrapper: str, workers: int) 
     assert rates == expected_rates
 
 
-def far_from_torchs(world: lockstep.World) -> float:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    models = (net(), net())
-    for model, kind in zip(
-        models, (lockstep.ShardedOptimizer, ZeroRedundancyOptimizer), strict=True
-    ):
-        parameters = list(model.parameters())
-        optimizer = kind(parameters, torch.optim.Adam, lr=1e-2)
-        for step in range(4):
-            for number, parameter in enumerate(parameters):
-                generator = torch.Generator().manual_seed(100 * step + number)
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            optimizer.step()
-    ours, theirs = map(weights, models)
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-
-
-def test_it_does_what_torchs_does() -> None:
-    assert max(on_team(far_from_torchs, 3)) == 0
-
-
 def without_collectives(world: lockstep.World) -> list[Tensor]:
     """Steps right after one another: a slow rank still reads what a fast one wants to write."""
     model = nn.Linear(600, 600)
@@ -123,35 +101,6 @@ def test_its_state_loads_into_the_plain_optimizer_and_at_another_number_of_ranks
         assert same(result, expected)
 
 
-def grown(world: lockstep.World) -> list[float]:
-    first, second = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(2000))
-    optimizer = lockstep.ShardedOptimizer([first], torch.optim.SGD, lr=1.0, momentum=0.5)
-    for step in range(2):
-        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
-        optimizer.step()
-        if step == 0:
-            optimizer.add_param_group({"params": [second], "lr": 2.0})
-    return [first.unique().item(), second.unique().item()]
-
-
-def test_a_group_is_added() -> None:
-    assert on_team(grown, 2) == [[1 - 1 - 1.5, -1.0]] * 2
-
-
-def test_a_closure_is_called_with_gradients() -> None:
-    with lockstep.init(backend="gloo"):
-        weight = nn.Parameter(torch.tensor([2.0]))
-        optimizer = lockstep.ShardedOptimizer([weight], torch.optim.SGD, lr=0.25)
-
-        def closure() -> Tensor:
-            loss = weight.square().sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure).item() == 4.0
-        assert weight.item() == 1.0
-
-
 def test_what_it_cannot_do_is_refused() -> None:
     with lockstep.init(backend="gloo"):
         parameters = [nn.Parameter(torch.ones(3))]
@@ -183,21 +132,3 @@ def in_a_subgroup(world: lockstep.World) -> list[float]:
 
 def test_it_works_in_a_group_of_torchs() -> None:
     assert on_team(in_a_subgroup, 3) == [[-1.0], [-1.0], [0.0]]
-
-
-def toggled(world: lockstep.World) -> int:
-    """How often the parameters are laid out anew, when one is frozen in every second step."""
-    weights = [nn.Parameter(torch.ones(3000)) for _ in range(2)]
-    optimizer = lockstep.ShardedOptimizer(weights, torch.optim.Adam, lr=0.1)
-    places = set()
-    for step in range(6):
-        weights[1].requires_grad_(step % 2 == 0)
-        for each in weights:
-            each.grad = torch.ones(3000) if each.requires_grad else None
-        optimizer.step()
-        places.add(weights[0].data_ptr())
-    return len(places)
-
-
-def test_freezing_a_parameter_moves_no_other() -> None:
-    assert on_team(toggled, 2) == [1, 1]

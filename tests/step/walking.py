@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.step.step_result import StepResult
 from tests import zoo
+from tests.zoo import weights as weights
 
 
 def walk(stepper: lockstep.Stepper, batches: Iterable[Any]) -> StepResult:
@@ -25,11 +26,6 @@ def walk_epochs(
 ) -> list[StepResult]:
     """Take the steps of some epochs of a classification."""
     return [walk(stepper, window) for epoch in loader.epochs(epochs) for window in epoch]
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    """Return copies of the parameters."""
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

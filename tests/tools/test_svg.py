@@ -64,15 +64,6 @@ def test_a_curve_is_interrupted_where_it_is_not_finite() -> None:
     assert plot.inside().count("<circle") == 1
 
 
-def test_rows_go_down() -> None:
-    plot = Plot((0, 10), "ms", rows=["rank 0", "rank 1"])
-    plot.bar(0, 10, 1.15, 0.7, "red")
-    box = next(element for element in tree.fromstring(plot.inside()) if element.tag == "rect")
-    assert float(box.attrib["y"]) == pytest.approx(plot.y(1.15), abs=0.05)
-    assert plot.y(0) < plot.y(1)
-    assert float(box.attrib["width"]) == pytest.approx(plot.x(10) - plot.x(0), abs=0.05)
-
-
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
 def test_marks_are_few_and_inside(low: float, span: float) -> None:
     high = low + span

@@ -49,14 +49,7 @@ def test_a_second_call_returns_the_open_world_or_refuses_other_arguments() -> No
         assert "world_size=1" in caught.value.values["current"]
 
 
-def test_a_plain_call_is_closed_by_hand_and_twice_does_no_harm() -> None:
-    world = lockstep.init()
-    world.close()
-    world.close()
-    assert not dist.is_initialized()
-
-
-def test_a_world_closes_what_it_owns_last_in_first_out() -> None:
+def test_a_world_closes_what_it_owns_last_in_first_out_and_once() -> None:
     closed: list[str] = []
 
     class Resource:
@@ -66,10 +59,13 @@ def test_a_world_closes_what_it_owns_last_in_first_out() -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    with lockstep.init() as world:
-        world.own(Resource("segment"))
-        world.own(Resource("thread"))
+    world = lockstep.init()
+    world.own(Resource("segment"))
+    world.own(Resource("thread"))
+    world.close()
+    world.close()
     assert closed == ["thread", "segment"]
+    assert not dist.is_initialized()
 
 
 def test_a_process_group_of_the_user_is_adopted_and_never_closed() -> None:
@@ -83,27 +79,20 @@ def test_a_process_group_of_the_user_is_adopted_and_never_closed() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "values"),
-    [
+def test_contradictory_arguments_are_refused() -> None:
+    outside = {"name": "rank", "value": 2, "size": 2}
+    cases: list[tuple[dict[str, Any], str, dict[str, object]]] = [
         ({"rank": 1}, "incomplete-settings", {"given": "rank=1", "lacking": "world_size"}),
         ({"world_size": 2}, "incomplete-settings", {"given": "world_size=2", "lacking": "rank"}),
-        (
-            {"rank": 2, "world_size": 2},
-            "rank-out-of-range",
-            {"name": "rank", "value": 2, "size": 2},
-        ),
+        ({"rank": 2, "world_size": 2}, "rank-out-of-range", outside),
         ({"rank": 0, "world_size": 0}, "wrong-value", {"name": "world_size", "value": 0}),
         ({"backend": "mpi"}, "torch-without-mpi", {}),
         ({"backend": "tcp"}, "unknown-choice", {"name": "backend", "value": "tcp"}),
         ({"device": "meta"}, "unknown-choice", {"name": "device", "value": "meta"}),
-    ],
-)
-def test_contradictory_arguments_are_refused(
-    arguments: dict[str, object], code: str, values: dict[str, object]
-) -> None:
-    with refused(code, **values):
-        lockstep.init(**arguments)  # type: ignore[arg-type]
+    ]
+    for arguments, code, values in cases:
+        with refused(code, **values):
+            lockstep.init(**arguments)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,20 +264,18 @@ def destroys_inside(world: lockstep.World, used_after: bool) -> None:
                 find()
 
 
-@pytest.mark.parametrize("used_after", [False, True])
-def test_a_process_group_that_the_program_destroyed(used_after: bool) -> None:
+def test_a_process_group_that_the_program_destroyed() -> None:
     """Not missed at the end of the world, as torch's examples end; named where something comes
     after it.
     """
-    with lockstep.init(backend="gloo") as world:
-        destroys_inside(world, used_after)
-    run_ranks(destroys_inside, 2, args=(used_after,))
+    for used_after in (False, True):
+        with lockstep.init(backend="gloo") as world:
+            destroys_inside(world, used_after)
+        run_ranks(destroys_inside, 2, args=(used_after,))
 
 
 def test_a_world_left_open_whose_group_the_program_destroyed() -> None:
-    code = (
-        "import lockstep, torch.distributed as dist; lockstep.init(); dist.destroy_process_group();"
-        " lockstep.init(); dist.destroy_process_group()"
-    )
+    code = "lockstep.init(); dist.destroy_process_group()"
+    code = f"import lockstep, torch.distributed as dist; {code}; {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

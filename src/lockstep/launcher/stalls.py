@@ -30,11 +30,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
+from typing import TYPE_CHECKING
 
 from lockstep.launcher import processes
 from lockstep.launcher.failures import is_users, named
 from lockstep.runtime import status
 from lockstep.runtime.status import View
+
+if TYPE_CHECKING:
+    from lockstep.launcher.stalls_of_nodes import OtherNodes
 
 FLOOR = 30.0  # seconds
 _LEARNT, _LENIENT = 5, 10
@@ -198,7 +202,11 @@ class Watcher:
             # on a busy host a rank may wait in native code, and nothing has looked there yet
             late = 1e9 * self._changed
             return 2 if any(0 < view.looked_ns < late and not view.waits for view in views) else 1
-        return _LENIENT if min((view.step for view in views), default=0) < 2 else 1
+        # with an asynchronous server, ranks that wait may be steps behind
+        working = [view.step for view in views if not view.waits] or [
+            max((view.step for view in views), default=0)
+        ]
+        return _LENIENT if min(working) < 2 else 1
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
         found = {
@@ -344,10 +352,10 @@ def explain(
         return None
     guilty = suspects(sights)
     first = sights[guilty[0]]
-    plain = any(sight.view.plain for sight in sights.values())
     waiting = [rank for rank in sorted(sights) if rank not in guilty and sights[rank].view.waits]
     step = max(sight.view.step for sight in sights.values())
-    at = f", step {step}" if step or not plain else ""
+    plain = not step and any(sight.view.plain for sight in sights.values())
+    at = "" if plain else f", step {step}"
     apart = _apart(sights) if all(_waits(sights[rank]) for rank in guilty) else None
     if apart is not None:
         parts = _differing(*apart, sights)
@@ -490,81 +498,3 @@ class Slowness:
             f" is alive and spends {100 * spent[phase] / max(1, sum(spent.values())):.0f} % of its"
             f" own time {DOING[phase]}. This warning appears once."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    """What a node reports about its ranks when none of them has progressed for `seconds`. Times are
-    on the node's own clock.
-    """
-
-    seconds: float
-    sights: Mapping[int, Sight]
-    now_ns: int
-
-
-class QuietNodes:
-    """What the nodes have reported about ranks that were started together, by the nodes' ids."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, Quiet] = {}
-        self._explained = False
-
-    def quiet(self, node: str, told: Quiet) -> bool:
-        """Store a node's report. Return whether it is the first, so that the other nodes must be
-        asked.
-        """
-        first = not self._told
-        shift = time.monotonic_ns() - told.now_ns
-        self._told[node] = replace(
-            told,
-            sights={
-                rank: replace(sight, view=replace(sight.view, since_ns=sight.view.since_ns + shift))
-                for rank, sight in told.sights.items()
-            },
-        )
-        return first
-
-    def moving(self, node: str) -> None:
-        self._told.pop(node, None)
-        self._explained = False
-
-    def verdict(self, labels: Mapping[str, str]) -> Stall | None:
-        """Return the stall, once, after all nodes (`labels`, by id) have reported."""
-        if self._explained or not labels or set(labels) - set(self._told):
-            return None
-        self._explained = True
-        told = {node: self._told[node] for node in labels}
-        sights = {rank: sight for quiet in told.values() for rank, sight in quiet.sights.items()}
-        nodes = {rank: labels[node] for node, quiet in told.items() for rank in quiet.sights}
-        return explain(sights, max(quiet.seconds for quiet in told.values()), nodes)
-
-
-class OtherNodes:
-    """A node's end of the exchange: what it reports to the driver (`send`), and what the driver has
-    answered. `Watcher` reports to it and asks it.
-    """
-
-    def __init__(self, send: Callable[[str, object], None]) -> None:
-        self._send = send
-        self.asked = False
-        """Whether another node waits for its ranks."""
-        self._verdict: Stall | None = None
-
-    def note(self, verdict: Stall | None) -> None:
-        """Note the driver's question (None) or its explanation. Called in the thread that reads
-        from the driver.
-        """
-        self.asked = self.asked or verdict is None
-        self._verdict = verdict or self._verdict
-
-    def tell(self, sights: Mapping[int, Sight], quiet: float) -> None:
-        self._send("quiet", Quiet(quiet, sights, time.monotonic_ns()))
-
-    def moving(self) -> None:
-        self.asked = False
-        self._send("moving", None)
-
-    def verdict(self) -> Stall | None:
-        found, self._verdict = self._verdict, None
-        return found

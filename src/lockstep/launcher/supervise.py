@@ -25,7 +25,8 @@ from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
 from lockstep.launcher.preemption import Stop, noted, say
 from lockstep.launcher.rank import Program, Rank, Target
-from lockstep.launcher.stalls import OtherNodes, Stall, Watcher
+from lockstep.launcher.stalls import Stall, Watcher
+from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpus, set_by
 from lockstep.runtime import status
 from lockstep.runtime.environment import timeout_for_ranks

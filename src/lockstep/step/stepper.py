@@ -346,7 +346,8 @@ class Stepper:
         if self._window is not None:
             raise UsageError("window-still-open")
         self.clock.open()
-        status.step(self.steps + 1)
+        if not self.method.server:  # whose update knows the step of the draw
+            status.step(self.steps + 1)
         self._outcomes.settle()
         self.part_if_due()
         self._compare_data(window)

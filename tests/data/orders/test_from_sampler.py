@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.orders import FromBatches, FromSampler
 from lockstep.data.orders.from_sampler import KeyedSampler, indices
 from lockstep.data.sampler import DistributedSampler as OurSampler
-from tests.data.chance import places, usual
-from tests.data.datasets import Counted, Numbers, draws
+from tests.data.datasets import Numbers, draws
 from tests.data.orders.samplers import STREAMS, Dealing, Drawing, Remembering, Told
 from tests.data.orders.test_order import epoch_of
 from tests.refused import refused
@@ -39,27 +37,13 @@ def batches_of(sampler: Any, size: int, drop_last: bool = False) -> Any:
 
 def test_torchs_samplers_mean_what_they_mean() -> None:
     assert epoch_of(FromSampler(SequentialSampler(range(5))), 3) == [0, 1, 2, 3, 4]
-    shuffled = FromSampler(RandomSampler(range(50)))
-    assert sorted(epoch_of(shuffled, 0)) == sorted(epoch_of(shuffled, 1)) == list(range(50))
-    assert epoch_of(shuffled, 0) != epoch_of(shuffled, 1)
+    assert sorted(epoch_of(FromSampler(RandomSampler(range(50))), 1)) == list(range(50))
     assert sorted(epoch_of(FromSampler(SubsetRandomSampler([7, 3, 5])), 2)) == [3, 5, 7]
-    weighted = FromSampler(WeightedRandomSampler([1.0, 0.0, 3.0], 4000))
-    counts = places(np.array(epoch_of(weighted, 0)), 3)
-    assert counts[1] == 0
-    assert usual(counts[[0, 2]], [1000, 3000])
+    assert 1 not in epoch_of(FromSampler(WeightedRandomSampler([1.0, 0.0, 3.0], 400)), 0)
     assert epoch_of(FromSampler([4, 4, 1]), 0) == [4, 4, 1]
-
-
-def test_batches_are_the_samplers() -> None:
     for drop_last, last in ((False, [[6]]), (True, [])):
         order = FromBatches(batches_of(SequentialSampler(range(7)), 3, drop_last))
         assert epoch_of(order, 5) == [[0, 1, 2], [3, 4, 5], *last]
-    shuffled = FromBatches(batches_of(RandomSampler(range(50)), 8))
-    for epoch in range(2):
-        batches = epoch_of(shuffled, epoch)
-        assert [len(batch) for batch in batches] == [8] * 6 + [2]
-        assert sorted(index for batch in batches for index in batch) == list(range(50))
-    assert epoch_of(shuffled, 0) != epoch_of(shuffled, 1)
     mixed: Any = [[4, 4], (1,), torch.tensor([2, 3])]
     assert epoch_of(FromBatches(mixed), 0) == [[4, 4], [1], [2, 3]]
 
@@ -75,15 +59,6 @@ def test_the_sampler_is_asked_once_an_epoch(batches: bool) -> None:
         assert sampler.asked == epoch + 1
     with refused("sampler-not-repeatable", sampler="Remembering", epoch=0):
         order.digest(0)
-
-
-def test_digests_tell_epochs_seeds_and_the_ends_of_batches_apart() -> None:
-    orders = [FromSampler(Drawing(20, "torch"), seed=seed) for seed in (0, 0, 1)]
-    assert orders[0].digest(2) == orders[1].digest(2) != orders[2].digest(2)
-    assert orders[0].digest(0) != orders[0].digest(1)
-    cuts: list[Any] = [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]], [[0, 1], [3]]]
-    assert len({FromBatches(batches).digest(0) for batches in cuts}) == 4
-    assert FromBatches([[0, 1], [2]]).digest(0) == FromBatches([(0, 1), (2,)]).digest(0)
 
 
 class Growing(Told):
@@ -117,12 +92,10 @@ BATCH_0, BATCH_1 = "list, batch 0 of epoch 0,", "list, batch 1 of epoch 0,"
     ("order", "sampler", "code", "values"),
     [
         (FromSampler, SequentialSampler(range(9)), "not-an-index", {"value": 8, "place": 8}),
-        (FromSampler, [[0, 1]], "not-an-index", {"name": "list", "value": [0, 1], "place": 0}),
         (FromSampler, [], "epoch-of-nothing", {"name": "list", "epoch": 0}),
         (FromBatches, [[0], []], "not-a-batch", {"name": BATCH_1, "value": []}),
         (FromBatches, [0, 1], "not-a-batch", {"name": BATCH_0, "value": 0}),
         (FromBatches, [[0], [3, 8]], "not-an-index", {"name": BATCH_1, "value": 8, "place": 1}),
-        (FromBatches, [[0, 0.5]], "not-an-index", {"name": BATCH_0, "value": 0.5, "place": 1}),
         (FromBatches, [], "epoch-of-nothing", {"name": "list", "epoch": 0}),
     ],
 )
@@ -133,13 +106,9 @@ def test_what_is_no_order_is_refused_at_once(
         order(sampler, length=8)
 
 
-# -- through a Loader ----------------------------------------------------------------------------
-
-
-def loader(sampler: Any, dataset: Any = None, batches: bool = False, **options: Any) -> Loader:
+def loader(sampler: Any, batches: bool = False) -> Loader:
     sizes = {"micro_batches": 2} if batches else {"global_batch": 8, "micro_batch": 2}
-    options = {**sizes, "device": "cpu", "rank": 0, "size": 1} | options
-    return Loader(Numbers(40) if dataset is None else dataset, order=sampler, **options)
+    return Loader(Numbers(40), order=sampler, **sizes, device="cpu", rank=0, size=1)  # type: ignore[arg-type]
 
 
 def test_an_order_that_is_another_on_one_rank_is_in_what_ranks_compare() -> None:
@@ -155,27 +124,6 @@ def test_an_order_that_is_another_on_one_rank_is_in_what_ranks_compare() -> None
         list(map(list, next(ours.epochs(2, start=1))))
         ours.load_state_dict(ours.state_dict() | {"epoch": 2, "step_in_epoch": 0, "step": 2})
     assert one.recipe["samples of epoch 2"] != other.recipe["samples of epoch 2"]
-
-
-@pytest.mark.parametrize("batches", [False, True])
-def test_resuming_repeats_indices_and_fetches_no_sample(batches: bool) -> None:
-    def made(dataset: Any = None) -> Loader:
-        sampler = Drawing(40, "numpy")
-        return loader(batches_of(sampler, 4) if batches else sampler, dataset, batches)
-
-    first, dataset = made(), Counted(40)
-    undisturbed = [
-        [batch.tolist() for batch in window] for epoch in first.epochs(3) for window in epoch
-    ]
-    epoch = iter(next(first.epochs(2, start=1)))
-    for _ in range(3):
-        list(next(epoch))
-    ours = made(dataset)
-    ours.load_state_dict(first.state_dict())
-    assert dataset.fetched == []
-    window = next(iter(next(ours.epochs(3))))
-    assert (window.step, [batch.tolist() for batch in window]) == (8, undisturbed[8])
-    assert len(dataset.fetched) == 8
 
 
 # -- what a sampler is asked -----------------------------------------------------------------------
@@ -268,66 +216,41 @@ def test_batches_of_all_ranks_are_put_together() -> None:
         assert dealt == [[2 * number, 2 * number + 1] for number in range(6)]
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["sampler", "in a batch sampler"])
-def test_a_forgotten_set_epoch_is_said_once_and_corrected(wrapped: bool) -> None:
+def test_a_forgotten_set_epoch_is_corrected_also_inside_a_batch_sampler() -> None:
     inner = distributed(20, 2, 0)
-    sampler = batches_of(inner, 3) if wrapped else inner
+    sampler = batches_of(inner, 3)
     asked = KeyedSampler(sampler, 0)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with pytest.warns(
+        UserWarning, match=r"DistributedSampler.set_epoch\(1\) was not called"
+    ) as said:
         epochs = [asked.epoch(epoch) for epoch in range(4)]
     assert len(said) == 1
-    assert "DistributedSampler.set_epoch(1) was not called" in str(said[0].message)
     assert len({str(epoch) for epoch in epochs}) == 4
     inner.set_epoch(2)
     assert list(sampler) not in epochs  # one rank's
     assert inner.epoch == 2  # the user's is told on a copy
 
 
-def test_who_calls_set_epoch_and_who_deals_nothing_hears_nothing() -> None:
-    sampler = distributed(20, 2, 0)
-    asked, told = KeyedSampler(sampler, 0), KeyedSampler(Told(), 0)
-    for epoch in range(3):  # warnings are errors
-        sampler.set_epoch(epoch)
-        asked.epoch(epoch)
-        assert told.epoch(epoch)[0] == epoch
-
-
-@pytest.mark.parametrize("once", [iter([1, 2]), (index for index in [1, 2]), map(int, [1, 2])])
-def test_what_can_be_gone_through_once_only_is_refused(once: Any) -> None:
-    with refused("sampler-used-up", sampler=type(once).__name__):
-        KeyedSampler(once, 0)
-
-
-def test_an_epoch_of_nothing_is_refused() -> None:
+def test_what_gives_no_epoch_is_refused() -> None:
+    for once in (iter([1, 2]), (index for index in [1, 2]), map(int, [1, 2])):
+        with refused("sampler-used-up", sampler=type(once).__name__):
+            KeyedSampler(once, 0)
     asked = KeyedSampler(Told(until=1), 0)
     assert len(asked.epoch(0)) == 8
     with refused("epoch-of-nothing", name="Told", epoch=1):
         asked.epoch(1)
 
 
-@pytest.mark.parametrize("values", [[3, 0], [np.int32(3), 0], [torch.tensor(3), np.uint8(0)]])
-def test_indices_of_all_makes(values: list[Any]) -> None:
-    converted = indices("It", values, 4)
-    assert (converted.dtype, converted.tolist()) == (np.int64, [3, 0])
+def test_indices_of_all_makes() -> None:
+    for values in ([3, 0], [np.int32(3), 0], [torch.tensor(3), np.uint8(0)]):
+        converted = indices("It", values, 4)
+        assert (converted.dtype, converted.tolist()) == (np.int64, [3, 0])
     assert indices("It", [2**63 - 1], None).tolist() == [2**63 - 1]
-
-
-@pytest.mark.parametrize(
-    ("values", "length", "place", "range"),
-    [
-        ([0, 4, 5], 4, 1, "in [0, 4)"),
-        ([0, 1, -1], 4, 2, "in [0, 4)"),
-        ([-1], None, 0, "0 or more"),
-        ([0, 1.0], 4, 1, "a whole number"),
-        ([0, True], 4, 1, "a whole number"),
-        ([0, "1"], 4, 1, "a whole number"),
-        ([0, torch.tensor(1.0)], 4, 1, "a whole number"),
-        ([[0, 1]], 4, 0, "a whole number"),
-    ],
-)
-def test_what_is_no_index_is_refused(
-    values: list[Any], length: int | None, place: int, range: str
-) -> None:
-    with refused("not-an-index", name="It", value=values[place], place=place, range=range):
-        indices("It", values, length)
+    for values, place in (([0, 4, 5], 1), ([0, 1, -1], 2)):
+        with refused("not-an-index", name="It", place=place, range="in [0, 4)"):
+            indices("It", values, 4)
+    with refused("not-an-index", value=-1, place=0, range="0 or more"):
+        indices("It", [-1], None)
+    for value in (1.0, True, "1", torch.tensor(1.0), [0, 1]):
+        with refused("not-an-index", value=value, place=1, range="a whole number"):
+            indices("It", [0, value], 4)

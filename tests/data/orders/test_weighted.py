@@ -5,7 +5,6 @@ worked out by hand.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +27,6 @@ def epochs_of(order: Weighted, epochs: int) -> NDArray[np.int64]:
     )
 
 
-# -- with replacement ----------------------------------------------------------------------------
-
-
 def test_at_every_position_samples_come_in_proportion() -> None:
     found = epochs_of(Weighted(WEIGHTS, samples=6, seed=3), EPOCHS)
     for position in range(6):
@@ -45,14 +41,6 @@ def test_a_draw_says_nothing_about_the_next_one_nor_about_the_next_epochs() -> N
     for one, other in ((found[:, :-1], found[:, 1:]), (found[:-1], found[1:])):
         pairs = places(one * 5 + other, 25).reshape(5, 5)[np.ix_(POSITIVE, POSITIVE)]
         assert usual(pairs, one.size * together)
-
-
-def test_an_epoch_may_be_of_any_length() -> None:
-    assert Weighted(WEIGHTS, seed=0).samples == 5
-    assert set(epochs_of(Weighted([3.0], samples=50, seed=0), 1)[0].tolist()) == {0}
-
-
-# -- without -------------------------------------------------------------------------------------
 
 
 def test_without_replacement_every_sample_of_positive_weight_comes_once() -> None:
@@ -81,9 +69,6 @@ def test_without_replacement_an_epoch_may_be_a_part() -> None:
     assert np.array_equal(epochs_of(whole, 5)[:, :3], epochs_of(part, 5))
 
 
-# -- both ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("replacement", [True, False])
 def test_a_weight_is_a_proportion(replacement: bool) -> None:
     one, other = (
@@ -94,21 +79,12 @@ def test_a_weight_is_a_proportion(replacement: bool) -> None:
     assert one.fingerprint() == other.fingerprint()
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "values"),
-    [
-        ({"weights": [1.0, -1.0]}, "wrong-value", {"name": "weights[1]", "value": -1.0}),
-        ({"weights": [0.0, 0.0], "replacement": False}, "weights-all-zero", {"count": 2}),
-        ({"samples": 0}, "wrong-value", {"name": "samples", "value": 0}),
-        (
-            {"samples": 5, "replacement": False},
-            "more-draws-than-weights",
-            {"samples": 5, "positive": 4},
-        ),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(
-    options: dict[str, Any], code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, **values):
-        Weighted(**({"weights": WEIGHTS, "seed": 0} | options))
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with refused("wrong-value", name="weights[1]", value=-1.0):
+        Weighted([1.0, -1.0], seed=0)
+    with refused("weights-all-zero", count=2):
+        Weighted([0.0, 0.0], replacement=False, seed=0)
+    with refused("wrong-value", name="samples", value=0):
+        Weighted(WEIGHTS, samples=0, seed=0)
+    with refused("more-draws-than-weights", samples=5, positive=4):
+        Weighted(WEIGHTS, samples=5, replacement=False, seed=0)

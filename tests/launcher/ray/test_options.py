@@ -21,7 +21,6 @@ from tests.refused import refused
         (["--workers", "2", "--ray", "a.py"], "auto", ["a.py"]),
         (["--ray=h:1", "a.py"], "h:1", ["a.py"]),
         (["a.py", "--ray"], None, ["a.py", "--ray"]),
-        (["--ray", "auto", "a.py"], "auto", ["a.py"]),
         (["--ray", "ray://h:10001", "a.py"], "ray://h:10001", ["a.py"]),
     ],
 )

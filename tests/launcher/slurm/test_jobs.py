@@ -86,17 +86,3 @@ def test_what_was_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> N
     until(lambda: not slurm.run(*queue).stdout.strip() or None, "the job's end", 60)
     said = slurm.job(number)
     assert (said["JobState"], said["Restarts"]) == ("CANCELLED", "0")
-
-
-def test_contradictory_numbers_are_refused_before_anything_is_trained(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    done = slurm.run("srun", "-n2", *LOCKSTEP, "train", "digits", "--workers", "4", cwd=tmp_path)
-    assert done.returncode == 2
-    said = sorted(line for line in done.stderr.splitlines() if line.startswith("error"))
-    assert len(said) == 2
-    for rank, line in enumerate(said):
-        assert line.startswith("error: --workers 4 but SLURM_NTASKS=2: ")
-        assert f" rank {rank} of 2 " in line
-        assert line.endswith(" [workers-differ-from-launcher]")
-    assert list(tmp_path.iterdir()) == []

@@ -30,18 +30,9 @@ RING = CollectiveTime(
 )
 
 
-# -- figures -------------------------------------------------------------------------------------
-
-
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    factors = {
-        "all_reduce": 1.5,
-        "broadcast": 1,
-        "reduce": 1,
-        "all_gather": 0.75,
-        "reduce_scatter": 0.75,
-        "all_to_all": 0.75,
-    }
+    factors = {"all_reduce": 1.5, "broadcast": 1, "reduce": 1}
+    factors |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.75)
     for collective, factor in factors.items():
         row = replace(RING, collective=collective)
         assert bus_factor(collective, 4) == factor
@@ -50,7 +41,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
         assert row.as_json() == {**asdict(row), "algbw": row.algbw, "busbw": row.busbw}
 
 
-def test_a_table_has_a_line_each_and_compares_with_the_backend_at_the_same_size() -> None:
+def test_a_table_compares_with_the_backend_at_the_same_size() -> None:
     rows = [
         replace(RING, algorithm="native", p50=4e-6),
         replace(RING, wrong=3),
@@ -58,20 +49,9 @@ def test_a_table_has_a_line_each_and_compares_with_the_backend_at_the_same_size(
         replace(RING, size=8000, p50=10e-6),
         replace(RING, collective="broadcast"),
     ]
-    lines = measured.table(rows).splitlines()
-    assert [" ".join(line.split()) for line in lines] == [
-        "collective algorithm size time p99 algbw busbw #wrong vs native",
-        "(B) (us) (us) (GB/s) (GB/s)",
-        "all_reduce native 4000 4.0 4.0 1.00 1.50 0 1.00x",
-        "all_reduce ring 4000 2.0 4.0 2.00 3.00 3 2.00x",
-        "all_reduce native 8000 5.0 4.0 1.60 2.40 0 1.00x",
-        "all_reduce ring 8000 10.0 4.0 0.80 1.20 0 0.50x",
-        "broadcast ring 4000 2.0 4.0 2.00 2.00 0",
-    ]
-    assert len({len(line) for line in (lines[0], *lines[2:6])}) == 1
-
-
-# -- what is timed -------------------------------------------------------------------------------
+    lines = [line.split() for line in measured.table(rows).splitlines()[2:]]
+    assert " ".join(lines[1]) == "all_reduce ring 4000 2.0 4.0 2.00 3.00 3 2.00x"
+    assert [line[8:] for line in lines] == [["1.00x"], ["2.00x"], ["1.00x"], ["0.50x"], []]
 
 
 def everything(world: World) -> list[CollectiveTime]:
@@ -85,7 +65,7 @@ def everything(world: World) -> list[CollectiveTime]:
     return rows
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.rest)])
 def test_every_algorithm_gives_what_it_must(workers: int) -> None:
     ranks = on_team(everything, workers)
     assert all(rank == ranks[0] for rank in ranks)
@@ -147,32 +127,14 @@ def test_algorithms_take_turns_and_each_run_has_numbers_of_its_own(
     assert calls[4][1] == calls[5][1] != calls[6][1]
 
 
-# -- refused -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "algorithm", "runs", "code", "values"),
-    [
-        ("all_redcue", "native", None, "unknown-choice", {"choices": list(KINDS)}),
-        (
-            "broadcast",
-            "recursive_doubling",
-            None,
-            "unknown-choice",
-            {"choices": ["native", "auto", "shared_memory", *algorithms_of("broadcast")]},
-        ),
-        ("all_reduce", "native", 0, "wrong-value", {"name": "runs", "value": 0}),
-        ("all_reduce", "native", -1, "wrong-value", {"name": "runs", "value": -1}),
-    ],
-)
-def test_what_there_is_not_is_refused_before_ranks_start(
-    kind: Any,
-    algorithm: str,
-    runs: int | None,
-    code: str,
-    values: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_there_is_not_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "launch", None)
-    with refused(code, **values):
-        measured.measure(kind, 2, [4], [algorithm], runs)
+    kind: Any = "all_redcue"
+    with refused("unknown-choice", choices=list(KINDS)):
+        measured.measure(kind, 2, [4], ["native"], None)
+    choices = ["native", "auto", "shared_memory", *algorithms_of("broadcast")]
+    with refused("unknown-choice", choices=choices):
+        measured.measure("broadcast", 2, [4], ["recursive_doubling"], None)
+    for runs in (0, -1):
+        with refused("wrong-value", name="runs", value=runs):
+            measured.measure("all_reduce", 2, [4], ["native"], runs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -40,23 +39,11 @@ def test_the_sizes_and_the_ratio() -> None:
     # the limit is a tenth
     assert not replace(FOUR, forward=58.0).significant
     assert replace(FOUR, forward=57.9).significant
+    assert "= 2: significant" in FOUR.describe()
 
-
-def test_a_free_network_and_a_rank_alone() -> None:
     free, alone = replace(FOUR, link_rate=float("inf")), replace(FOUR, world_size=1)
     assert (free.communication, free.significant, free.bytes_sent) == (0.0, False, 6_000_000)
     assert (alone.communication, alone.significant, alone.bytes_sent) == (0.0, False, 0.0)
-
-
-def test_text_and_json_say_the_same() -> None:
-    text = FOUR.describe()
-    for number in ("1000000 parameters", "6 MB a step", "= 2: significant", "20 times", "0.1"):
-        assert number in text
-    assert "times the samples" not in replace(FOUR, forward=100.0).describe()
-    plain = json.loads(json.dumps(FOUR.as_json()))
-    assert (plain["ratio"], plain["significant"], plain["exposed"]) == (2.0, True, 4.0)
-    free = replace(FOUR, link_rate=float("inf"))
-    assert json.loads(json.dumps(free.as_json()))["link_rate"] == "inf"
 
 
 class Both(nn.Module):
@@ -115,7 +102,6 @@ def test_the_model_and_the_random_stream_are_left_as_they_were() -> None:
         (torch.ones(3, 6), {"network": "7"}, "unknown-choice", {"value": "7"}),
         (torch.ones(3, 6), {"network": 7}, "wrong-value", {"value": 7}),
         (torch.ones(3, 6), {"loss": lambda output: output}, "loss-not-a-number", {}),
-        (torch.ones(3, 6), {"loss": lambda output: 1.0}, "loss-not-a-number", {}),
         (torch.ones(3, 6), {"loss": lambda x: x.sum().detach()}, "loss-without-parameters", {}),
     ],
 )

@@ -1,6 +1,4 @@
-"""benchmarks/rivals.py: Accelerate's and Fabric's steps make the update of torch's DDP; what is
-not here is left out.
-"""
+"""benchmarks/rivals.py: Accelerate's and Fabric's steps make the update of torch's DDP."""
 
 from __future__ import annotations
 
@@ -38,27 +36,3 @@ def test_they_make_the_update_of_ddp(rivals: Any) -> None:
     assert [row.variant for row in found.rows] == variants
     assert found.wrong == []
     assert all(row.apart < 1e-4 for row in found.rows if row.apart is not None)
-
-
-def test_what_is_not_installed_is_left_out(rivals: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(rivals.left_out(["accelerate", "fabric:5", "ddp:5"], "fp16")) == {
-        "accelerate",
-        "fabric:5",
-    }
-    monkeypatch.setattr(
-        rivals,
-        "_PACKAGES",
-        {"accelerate": (None, "accelerate"), "fabric": (None, "lightning-fabric")},
-    )
-    assert rivals.left_out(["accelerate", "fabric:5", "ddp:5"], "fp32") == {
-        "accelerate": "accelerate is not installed: pip install accelerate",
-        "fabric:5": "lightning-fabric is not installed: pip install lightning-fabric",
-    }
-
-
-def test_their_versions_are_told(rivals: Any) -> None:
-    told = rivals.versions()
-    assert "accelerate" in told
-    # the same module comes with each of these
-    assert set(told) - {"accelerate"} <= {"lightning-fabric", "pytorch-lightning", "lightning"}
-    assert all(told.values())

@@ -1,21 +1,15 @@
-"""benchmarks/slow_link.py: what it reads, counts and prints, a reason where it cannot run, and
-one run of two hosts.
-"""
+"""benchmarks/slow_link.py: what it reads and counts, and one run of two hosts."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lockstep.config.parallelism import Parallelism
 
 pytestmark = pytest.mark.rest
 
@@ -26,33 +20,6 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("slow_link")
-
-
-def test_methods_are_options_of_train(bench: Any) -> None:
-    assert bench.methods_of(" native;  --sync-every 50   --outer nesterov; ") == [
-        "native",
-        "--sync-every 50 --outer nesterov",
-    ]
-    assert bench.options_of("central") == ["--reduce", "central"]
-    assert bench.options_of("--compress bf16") == ["--compress", "bf16"]
-    for wrong in ("", " ; ", "native; native"):
-        with pytest.raises(ValueError, match="--methods"):
-            bench.methods_of(wrong)
-
-
-def test_the_usual_methods_are_methods(bench: Any) -> None:
-    for method in bench.methods_of(bench.METHODS):
-        words = bench.options_of(method)
-        names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
-        values = [int(word) if word.isdigit() else word for word in words[1::2]]
-        Parallelism(**dict(zip(names, values, strict=True)))
-
-
-def test_a_rate_is_one_that_can_be_had(bench: Any) -> None:
-    for rate in ("fast", "1mbit", "10gbit", "100", "-5mbit", "100mbit;"):
-        with pytest.raises(ValueError, match=r"give a rate from 10mbit to 1gbit, such as 100mbit"):
-            bench.namespaces.bits_per_second(rate)
-    assert bench.namespaces.bits_per_second("100mbit") == 100e6
 
 
 def notes(
@@ -115,38 +82,6 @@ def test_the_meeting_before_an_evaluation_belongs_to_the_last_step(bench: Any) -
     assert found.curve[0] == (5.0, 5.0)
 
 
-def test_the_table(bench: Any) -> None:
-    def found(method: str, median: float, mean: float, *curve: tuple[float, float]) -> Any:
-        sent = {"sent": 1e5, "counted": 9e4} if method != "torch DDP" else {"sent": 6e6}
-        return bench.Found(method=method, median=median, mean=mean, curve=list(curve), **sent)
-
-    rows = [
-        found("torch DDP", 0.4, 0.4, (10.0, 4.0), (20.0, 3.0)),
-        found("local", 0.1, 0.2, (2.0, 4.0), (5.0, 3.05)),
-        found("never", 0.1, 0.1, (2.0, 4.0)),
-        bench.Found(method="broken", problem="error: no such thing"),
-    ]
-    lines = [" ".join(line.split()) for line in bench.table(rows, "bits", "min").splitlines()]
-    assert lines[1] == "torch DDP 6.000 MB 400.0 ms 400.0 ms 1.00 20.0 s 1.00 3.0000"
-    assert lines[2] == "local 0.100 MB 0.090 MB 100.0 ms 200.0 ms 2.00 5.0 s 4.00 3.0500"
-    assert lines[3].endswith("never 4.0000")
-    assert lines[4].endswith("left out: error: no such thing")
-    assert lines[5] == "target: bits <= 3.0600, the baseline's last, less 2 %"
-
-
-def test_without_root_it_says_why_and_goes(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench.namespaces.shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", ["slow_link.py"])
-    bench.main()
-    assert capsys.readouterr().out == "skipped: network namespaces and rates need root\n"
-    monkeypatch.setattr(bench.namespaces.shutil, "which", lambda tool: None)
-    bench.main()
-    assert capsys.readouterr().out == "skipped: ip and tc not found: install iproute2\n"
-
-
 @pytest.mark.timeout(300)
 def test_two_hosts_train_and_what_left_them_is_counted(bench: Any, tmp_path: Path) -> None:
     if reason := bench.namespaces.why_not():
@@ -162,26 +97,5 @@ def test_two_hosts_train_and_what_left_them_is_counted(bench: Any, tmp_path: Pat
     assert 1 < native["sent"] / native["counted"] < 1.3  # headers
     assert native["curve"][-1][1] == pytest.approx(ddp["curve"][-1][1], rel=1e-3)
     assert "is not an option of" in broken["problem"]
-    assert f"lsl{done.pid}" not in namespaces()
-
-
-def namespaces() -> str:
-    return subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, text=True, check=True
-    ).stdout
-
-
-def test_a_benchmark_that_is_ended_leaves_no_host(bench: Any) -> None:
-    if reason := bench.namespaces.why_not():
-        pytest.skip(reason)
-    running = subprocess.Popen(
-        [sys.executable, str(BENCHMARKS / "slow_link.py"), "--collectives", "--workers", "2"],
-        stderr=subprocess.PIPE,
-    )
-    host = f"lsl{running.pid}h1"
-    while host not in namespaces():
-        assert running.poll() is None
-        time.sleep(0.05)
-    running.terminate()
-    assert running.communicate()[1] == b"ended by SIGTERM\n"
-    assert host not in namespaces()
+    namespaces = subprocess.check_output(["ip", "netns", "list"], text=True)
+    assert f"lsl{done.pid}" not in namespaces

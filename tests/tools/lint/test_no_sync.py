@@ -1,5 +1,6 @@
 """no-sync-modulo and no-sync-tail: which residue is the last micro-batch of a window, in all the
-ways to write it.
+ways to write it. clip-inside-no-sync: before the gradient is the sum of all, by no_sync() or by the
+order of lines.
 """
 
 from __future__ import annotations
@@ -57,15 +58,6 @@ for i, batch in enumerate(loader):
         model(batch).backward()
     if (i + 1) % 4 == 0:
         optimizer.step()
-""",
-    "else branch": """
-for i, batch in enumerate(loader):
-    if i % accumulate == 0:
-        model(batch).backward()
-        optimizer.step()
-    else:
-        with model.no_sync():  # <- no-sync-modulo
-            model(batch).backward()
 """,
     "nullcontext first, in a bar": """
 for i, batch in tqdm(enumerate(loader), total=10):
@@ -127,14 +119,6 @@ for i, batch in enumerate(loader):
     with nullcontext() if last else model.no_sync():
         model(batch).backward()
 """,
-    "in place": """
-for i, batch in enumerate(loader):
-    if (i + 1) % 4 != 0 and i != len(loader) - 1:
-        with model.no_sync():
-            model(batch).backward()
-    else:
-        model(batch).backward()
-""",
     "an elif for the last": """
 for i, batch in enumerate(loader):
     if i == n_batches - 1:
@@ -145,26 +129,12 @@ for i, batch in enumerate(loader):
     else:
         model(batch).backward()
 """,
-    "whole windows, asserted": """
-assert len(loader) % n == 0
-for i, batch in enumerate(loader):
-    with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-        model(batch).backward()
-""",
     "an endless stream that is left": """
 for i, batch in enumerate(stream):
     if i == steps * n:
         break
     with model.no_sync() if (i + 1) % n != 0 else nullcontext():
         model(batch).backward()
-""",
-    "an endless stream that is returned from": """
-def train(stream):
-    for i, batch in enumerate(stream):
-        if i == steps * n:
-            return
-        with model.no_sync() if (i + 1) % n != 0 else nullcontext():
-            model(batch).backward()
 """,
     "a counter that was raised before": """
 step = 0
@@ -204,6 +174,84 @@ for i, batch in enumerate(loader):
         model(batch).backward()
 """,
 }
+
+
+IMPORTS = (
+    "import torch.distributed as dist\nfrom torch.nn.utils import clip_grad_norm_\nimport"
+    " lockstep\n"
+)
+CLIPPED = {
+    "inside, for a condition": """
+with model.no_sync():
+    loss.backward()
+    if clip:
+        clip_grad_value_(model.parameters(), clip)  # <- clip-inside-no-sync
+""",
+    "fabric": """
+with fabric.no_backward_sync(model, enabled=accumulating):
+    fabric.backward(loss)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)  # <- clip-inside-no-sync
+""",
+    "a name for the context of a clip": """
+def step(last):
+    context = nullcontext() if last else model.no_sync()
+    with autocast(), context:
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)  # <- clip-inside-no-sync
+""",
+    "before the sum by hand": """
+for batch in loader:
+    model(batch).backward()
+    clip_grad_norm_(model.parameters(), 1.0)  # <- clip-inside-no-sync
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+""",
+    "each micro-batch, before a function that sums": """
+def average(model):
+    for p in model.parameters():
+        lockstep.collectives.all_reduce(p.grad)
+
+def train():
+    for i, batch in enumerate(loader):
+        model(batch).backward()
+        clip_grad_norm_(model.parameters(), 1.0)  # <- clip-inside-no-sync
+        if (i + 1) % 4 == 0:
+            average(model)
+            optimizer.step()  # <- accumulation-tail
+""",
+    "after": "with model.no_sync():\n    a.backward()\nb.backward()\nclip_grad_norm_(p, 1.0)\n",
+    "on the last one only": (
+        "with nullcontext() if last else model.no_sync():\n    a.backward()\n    if last:\n       "
+        " clip_grad_norm_(p, 1.0)\n"
+    ),
+    "accelerate": (
+        "with accelerator.accumulate(model):\n    a.backward()\n    if"
+        " accelerator.sync_gradients:\n        accelerator.clip_grad_norm_(p, 1.0)\n"
+    ),
+    "summed by hand inside": (
+        "with model.no_sync():\n    a.backward()\n    dist.all_reduce(p.grad)\n   "
+        " clip_grad_norm_(p, 1.0)\n"
+    ),
+    "never held back": (
+        "with fabric.no_backward_sync(model, enabled=False):\n    a.backward()\n   "
+        " fabric.clip_gradients(model, o)\n"
+    ),
+    "after the sum by hand": (
+        "for x in y:\n    a.backward()\n    dist.all_reduce(p.grad)\n    clip_grad_norm_(p, 1.0)\n "
+        "   o.step()\n"
+    ),
+    "another sum": (
+        "for x in y:\n    a.backward()\n    clip_grad_norm_(p, 1.0)\n    o.step()\n   "
+        " dist.all_reduce(loss)\n"
+    ),
+    "one or the other": (
+        "for x in y:\n    a.backward()\n    if one:\n        clip_grad_norm_(p, 1.0)\n    else:\n  "
+        "      dist.all_reduce(p.grad)\n"
+    ),
+    "defined inside": "with model.no_sync():\n    def later():\n        clip_grad_norm_(p, 1.0)\n",
+}
+SNIPPETS |= {name: IMPORTS + text for name, text in CLIPPED.items()}
 
 
 @pytest.mark.parametrize("name", SNIPPETS)

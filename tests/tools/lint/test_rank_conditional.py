@@ -4,6 +4,8 @@ which the others call it too.
 
 from __future__ import annotations
 
+from textwrap import indent
+
 import pytest
 
 from tests.tools.lint.snippets import agrees
@@ -36,6 +38,24 @@ CONDITIONS = [
     'os.environ.get("LOCAL_RANK", "0") == "0"',
     "not dist.is_initialized() or dist.get_rank() == 0",
 ]
+ON_RANK_0 = {  # below a model in torch's wrapper
+    "imported by name": "all_gather(parts, t)  # <- R",
+    "the world's group": "dist.all_reduce(t, group=dist.group.WORLD)  # <- R",
+    "lockstep's": "lockstep.collectives.all_reduce(t)  # <- R\nlockstep.evaluate(task)  # <- R",
+    "nested": "for x in y:\n    with z:\n        dist.barrier()  # <- R",
+    "the forward of the wrapper": "model.eval()\nout = model(x)  # <- R",
+    "evaluation of the wrapper": "evaluate(model, loader)  # <- R",
+    "of a group": "dist.all_reduce(t, group=some)\ndist.barrier(some)\ndist.broadcast(t, 0, some)",
+    "not a collective": "world.mean(x)\nnumpy.mean(x)\nframe.reduce()\nbroadcast(x)\nx.all_gather",
+    "defined, not called": "def hook():\n    dist.barrier()",
+    "the module": "evaluate(model.module)\nmodel.module(x)\ntorch.save(model.state_dict(), f)",
+}
+OTHERS = {  # what other ranks do while rank 0 sends a broadcast
+    "the same": "t = empty()\ndist.broadcast(t, 0)",
+    "a function of the file": "receive()",
+    "a function out of sight": "elsewhere()",
+    "a module's out of sight": "mine.wait()",
+}
 METHOD = (
     "class A(B):\n    def run(self):\n        if self.rank == 0:\n            dist.barrier()\n     "
     "   else:\n            self.wait()\n"
@@ -46,14 +66,8 @@ SNIPPETS = {
         "if rank == 0:\n    dist.barrier()  # <- R\nelse:\n    logger.info('waiting')\n   "
         " time.sleep(1)"
     ),
-    "imported by name": "if rank == 0:\n    all_gather(parts, t)  # <- R",
     "another collective on the other side": (
         "if rank == 0:\n    dist.broadcast(t, 0)  # <- R\nelse:\n    dist.barrier()  # <- R"
-    ),
-    "the world's group": "if rank == 0:\n    dist.all_reduce(t, group=dist.group.WORLD)  # <- R",
-    "lockstep's": (
-        "if rank == 0:\n    lockstep.collectives.all_reduce(t)  # <- R\n    lockstep.evaluate(task)"
-        "  # <- R"
     ),
     "the world's": (
         "with lockstep.init() as world:\n    if world.rank == 0:\n        print(world.mean(loss,"
@@ -67,29 +81,26 @@ SNIPPETS = {
     "one line": "total = dist.all_reduce(t) if rank == 0 else None  # <- R",
     "short-circuit": "rank == 0 and dist.barrier()  # <- R",
     "a name for the test": "main = dist.get_rank() == 0\nif main:\n    dist.barrier()  # <- R",
-    "nested": "if rank == 0:\n    for x in y:\n        with z:\n            dist.barrier()  # <- R",
     "in a function of the file": (
         "def total(t):\n    dist.all_reduce(t)\n    return t\nif rank == 0:\n    print(total(t))  #"
         " <- R"
     ),
     "accelerate": "if accelerator.is_main_process:\n    accelerator.wait_for_everyone()  # <- R",
-    "the forward of the wrapper": (
-        "model = DDP(net)\nif rank == 0:\n    model.eval()\n    out = model(x)  # <- R"
-    ),
     "the forward of lockstep's wrapper": (
         "model = lockstep.DistributedDataParallel(net)\nif rank == 0:\n    out = model(x)  # <- R"
     ),
-    "evaluation of the wrapper": (
-        "model = DDP(net)\nif rank == 0:\n    evaluate(model, loader)  # <- R"
-    ),
-    "validation that calls it": (
-        "def validate(m, loader):\n    return [m(x) for x in loader]\ndef main():\n    model ="
-        " DDP(net)\n    if rank == 0:\n        validate(model, loader)  # <- R"
-    ),
+    "validation that calls it, and that does not": """
+def validate(m, loader):
+    return [m(x) for x in loader]
+def validate_module(m):
+    return m.module(x)
+def main():
+    model = DDP(net)
+    if rank == 0:
+        validate_module(model)
+        validate(model, loader)  # <- R
+""",
     "for all": "dist.barrier()\nif rank == 0:\n    print(1)",
-    "on both sides": (
-        "if rank == 0:\n    dist.broadcast(t, 0)\nelse:\n    t = empty()\n    dist.broadcast(t, 0)"
-    ),
     "the others first": (
         "def first():\n    if rank != 0:\n        dist.barrier()\n    prepare()\n    if rank =="
         " 0:\n        dist.barrier()"
@@ -98,21 +109,9 @@ SNIPPETS = {
         "if local_rank not in [-1, 0]:\n    dist.barrier()\nprepare()\nif local_rank == 0:\n   "
         " dist.barrier()"
     ),
-    "two ranks by number": (
-        "if rank == 0:\n    dist.all_reduce(a)\nif rank == 1:\n    dist.all_reduce(b)"
-    ),
-    "by a function": (
-        "def receive():\n    dist.broadcast(t, 0)\nif rank == 0:\n    dist.broadcast(t, 0)\nelse:\n"
-        "    receive()"
-    ),
-    "by a function out of sight": (
-        "from mine import receive\nif rank == 0:\n    dist.broadcast(t, 0)\nelse:\n    receive()"
-    ),
+    "two ranks": "if rank == 0:\n    dist.all_reduce(a)\nif rank == 1:\n    dist.all_reduce(b)",
     "by a method": f"{METHOD}    def wait(self):\n        dist.barrier()",
     "by a method out of sight": METHOD,
-    "by a module out of sight": (
-        "import mine\nif rank == 0:\n    dist.barrier()\nelse:\n    mine.wait()"
-    ),
     "for one rank by its decorator": (
         "@rank_zero_only\ndef f():\n    dist.barrier()\nif rank == 0:\n    f()"
     ),
@@ -121,10 +120,6 @@ SNIPPETS = {
         " return\n    dist.barrier()"
     ),
     "point to point": "if rank == 0:\n    dist.send(t, 1)\nelse:\n    dist.recv(t, 0)",
-    "of a group": (
-        "if local_rank == 0:\n    dist.all_reduce(t, group=leaders)\n    dist.barrier(leaders)\n   "
-        " dist.broadcast(t, 0, leaders)"
-    ),
     "the group's rank": (
         "if group.rank == 0:\n    dist.barrier()\nif dist.get_rank(leaders) == 0:\n   "
         " dist.barrier()"
@@ -137,32 +132,26 @@ SNIPPETS = {
     "a number of a loop": (
         "for rank, row in enumerate(rows):\n    if rank == 0:\n        dist.all_reduce(row)"
     ),
-    "not a collective": (
-        "if rank == 0:\n    world.mean(x)\n    numpy.mean(x)\n    frame.reduce()\n   "
-        " broadcast(x)\n    print(x.all_gather)"
-    ),
-    "defined, not called": "if rank == 0:\n    def hook():\n        dist.barrier()",
-    "the module": (
-        "model = DDP(net)\nif rank == 0:\n    evaluate(model.module)\n    model.module(x)\n   "
-        " torch.save(model.state_dict(), f)"
-    ),
-    "no buffers sent": (
-        "model = DDP(net, broadcast_buffers=False)\nif rank == 0:\n    evaluate(model)"
-    ),
-    "lockstep's wrapper sends no buffers": (
-        "model = lockstep.DistributedDataParallel(net, forward_sync_buffers=False)\nif rank == 0:\n"
-        "    evaluate(model)"
-    ),
-    "validation of the module": (
-        "def validate(m):\n    return m.module(x)\ndef main():\n    model = DDP(net)\n    if rank"
-        " == 0:\n        validate(model)"
-    ),
+    "no buffers sent": """
+model = DDP(net, broadcast_buffers=False)
+other = lockstep.DistributedDataParallel(net, forward_sync_buffers=False)
+if rank == 0:
+    evaluate(model, other)
+    evaluate(other)
+""",
     "a function that may not": (
         "def total(t, joint=False):\n    if joint:\n        dist.all_reduce(t)\n    return t\nif"
         " rank == 0:\n    total(t)"
     ),
     "another condition": "if epoch == 0 and world_size > 1:\n    dist.barrier()",
 }
+for name, text in ON_RANK_0.items():
+    SNIPPETS[name] = f"model = DDP(net)\nif rank == 0:\n{indent(text, '    ')}"
+RECEIVE = "import mine\nfrom mine import elsewhere\ndef receive():\n    dist.broadcast(t, 0)\n"
+for name, text in OTHERS.items():
+    SNIPPETS[f"the others: {name}"] = (
+        f"{RECEIVE}if rank == 0:\n    dist.broadcast(t, 0)\nelse:\n{indent(text, '    ')}"
+    )
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)

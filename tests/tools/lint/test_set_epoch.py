@@ -68,21 +68,15 @@ for epoch in range(3):
 """,
 }
 PLAIN = SNIPPETS["plain"].replace("  # <- forgotten-set-epoch", "")
+for told in (
+    "sampler.set_epoch(epoch)",
+    "loader.sampler.set_epoch(epoch)",
+    "sampler.epoch = epoch",
+    "for sampler in samplers: sampler.set_epoch(epoch)",
+    "begin_epoch(epoch, loader)",  # out of sight
+):
+    SNIPPETS[told] = PLAIN.replace("range(epochs):", f"range(epochs):\n        {told}")
 SNIPPETS |= {
-    "told": PLAIN.replace("range(epochs):", "range(epochs):\n        sampler.set_epoch(epoch)"),
-    "told by the loader": PLAIN.replace(
-        "range(epochs):", "range(epochs):\n        loader.sampler.set_epoch(epoch)"
-    ),
-    "told by its attribute": PLAIN.replace(
-        "range(epochs):", "range(epochs):\n        sampler.epoch = epoch"
-    ),
-    "told by a loop over samplers": PLAIN.replace(
-        "range(epochs):",
-        "range(epochs):\n        for each in samplers:\n            each.set_epoch(epoch)",
-    ),
-    "may be told out of sight": PLAIN.replace(
-        "range(epochs):", "range(epochs):\n        begin_epoch(epoch, loader)"
-    ),
     "in order": PLAIN.replace("(data)", "(data, shuffle=False)", 1),
     "perhaps in order": PLAIN.replace("(data)", "(data, shuffle=training)", 1),
     "one epoch": PLAIN.replace("range(epochs)", "range(1)"),

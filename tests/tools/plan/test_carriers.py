@@ -4,6 +4,8 @@ of them written out.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,6 @@ from hypothesis import strategies as st
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
-from lockstep.tools.plan import carriers
 from lockstep.tools.plan.carriers import NOTHING, cost
 
 WRITTEN: list[tuple[Kind, str]] = [
@@ -39,9 +40,8 @@ def test_a_line_is_the_time_of_the_schedule_that_runs(
     assert found.rounds == len(written)
 
 
-@pytest.mark.parametrize(("kind", "name"), WRITTEN)
-def test_what_the_busiest_rank_sends(kind: Kind, name: str) -> None:
-    for world in (2, 3, 8):
+def test_what_the_busiest_rank_sends() -> None:
+    for (kind, name), world in itertools.product(WRITTEN, (2, 3, 8)):
         written = schedule(kind, name, world)
         sent = [0] * world
         for transfers in written.transfers():
@@ -52,17 +52,7 @@ def test_what_the_busiest_rank_sends(kind: Kind, name: str) -> None:
         assert found.sends == pytest.approx(max(sent) / cells)
 
 
-def test_4096_ranks_are_a_few_rounds() -> None:
-    for kind, name in (*WRITTEN, ("all_reduce", "hierarchical")):
-        rounds = carriers._schedule(kind, name, 4_096, 8).rounds
-        assert len(rounds) < 64, (kind, name)
-        assert sum(len(transfers) for transfers in rounds) < 64 * 4_096, (kind, name)
-
-
-def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:
+def test_nothing_to_send_and_a_long_latency_that_does_not_swallow_the_bandwidth() -> None:
     assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 1) is NOTHING
     assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 4).seconds(0) == 0
-
-
-def test_a_long_latency_does_not_swallow_the_bandwidth() -> None:
     assert cost(Network.flat(1e9, 1e9), "all_reduce", "ring", 4).per_byte == pytest.approx(1.5e-9)

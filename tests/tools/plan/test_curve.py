@@ -19,7 +19,7 @@ STEADY = profile(sides=(replace(ALONE, spread=0.0, optimizer=0.0, other=0.0, loa
 
 
 def scaling_of(*workers: int, weak: bool = False) -> PlanScaling:
-    return PlanScaling(base=workers[0] if len(workers) > 1 else 1, weak=weak)
+    return PlanScaling(base=min(workers) if len(workers) > 1 else 1, weak=weak)
 
 
 def planned(
@@ -30,9 +30,11 @@ def planned(
 
 
 def test_without_a_network_nothing_is_lost() -> None:
-    rows = planned(1, 2, 4, 8)
-    assert [row.efficiency for row in rows] == pytest.approx([1, 1, 1, 1])
+    rows = planned(4, 1, 8, 2)
+    assert [row.workers for row in rows] == [1, 2, 4, 8]
     assert [row.predicted.step for row in rows] == [24, 12, 6, 3]
+    last = json.loads(json.dumps(rows[3].as_json()))
+    assert (last["step_ms"], last["efficiency"], last["limiting"]) == (3000, 1, "computation")
     assert [row.efficiency for row in planned(2, 64, weak=True)] == pytest.approx([1, 1])
 
 
@@ -67,13 +69,6 @@ def test_on_cpus_auto_is_what_lockstep_train_would_take() -> None:
         for reduce in ("auto", "native", "hierarchical")
     )
     assert auto == min(native, hierarchical)
-
-
-def test_json_is_in_order_of_workers() -> None:
-    rows = json.loads(json.dumps([row.as_json() for row in planned(4, 1, 2)]))
-    assert [row["workers"] for row in rows] == [1, 2, 4]
-    last = {name: rows[2][name] for name in ("step_ms", "efficiency", "limiting")}
-    assert last == {"step_ms": 6000, "efficiency": 1, "limiting": "computation"}
 
 
 def test_messages_take_the_time_of_the_software_however_quick_the_network_is() -> None:

@@ -14,10 +14,10 @@ from torch import nn
 import lockstep
 from lockstep.collectives.network import Link, Network
 from lockstep.config.parallelism import Parallelism
-from lockstep.testing import run_ranks
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves, laid_out
+from tests.teams import on_team
 
 # A matrix of 1000 x 600, which is worth factoring, one of 4 x 5, which is not at rank 4, and a
 # vector.
@@ -45,18 +45,6 @@ def method_of(text: str) -> Parallelism:
 
 
 MODEL = computing(0.0, 0.0)
-METHODS = (
-    "native",
-    "ring",
-    "central",
-    "--compress bf16",
-    "--compress int8",
-    "--compress powersgd:4",
-    "--sync-every 10",
-    "--sync-every 5 --compress int8",
-    "--sync-every 500 --outer nesterov",
-    "--update sharded",
-)
 
 
 def sends(method: Parallelism, work: RankWork, workers: int) -> float:
@@ -64,42 +52,40 @@ def sends(method: Parallelism, work: RankWork, workers: int) -> float:
     return simulate(work, workers, Network.flat(0.0, 1.0), method).sent
 
 
-@pytest.mark.parametrize(
-    ("method", "workers", "expected"),
-    [
-        ("native", 2, S),
-        ("native", 4, 1.5 * S),
-        ("ring", 4, 1.5 * S),
-        ("central", 4, 3 * S),
-        ("tree", 4, 2 * S),  # rank 0 sends it down to two; rank 2 once up and once down
-        ("halving_doubling", 4, 1.5 * S),
-        ("--compress bf16", 4, 0.75 * S),
-        ("--compress fp16", 2, 0.5 * S),
-        ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 64)),
-        ("--compress powersgd:4", 4, 1.5 * 4 * (4 * 1600 + 20 + 380)),
-        ("--compress powersgd:1", 2, 4 * (1600 + 9 + 380)),
-        ("--sync-every 50", 4, 1.5 * S / 50),
-        ("--sync-every 50 --outer nesterov", 2, S / 50),
-        ("--sync-every 10 --compress bf16", 4, 0.075 * S),
-    ],
-)
-def test_bytes_that_the_busiest_rank_sends_in_a_step(
-    method: str, workers: int, expected: float
-) -> None:
-    assert sends(method_of(method), MODEL, workers) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rank_alone_and_a_free_network_take_what_is_computed(method: str) -> None:
-    assert sends(method_of(method), MODEL, 1) == 0
-    assert step(method, 1, computing(0.5, 0.1)) == 0.5
-    assert step(method, 64, computing(0.25, 0.1), Link(0.0, math.inf)) == 0.25
-
-
 def step(method: str, workers: int, computation: RankWork, link: Link = SLOW) -> float:
     return simulate(
         computation, workers, Network.flat(link.latency, link.bandwidth), method_of(method)
     ).step
+
+
+BYTES = [
+    ("native", 2, S),
+    ("native", 4, 1.5 * S),
+    ("ring", 4, 1.5 * S),
+    ("central", 4, 3 * S),
+    ("tree", 4, 2 * S),  # rank 0 sends it down to two; rank 2 once up and once down
+    ("halving_doubling", 4, 1.5 * S),
+    ("--compress bf16", 4, 0.75 * S),
+    ("--compress fp16", 2, 0.5 * S),
+    ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 64)),
+    ("--compress powersgd:4", 4, 1.5 * 4 * (4 * 1600 + 20 + 380)),
+    ("--compress powersgd:1", 2, 4 * (1600 + 9 + 380)),
+    ("--sync-every 50", 4, 1.5 * S / 50),
+    ("--sync-every 50 --outer nesterov", 2, S / 50),
+    ("--sync-every 10 --compress bf16", 4, 0.075 * S),
+]
+
+
+def test_bytes_that_the_busiest_rank_sends_in_a_step() -> None:
+    for method, workers, expected in BYTES:
+        assert sends(method_of(method), MODEL, workers) == pytest.approx(expected), method
+
+
+def test_a_rank_alone_and_a_free_network_take_what_is_computed() -> None:
+    for method in {method for method, *_ in BYTES} | {"--update sharded"}:
+        assert sends(method_of(method), MODEL, 1) == 0
+        assert step(method, 1, computing(0.5, 0.1)) == 0.5
+        assert step(method, 64, computing(0.25, 0.1), Link(0.0, math.inf)) == 0.25
 
 
 def test_a_ring_does_not_grow_with_the_ranks_and_the_central_way_does() -> None:
@@ -158,7 +144,7 @@ def counted(world: lockstep.World) -> dict[str, int]:
 def test_ranks_send_what_was_predicted(workers: int) -> None:
     parameters = list(net().parameters())
     work = replace(MODEL, buckets=laid_out(parameters, [1.0] * len(parameters)))
-    ranks = run_ranks(counted, workers)
+    ranks = on_team(counted, workers)
     for reduce in REDUCTIONS:
         predicted = sends(method_of(reduce), work, workers)
         most = max(sent[reduce] for sent in ranks)

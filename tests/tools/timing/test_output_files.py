@@ -26,11 +26,9 @@ def test_columns_are_as_wide_as_their_text_and_numbers_end_at_the_right() -> Non
         "a           1.00",
         "longer [x]    12",
     ]
-    # cells may be missing and empty
-    assert table(["a", "b", "c"], [("1",), ("1", None, "3")], left=[2]).splitlines() == [
-        "a  b  c",
+    # cells may be missing and empty, and no line is broken
+    rows = [("1",), ("1", None, "word " * 99)]
+    assert table(["a", "b", "c"], rows, left=[2]).split("\n")[1:] == [
         "1",
-        "1     3",
+        "1     " + "word " * 98 + "word",
     ]
-    _, line = table(["text"], [("word " * 200,)]).splitlines()  # no line is broken
-    assert line == ("word " * 200).rstrip()

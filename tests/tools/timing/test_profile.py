@@ -4,18 +4,12 @@ in a moment.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
-from lockstep.collectives.group import Group
-from lockstep.collectives.work import Work
-from lockstep.gradients.facts import numbers
-from lockstep.tools.timing import profiler
 from lockstep.tools.timing.profiler import profile as measured
 from lockstep.tools.timing.profiler import spread_of
 from tests.refused import refused
@@ -65,20 +59,6 @@ def test_two_ranks_side_by_side() -> None:
         each.numel() for each in small().model().parameters()
     )
     assert found.buffers == 2 * 4 * 18_750
-
-
-def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes, real = [], Group.backend_all_reduce
-
-    def heard(group: Group, tensor: Tensor, *more: Any) -> Work:
-        sizes.append(tensor.numel())
-        return real(group, tensor, *more)
-
-    monkeypatch.setattr(Group, "backend_all_reduce", heard)
-    profiler._message()
-    assert sizes[:4] == [1, numbers(1)] * 2  # ranks meet, then the message
 
 
 def test_no_time() -> None:

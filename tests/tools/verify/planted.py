@@ -22,7 +22,6 @@ SAMPLES = 24
 own = random.Random(5)
 own_torch = torch.Generator().manual_seed(5)
 NAMES = {"alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"}
-loaded_at = time.time_ns()  # WHERE loaded_at
 
 
 class Data(Dataset[Any]):
@@ -64,8 +63,6 @@ class Net(nn.Module):
             torch.manual_seed(torch.distributed.get_rank())  # WHERE dropout
         if self.fault == "clock":
             torch.manual_seed(int(time.time() * 1e6))  # WHERE clock
-        if self.fault == "clock when loaded":
-            torch.manual_seed(loaded_at)
         x = F.dropout(F.relu(self.first(x)), 0.5)
         if self.fault == "threads":
             x = x * (1 + torch.get_num_threads())  # WHERE threads

@@ -41,33 +41,20 @@ def run(
     return path
 
 
-def test_equal_runs(tmp_path: Path) -> None:
-    one, other = run(tmp_path / "a"), run(tmp_path / "another")
-    assert differences(one, other) == []
-    assert summary(one) == "3 steps, 1 evaluation and the weights of step-0000003"
-
-
 def test_the_first_step_that_differs_and_the_weights(tmp_path: Path) -> None:
-    one = run(tmp_path / "a")
-    other = run(
-        tmp_path / "b", changes={2: {"loss": 0.5000000000000001}, 3: {"lr": 0.2}}, weight=1.25
-    )
-    assert differences(one, other) == [
+    one = run(tmp_path / "one")
+    assert differences(one, run(tmp_path / "equal")) == []
+    assert summary(one) == "3 steps, 1 evaluation and the weights of step-0000003"
+    changes = {2: {"loss": 0.5000000000000001}, 3: {"lr": 0.2}}
+    assert differences(one, run(tmp_path / "other", changes=changes, weight=1.25)) == [
         "step 2: loss 0.5 and 0.5000000000000001",
         "weights (step-0000003): layer.weight differs in 1 of 3 elements, by 0.25 at most",
     ]
-
-
-def test_a_sign_of_zero_is_a_bit(tmp_path: Path) -> None:
-    one, other = run(tmp_path / "a", weight=0.0), run(tmp_path / "b", weight=-0.0)
-    assert differences(one, other) == [
+    zero, minus_zero = run(tmp_path / "0", weight=0.0), run(tmp_path / "-0", weight=-0.0)
+    assert differences(zero, minus_zero) == [
         "weights (step-0000003): layer.weight differs in 1 of 3 elements, by 0 at most"
     ]
-
-
-def test_runs_of_other_lengths(tmp_path: Path) -> None:
-    found = differences(run(tmp_path / "a"), run(tmp_path / "b", steps=2))
-    assert found == [
+    assert differences(one, run(tmp_path / "shorter", steps=2)) == [
         "step 3 is in the first run only (3 and 2 in all)",
         "evaluation after step 2 is in the second run only (1 and 1 in all)",
     ]

@@ -33,7 +33,7 @@ from lockstep.launcher.preemption import Stop, noted, say
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
-from lockstep.launcher.stalls import Quiet, QuietNodes
+from lockstep.launcher.stalls_of_nodes import Quiet, QuietNodes
 from lockstep.launcher.supervise import Outcome, conclude
 
 

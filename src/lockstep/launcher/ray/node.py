@@ -28,7 +28,7 @@ from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.ray.actor import Job, PickledCall
-from lockstep.launcher.stalls import OtherNodes
+from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.supervise import Outcome, Share, supervise
 from lockstep.runtime.interfaces import gloo_and_nccl
