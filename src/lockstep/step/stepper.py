@@ -361,6 +361,7 @@ class Stepper:
         self.update.follow()
         if self.reducer.generation != self._buffers.generation:
             # layers, perhaps with buffers, were added, replaced or frozen
+            self._buffers.restore()
             self._buffers = self._assembly.moving_buffers(self.world)
         facts = self._begin(ours)
         self.clock.tell(facts)
@@ -640,6 +641,7 @@ class Stepper:
             ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
         if self.replicas is not None and self.synchronized:
+            self._buffers.restore()
             with status.inside("checks"):
                 self.replicas.compare(self._alike(), self.steps, when or f"after step {self.steps}")
 
@@ -657,6 +659,7 @@ class Stepper:
         """
         if not self.synchronized or self.reducer.parameters[0]._version != self._version:
             return {}
+        self._buffers.restore()
         return digests(self._alike())
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
