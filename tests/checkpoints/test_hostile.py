@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 import lockstep
 from lockstep.checkpoints import files, folders, manifest
-from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.manifest import MANIFEST, SEAL, STATE, measured
 from lockstep.checkpoints.pieces import read_all
 from lockstep.errors import DamagedCheckpoint, UsageError
@@ -55,15 +54,19 @@ def saved(original: Path, tmp_path: Path) -> Path:
     return folders.folder_of(tmp_path / "saved", 2)
 
 
-def seal_again(folder: Path, edit: Callable[[Any], Any] = lambda found: found) -> None:
-    """With the sizes and digests that its files have now; `edit` may change the manifest."""
-    found = json.loads((folder / MANIFEST).read_text())
-    for each in found["files"]:
-        file = folder / each["name"]
-        each.update(bytes=file.stat().st_size, xxh3_128=measured(file).digest)
-    text = json.dumps(edit(found))
+def seal(folder: Path, text: str) -> None:
+    """Make a text its manifest."""
     (folder / MANIFEST).write_text(text)
     (folder / SEAL).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
+
+
+def seal_again(folder: Path, edit: Callable[[Any], Any] = lambda found: found) -> None:
+    """With the sizes and digests that its files have now; `edit` may change the manifest."""
+    listed = json.loads((folder / MANIFEST).read_text())
+    for entry in listed["files"]:
+        file = folder / entry["name"]
+        entry.update(bytes=file.stat().st_size, xxh3_128=measured(file).digest)
+    seal(folder, json.dumps(edit(listed)))
 
 
 def edited(value: Any, rng: random.Random) -> Any:
@@ -160,9 +163,8 @@ def test_the_number_of_a_rank_in_a_name_is_below_the_number_of_files(
 ) -> None:
     file = saved / "optimizer-00001.safetensors"
     save_file({f"method/rank-{number}/x": torch.zeros(1)}, file)
-    entry = {"name": file.name}
     listed = json.loads((saved / MANIFEST).read_text())
-    listed["files"].append(entry)
+    listed["files"].append({"name": file.name})
     (saved / MANIFEST).write_text(json.dumps(listed))
     seal_again(saved)
     assert len(files.read(saved).entries) == 4
@@ -170,42 +172,42 @@ def test_the_number_of_a_rank_in_a_name_is_below_the_number_of_files(
         Run(world, saved.parent).checkpoints.resume(step=2)
 
 
-@pytest.mark.parametrize("name", [STATE, MANIFEST])
-def test_json_that_is_nested_too_deep_is_damage(saved: Path, name: str) -> None:
-    text = "[" * 100_000
-    (saved / name).write_text(text)
-    if name == STATE:
-        seal_again(saved)
-    else:
-        (saved / SEAL).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
-    with pytest.raises(DamagedCheckpoint) as caught:
+def test_json_that_is_nested_too_deep_is_damage(saved: Path) -> None:
+    (saved / STATE).write_text("[" * 100_000)
+    seal_again(saved)
+    for name in (STATE, MANIFEST):
+        with pytest.raises(DamagedCheckpoint) as caught:
+            files.read(saved)
+        assert caught.value.file == name
+        seal(saved, "[" * 100_000)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_format_is_refused(saved: Path, version: int) -> None:
+    seal_again(saved, lambda listed: {**listed, "format": version})
+    with refused("checkpoint-format-unknown", DamagedCheckpoint, format=version, known=2):
         files.read(saved)
-    assert caught.value.file == name
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", STATE])
 def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path, name: str) -> None:
-    seal_again(
-        saved,
-        lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]},
-    )
-    missing = "model" if name != STATE else STATE
-    with refused(
-        "checkpoint-file-unreadable", DamagedCheckpoint, reason=f"ValueError: it lists no {missing}"
-    ):
+    def leave_out(listed: Any) -> Any:
+        return {**listed, "files": [entry for entry in listed["files"] if entry["name"] != name]}
+
+    seal_again(saved, leave_out)
+    reason = f"ValueError: it lists no {name.partition('.s')[0]}"
+    with refused("checkpoint-file-unreadable", DamagedCheckpoint, reason=reason):
         manifest.check(saved)
 
 
 def test_a_folder_that_has_the_name_of_another_step_is_refused(saved: Path) -> None:
     other = saved.rename(folders.folder_of(saved.parent, 25))
-    with refused(
-        "checkpoint-of-another-step", DamagedCheckpoint, checkpoint="step-0000025", step=2
-    ):
+    with refused("checkpoint-of-another-step", DamagedCheckpoint, step=2):
         files.read(other)
     assert files.read(other.rename(other.with_name("renamed"))).step == 2
-    found: tuple[Checkpoint | None, Any] = files.newest_whole(saved.parent)
-    assert found[0] is not None
-    assert found[0].step == 1
+    newest, _ = files.newest_whole(saved.parent)
+    assert newest is not None
+    assert newest.step == 1
 
 
 @pytest.mark.parametrize("name", [SEAL, MANIFEST, "model.safetensors", folders.BEST])
@@ -221,9 +223,14 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved: Path, name: str) -> 
     assert caught.value.file == name
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}']
-)
-def test_a_mark_of_the_best_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / folders.BEST).write_text(text)
-    assert files.best(tmp_path) is None
+def test_a_mark_of_the_best_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}'):
+        (tmp_path / folders.BEST).write_text(text)
+        assert files.best(tmp_path) is None
+
+
+def test_a_manifest_that_names_other_files_is_refused(saved: Path) -> None:
+    for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
+        manifest.seal(saved, 2, [manifest.SealedFile(name, 1, "0" * 64)])
+        with refused("checkpoint-file-unreadable", DamagedCheckpoint):
+            files.read(saved)

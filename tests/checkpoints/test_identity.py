@@ -19,11 +19,8 @@ def test_it_is_the_raw_bytes_in_the_order_of_sorted_names() -> None:
         "a": torch.tensor([[3, 4], [5, 6]]).t(),
         "c": torch.tensor(7, dtype=torch.int16),
     }
-    raw = (
-        bytes(torch.tensor([3, 5, 4, 6]).numpy().data)
-        + bytes(tensors["b"].numpy().data)
-        + (7).to_bytes(2, "little")
-    )
+    parts = torch.tensor([3, 5, 4, 6]), tensors["b"], tensors["c"]
+    raw = b"".join(part.numpy().tobytes() for part in parts)
     assert sha256(tensors) == hashlib.sha256(raw).hexdigest()
 
 

@@ -1,12 +1,11 @@
-"""An oracle for schedules that knows nothing of prove(): run the messages on Python integers and
-read off who was counted, and how often.
-"""
+"""An oracle for schedules: run the messages on Python integers and read off who was counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,53 +90,43 @@ def written_out(built: Schedule) -> Schedule:
     return replace(built, rounds=tuple(rounds))
 
 
+Message = tuple[int, int, int, int]
+"""From rank, to rank, first cell, number of cells."""
+
+
+def a_round(messages: Sequence[Message], reduce: bool) -> Round:
+    src, dst, cell, count = np.array(messages, dtype=np.int64).reshape(-1, 4).T
+    return together(src, dst, cell, reduce=reduce, count=count)
+
+
 def mutants(built: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Every schedule that differs in one message, or in what one round does with what arrives;
-    with what was done to it.
-    """
+    """Every schedule that differs in one message or one round; with what was done to it."""
     plain = written_out(built)
     for number, each in enumerate(plain.rounds):
 
         def changed(*instead: Round, number: int = number) -> Schedule:
-            return replace(
-                plain, rounds=(*plain.rounds[:number], *instead, *plain.rounds[number + 1 :])
-            )
+            rounds = (*plain.rounds[:number], *instead, *plain.rounds[number + 1 :])
+            return replace(plain, rounds=rounds)
 
         yield "exchanged copy and reduce", changed(replace(each, reduce=not each.reduce))
-        for i in range(len(each)):
-            src, dst, cell, count = (
-                int(part[i]) for part in (each.src, each.dst, each.cell, each.count)
-            )
-            again = together(src, dst, cell, reduce=each.reduce, count=count)
-            yield "dropped", changed(_without(each, i))
+        columns = (each.src, each.dst, each.cell, each.count)
+        messages = list(zip(*(column.tolist() for column in columns), strict=True))
+        for i, (src, dst, cell, count) in enumerate(messages):
+            others = messages[:i] + messages[i + 1 :]
+            again = a_round([messages[i]], each.reduce)
+            instead = [
+                *(("another receiver", (src, rank, cell, count)) for rank in range(built.world)),
+                *(("another sender", (rank, dst, cell, count)) for rank in range(built.world)),
+            ]
+            yield "dropped", changed(a_round(others, each.reduce))
             yield "doubled in a later round", changed(each, again)
-            yield "doubled in its round", changed(_with(each, i, src, dst, extra=True))
-            for rank in range(built.world):
-                if rank not in (src, dst):
-                    yield "another receiver", changed(_with(each, i, src, rank))
-                    yield "another sender", changed(_with(each, i, rank, dst))
+            yield "doubled in its round", changed(a_round([*messages, messages[i]], each.reduce))
+            for change, message in instead:
+                if message != messages[i] and message[0] != message[1]:
+                    yield change, changed(a_round([*others, message], each.reduce))
             if count > 1:
-                yield "one cell less", changed(_with(each, i, src, dst, count=count - 1))
-
-
-def _without(each: Round, i: int) -> Round:
-    keep = [k for k in range(len(each)) if k != i]
-    return replace(
-        each, src=each.src[keep], dst=each.dst[keep], cell=each.cell[keep], count=each.count[keep]
-    )
-
-
-def _with(
-    each: Round, i: int, src: int, dst: int, *, count: int | None = None, extra: bool = False
-) -> Round:
-    keep = [*range(len(each)), i] if extra else list(range(len(each)))
-    sources, targets, cells, counts = (
-        part[keep].copy() for part in (each.src, each.dst, each.cell, each.count)
-    )
-    sources[i], targets[i] = src, dst
-    if count is not None:
-        counts[i] = count
-    return replace(each, src=sources, dst=targets, cell=cells, count=counts)
+                fewer = (src, dst, cell, count - 1)
+                yield "one cell less", changed(a_round([*others, fewer], each.reduce))
 
 
 def folded(parts: Sequence[Tensor]) -> Tensor:

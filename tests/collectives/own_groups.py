@@ -1,18 +1,18 @@
-"""Groups that a test may break."""
+"""Groups that a test may break, and worlds over several hosts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+import lockstep
 from lockstep.collectives.group import Group
 from lockstep.world.world import World
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @contextmanager
@@ -33,3 +33,22 @@ def group_of_its_own(world: World, *parts: Sequence[int]) -> Iterator[Group]:
     finally:
         group.forget()
         dist.destroy_process_group(own)
+
+
+@contextmanager
+def on_hosts(world: World, counts: Sequence[int], **options: Any) -> Iterator[World]:
+    """The same ranks again, said to be on several hosts with `counts` ranks each."""
+    rank, size = world.rank, world.size
+    world.close()
+    hosts = [(host, local) for host, count in enumerate(counts) for local in range(count)]
+    host, local = hosts[rank]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(counts[host]),
+        GROUP_RANK=str(host),
+    )
+    options.setdefault("timeout", timedelta(seconds=30))
+    with lockstep.init(backend="gloo", **options) as apart:
+        yield apart

@@ -1,6 +1,4 @@
-"""Ranks on several hosts compare their collectives too, where it is asked for. The hosts are
-this one, under other names.
-"""
+"""Ranks on several hosts compare collectives where asked to. The hosts are this one, renamed."""
 
 from __future__ import annotations
 
@@ -25,28 +23,20 @@ from lockstep.errors import (
     WorkerFailed,
 )
 from lockstep.testing import run_ranks
-from tests.refused import refused
+from tests.collectives.own_groups import on_hosts
 
 
 @contextmanager
-def on_hosts_of_their_own(world: lockstep.World, timeout: float = 20) -> Iterator[lockstep.World]:
+def compared(world: lockstep.World, timeout: float = 20) -> Iterator[lockstep.World]:
     """The same ranks again, each said to be alone on its host."""
-    rank, size = world.rank, world.size
-    world.close()
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        GROUP_RANK=str(rank),
-    )
-    with lockstep.init(backend="gloo", tags="all", timeout=timedelta(seconds=timeout)) as apart:
+    options = {"tags": "all", "timeout": timedelta(seconds=timeout)}
+    with on_hosts(world, [1] * world.size, **options) as apart:
         assert isinstance(apart.group.fingerprints, ExchangedFingerprints)
         yield apart
 
 
 def different_kinds(world: lockstep.World) -> str:
-    with on_hosts_of_their_own(world) as apart:
+    with compared(world) as apart:
         collectives.all_reduce(torch.ones(2))
         try:
             if apart.rank == 2:
@@ -59,20 +49,20 @@ def different_kinds(world: lockstep.World) -> str:
 
 
 def test_a_mismatch_is_told_on_all_ranks_before_anything_is_sent() -> None:
-    found = run_ranks(different_kinds, 3)
-    assert len(set(found)) == 1
+    first, *others = run_ranks(different_kinds, 3)
+    assert others == [first] * 2
     assert re.fullmatch(
         r"#2: ranks 0,1 all_reduce sum f32\[1024\] at test_exchanged_fingerprints.py:\d+; rank 2 all_gather"
         r" i64\[\*\] at test_exchanged_fingerprints.py:\d+\. "
         r"All ranks must call the same collectives in the same order\. \[collective-mismatch\]",
-        found[0],
+        first,
     )
 
 
 def training(world: lockstep.World) -> tuple[list[float], list[float]]:
     model = torch.nn.Linear(3, 1)
     x = torch.full((4, 3), 1.0 + world.rank)
-    with on_hosts_of_their_own(world) as apart:
+    with compared(world) as apart:
         stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in stepper.micro_batches([x][: apart.rank + 1]):
             stepper.backward(model(batch).sum(), weight=4)
@@ -85,7 +75,7 @@ def training(world: lockstep.World) -> tuple[list[float], list[float]]:
 
 def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
     try:
-        with on_hosts_of_their_own(world, timeout=5) as apart:
+        with compared(world, timeout=5) as apart:
             if apart.rank == 1:
                 apart._store.wait(["the others gave up"], timedelta(minutes=5))
                 raise KeyboardInterrupt
@@ -126,7 +116,7 @@ def test_training_goes_on_as_without_and_a_rank_that_does_not_come_is_named() ->
 
 
 def one_rank_dies(world: lockstep.World) -> None:
-    with on_hosts_of_their_own(world) as apart:
+    with compared(world) as apart:
         collectives.all_reduce(torch.ones(2))
         if apart.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -143,8 +133,3 @@ def test_a_rank_that_has_died_is_named() -> None:
         run_ranks(one_rank_dies, 2)
     assert failed.value.rank == 1
     assert "SIGKILL" in str(failed.value)
-
-
-def test_an_unknown_way_to_compare_is_refused() -> None:
-    with refused("unknown-choice", name="tags", value="some", choices=["host", "all", "off"]):
-        lockstep.init(tags="some")  # type: ignore[arg-type]

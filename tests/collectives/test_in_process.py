@@ -1,6 +1,4 @@
-"""Schedules over a list of tensors in one process, against torch's own functions on the stacked
-tensors.
-"""
+"""Schedules over a list of tensors in one process, against torch's functions on their stack."""
 
 from __future__ import annotations
 
@@ -37,17 +35,12 @@ MEANINGFUL = {
 
 
 def everyones(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Different data on every rank; factors of small whole numbers, so that a product of eight
-    is exact.
-    """
+    """Different data on every rank; small whole numbers, so that a product of eight is exact."""
     generator = torch.Generator().manual_seed(world)
     drawn = [torch.randint(-2, 3, shape, generator=generator) for _ in range(world)]
     if dtype.is_complex:
         return [
-            torch.complex(each.float(), torch.roll(each.float().reshape(-1), 1).view(shape)).to(
-                dtype
-            )
-            for each in drawn
+            torch.complex(each.double(), torch.roll(each.double(), 1)).to(dtype) for each in drawn
         ]
     return [each.to(dtype) for each in drawn]
 
@@ -75,17 +68,6 @@ def test_all_reduce(name: str, dtype: torch.dtype) -> None:
                     torch.testing.assert_close(
                         tensor, want, msg=lambda text, at=(world, op, shape): f"{at}: {text}"
                     )
-
-
-@pytest.mark.parametrize("name", ["tree", "recursive_doubling", "halving_doubling"])
-def test_the_bits_are_those_of_the_balanced_tree(name: str) -> None:
-    a, b, c, d = torch.randn(4, 1003, generator=torch.Generator().manual_seed(0))
-    tree, chain = (a + b) + (c + d), ((a + b) + c) + d
-    assert not torch.equal(tree, chain)
-    assert torch.equal(
-        in_process.all_reduce([a.clone(), b.clone(), c.clone(), d.clone()], "sum", name)[0], tree
-    )
-    assert torch.equal(in_process.all_reduce([a, b, c, d], "sum", "central")[0], chain)
 
 
 @pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
@@ -142,41 +124,27 @@ def same(found: list[list[Tensor]], want: list[list[Tensor]]) -> None:
         torch.testing.assert_close(row, wanted, rtol=0, atol=0)
 
 
-def test_what_came_is_a_copy() -> None:
-    own = pieces(3, torch.float32)
-    before = [each.clone() for each in own]
-    for row in in_process.all_gather(own):
-        for each in row:
-            each.fill_(-1)
-    same([own], [before])
-
-
-def test_scalars_are_gathered() -> None:
+def test_scalars_are_gathered_and_what_came_is_a_copy() -> None:
     own = [torch.tensor(float(rank)) for rank in range(3)]
-    assert in_process.all_gather(own)[2] == own
     assert in_process.gather(own, root=1) == own
+    gathered = in_process.all_gather(own)
+    assert gathered == [own] * 3
+    for row in gathered:
+        for tensor in row:
+            tensor.fill_(-1)
+    assert own == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", algorithms_of("all_reduce"))
 def test_tensors_that_are_not_contiguous(name: str) -> None:
     wholes = [torch.arange(24.0).view(4, 6) * (rank + 1) for rank in range(3)]
-    views = [wholes[0].t()[::2], wholes[1].t()[::2], wholes[2].t()[::2]]
-    want = torch.stack([view.clone() for view in views]).sum(0)
-    untouched = [whole[:, 1::2].clone() for whole in wholes]
+    want = wholes[0].clone()
+    want[:, ::2] *= 6
+    views = [whole.t()[::2] for whole in wholes]
     in_process.all_reduce(views, "sum", name, ranks_per_node=2 if name == "hierarchical" else None)
-    for whole, view, rest in zip(wholes, views, untouched, strict=True):
-        assert torch.equal(view, want)
-        assert torch.equal(whole[:, ::2], want.t())
-        assert torch.equal(whole[:, 1::2], rest)
-
-
-def test_parameters_are_changed_in_place_without_a_graph() -> None:
-    parameters = [torch.nn.Parameter(torch.full((3,), float(rank))) for rank in range(3)]
-    in_process.all_reduce(parameters, "mean")
-    assert all(
-        torch.equal(parameter, torch.ones(3)) and parameter.grad_fn is None
-        for parameter in parameters
-    )
+    for rank, whole in enumerate(wholes):
+        want[:, 1::2] = torch.arange(24.0).view(4, 6)[:, 1::2] * (rank + 1)
+        assert torch.equal(whole, want)
 
 
 ONE, TWO = torch.ones(2), torch.ones(3)
@@ -200,13 +168,7 @@ def test_no_ranks_and_mixed_dtypes_are_refused(kind: str) -> None:
         ("broadcast", ([ONE, ONE.int()],), "tensors-not-alike", {"rank": 1, "form": "i32[2]"}),
         ("all_to_all", ([[ONE, ONE], [ONE]],), "tensors-not-one-a-rank", {"count": 1, "size": 2}),
         ("reduce_scatter", ([torch.tensor(1.0)] * 2,), "collective-without-rows", {}),
-        ("all_reduce", ([ONE], "median"), "unknown-choice", {"value": "median"}),
         ("all_reduce", ([ONE.int()], "mean"), "mean-of-integers", {"dtype": "int32"}),
-        ("all_reduce", ([ONE.bool()], "sum"), "op-of-bool", {"op": "sum"}),
-        ("all_reduce", ([ONE.cfloat()], "max"), "op-of-complex", {"op": "max"}),
-        ("all_reduce", ([ONE], "sum", "rong"), "unknown-algorithm", {"algorithm": "rong"}),
-        ("all_reduce", ([ONE], "sum", "hierarchical"), "wrong-value", {"name": "ranks_per_node"}),
-        ("reduce", ([ONE, ONE], 2), "root-outside-group", {"root": 2, "size": 2}),
     ],
 )
 def test_what_cannot_work_is_said(

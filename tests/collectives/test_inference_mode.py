@@ -1,6 +1,4 @@
-"""Tensors of torch.inference_mode in every collective: inside of the mode, outside of it, and
-begun inside and ended outside.
-"""
+"""Tensors of torch.inference_mode in every collective: in the mode, outside, and across."""
 
 from __future__ import annotations
 
@@ -14,50 +12,39 @@ from lockstep import collectives
 from tests.teams import on_team
 
 
-def every_collective(world: lockstep.World, algorithm: Any) -> list[list[float]]:
-    found: list[list[float]] = []
+def every_collective(world: lockstep.World, algorithm: Any) -> list[Any]:
+    results: list[Any] = []
     rank, size = world.rank, world.size
     moving: Any = "auto" if algorithm == "ring" else algorithm
-
-    def note(*results: torch.Tensor) -> None:
-        found.extend(tensor.flatten().tolist() for tensor in results)
-
     with torch.inference_mode():
-        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t() + rank
+        local = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t() + rank
         ordinary = torch.ones(2) * rank
-        total = mine.clone()
+        total, mean = local.clone(), local.clone()
         assert collectives.all_reduce(total, algorithm=algorithm) is total
-        begun = collectives.all_reduce(
-            tensor := mine.clone(), "mean", algorithm=algorithm, async_op=True
-        )
-    assert begun.wait() is tensor
-    note(total, tensor)
+        begun = collectives.all_reduce(mean, "mean", algorithm=algorithm, async_op=True)
+    assert begun.wait() is mean
+    results += [total.clone(), mean]
     for inside in (True, False):
         with torch.inference_mode(inside):
-            note(collectives.broadcast(mine.clone() if inside else total, 1, algorithm=moving))
-            note(
-                collectives.reduce_scatter(mine, algorithm=algorithm),
-                collectives.all_gather(mine, algorithm=algorithm),
-            )
+            sent = local.clone() if inside else total
+            results.append(collectives.broadcast(sent, 1, algorithm=moving))
+            results.append(collectives.reduce_scatter(local, algorithm=algorithm))
+            results.append(collectives.all_gather(local, algorithm=algorithm))
             if algorithm != "shared_memory":
-                note(collectives.reduce(total, 0), *(collectives.gather(mine) or []))
-                note(
-                    collectives.scatter(tensors=[mine] * size if rank == 0 else None),
-                    *collectives.all_to_all([mine] * size),
-                )
+                collectives.reduce(total, 0)
+                collectives.gather(local)
+                collectives.scatter(tensors=[local] * size if rank == 0 else None)
+                collectives.all_to_all([local] * size)
     with torch.inference_mode():
-        note(collectives.all_reduce(ordinary, algorithm=algorithm))
-    return found
+        results.append(collectives.all_reduce(ordinary, algorithm=algorithm))
+    return [result.tolist() for result in results]
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
 def test_results_are_those_of_ordinary_tensors(algorithm: str) -> None:
-    found = on_team(every_collective, 2, args=(algorithm,))
     both = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
-    for rank, mine in enumerate(found):
-        assert mine[0] == (2 * both + 1).flatten().tolist()
-        assert mine[1] == (both + 0.5).flatten().tolist()
-        assert mine[2] == (both + 1).flatten().tolist()
-        assert mine[3] == (2 * both + 1)[rank].tolist()
-        assert mine[4] == torch.cat([both, both + 1]).flatten().tolist()
-        assert mine[-1] == [1.0, 1.0]
+    for rank, results in enumerate(on_team(every_collective, 2, args=(algorithm,))):
+        assert results[:3] == [(2 * both + 1).tolist(), (both + 0.5).tolist(), (both + 1).tolist()]
+        assert results[3] == (2 * both + 1)[rank : rank + 1].tolist()
+        assert results[4] == torch.cat([both, both + 1]).tolist()
+        assert results[-1] == [1.0, 1.0]

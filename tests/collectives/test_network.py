@@ -1,6 +1,4 @@
-"""Times of schedules against the closed formulas of the docstrings (Hockney's model; Thakur,
-Rabenseifner and Gropp, 2005).
-"""
+"""Times of schedules against closed formulas (Thakur, Rabenseifner and Gropp, 2005)."""
 
 from __future__ import annotations
 
@@ -53,7 +51,8 @@ POWERS_OF_TWO: dict[tuple[Kind, str], Formula] = {
 
 @pytest.mark.parametrize(("kind", "name"), ANY_WORLD)
 def test_closed_formulas(kind: Kind, name: str) -> None:
-    for world in (*range(1, 18), 32, 64, 100, 128):
+    large = [65_536] if name in ("ring", "tree") and kind == "all_reduce" else []
+    for world in (*range(1, 18), 32, 64, 100, 128, *large):
         assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(
             ANY_WORLD[kind, name](world), rel=1e-12
         )
@@ -82,9 +81,7 @@ def test_hierarchical(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_way_out_of_a_node_is_shared_by_its_ranks(ranks: int) -> None:
-    """In the last round of recursive doubling every rank of node 0 exchanges everything with its
-    partner on node 1.
-    """
+    """In the last round of recursive doubling every rank of node 0 sends to node 1."""
     network = Network(within=Link(0.0, 1e12), between=Link(2e-6, 1e10), ranks_per_node=ranks)
     built = schedule("all_reduce", "recursive_doubling", 2 * ranks)
     assert network.time(built, S) == pytest.approx(
@@ -96,20 +93,6 @@ def test_a_ring_crosses_the_way_out_once_a_node() -> None:
     network = Network(within=Link(1e-6, 1e11), between=Link(5e-6, 1e10), ranks_per_node=8)
     built = schedule("all_reduce", "ring", 32)
     assert network.time(built, S) == pytest.approx(2 * 31 * (5e-6 + S / 32 / 1e10), rel=1e-12)
-
-
-def test_one_node_knows_no_network() -> None:
-    network = Network(within=Link(A, 1 / B), between=Link(1.0, 1.0), ranks_per_node=8)
-    assert network.time(schedule("all_reduce", "ring", 8), S) == FLAT.time(
-        schedule("all_reduce", "ring", 8), S
-    )
-
-
-def test_65_536_ranks() -> None:
-    for name in ("ring", "tree"):
-        assert FLAT.time(schedule("all_reduce", name, 65_536), S) == pytest.approx(
-            ANY_WORLD["all_reduce", name](65_536), rel=1e-12
-        )
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -1,6 +1,4 @@
-"""The proof accepts every schedule there is, and no schedule that differs from it in one
-message, unless that one is right as well.
-"""
+"""The proof accepts every schedule, and none that differs in one message unless it is right too."""
 
 from __future__ import annotations
 
@@ -11,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.prove import prove, written
 from lockstep.collectives.schedule import Kind, Round, Schedule, together
 from lockstep.errors import ScheduleError
-from tests.collectives.numbers import NAMED, ROOTED, counts_right, mutants, schedules, written_out
+from tests.collectives.numbers import NAMED, ROOTED, counts_right, mutants, schedules
 from tests.refused import refused
 
 
@@ -59,9 +55,7 @@ def test_every_schedule_is_proved_and_all_ranks_add_in_the_same_order(
 
 @pytest.mark.parametrize(("kind", "name"), NAMED)
 def test_a_schedule_with_one_wrong_message_is_rejected(kind: Kind, name: str) -> None:
-    """A message that takes another way can be part of another right schedule (who has a cell may
-    send it as well); then the oracle says so too.
-    """
+    """Where the changed schedule is right too, as by another sender, the oracle says so."""
     seen, right = Counter[str](), Counter[str]()
     for built in (each for world in range(2, 7) for each in schedules(kind, name, world)):
         for change, mutant in mutants(built):
@@ -77,43 +71,6 @@ def test_a_schedule_with_one_wrong_message_is_rejected(kind: Kind, name: str) ->
     } <= set(seen)
     assert set(right) <= {"another sender", "another receiver"}, right
     assert right.total() < seen.total() / 2
-
-
-def ways(built: Schedule) -> list[tuple[int, int]]:
-    return [(int(each.src[0]), int(each.dst[0])) for each in built.rounds]
-
-
-def test_which_mutants_are_right_schedules_too() -> None:
-    """Rank 1 may pass on what it has; and a sum may be collected by way of another rank."""
-    passed_on = [
-        mutant for _, mutant in mutants(schedule("broadcast", "central", 3)) if accepted(mutant)
-    ]
-    assert [ways(mutant) for mutant in passed_on] == [[(0, 1), (1, 2)]]
-    collected = [
-        mutant for _, mutant in mutants(schedule("reduce", "central", 3)) if accepted(mutant)
-    ]
-    assert [ways(mutant) for mutant in collected] == [[(1, 2), (2, 0)]]
-    assert prove(collected[0]).orders == {0: "(0+(1+2))"}
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_what_is_accepted_is_right_also_after_several_changes(data: st.DataObject) -> None:
-    kind, name = data.draw(st.sampled_from(NAMED))
-    built = data.draw(st.sampled_from(list(schedules(kind, name, data.draw(st.integers(2, 5))))))
-    for _ in range(data.draw(st.integers(1, 3))):
-        every = list(mutants(built))
-        if not every:
-            break
-        built = every[data.draw(st.integers(0, len(every) - 1))][1]
-    if accepted(built):
-        assert counts_right(built)
-
-
-@pytest.mark.parametrize(("kind", "name"), NAMED)
-def test_rounds_written_out_are_the_same_schedule(kind: Kind, name: str) -> None:
-    for built in (each for world in range(1, 9) for each in schedules(kind, name, world)):
-        assert prove(written_out(built)) == prove(built)
 
 
 add, copy = partial(together, reduce=True), partial(together, reduce=False)
@@ -142,9 +99,7 @@ def test_what_is_wrong_is_said(
 
 
 def test_ranks_that_add_in_different_orders_are_told() -> None:
-    """Everyone adds its left neighbour's, then what the rank opposite has: complete in two
-    rounds, and not the same bits.
-    """
+    """Everyone adds its left neighbour's, then what the rank opposite has."""
     ranks = np.arange(4)
     rounds = (add(ranks, (ranks + 1) % 4), add(ranks, (ranks + 2) % 4))
     proof = prove(Schedule("by hand", "all_reduce", 4, 1, rounds))
@@ -154,8 +109,7 @@ def test_ranks_that_add_in_different_orders_are_told() -> None:
 
 def test_an_order_is_written_with_the_lesser_rank_first() -> None:
     assert written(((3, 2), (1, 0))) == "((0+1)+(2+3))"
-    assert written(5) == "5"
     long: object = 0
-    for rank in range(1, 5000):
+    for rank in range(1, 5000):  # deeper than Python recurses
         long = (long, rank)
     assert written(long).startswith("(" * 4999 + "0+1)+2)")  # type: ignore[arg-type]

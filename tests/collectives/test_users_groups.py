@@ -1,6 +1,4 @@
-"""Process groups that the user's own code opened, and no World has adopted: their collectives are
-compared, and go through the memory of the host.
-"""
+"""Process groups of the user's own: compared, and summed through the memory of the host."""
 
 from __future__ import annotations
 
@@ -86,28 +84,15 @@ def differ(world: lockstep.World) -> str:
     return str(refusal.value.values["calls"])
 
 
-def patient(world: lockstep.World) -> float:
-    """Ranks wait as long as the user said."""
-    with opened(world, timeout=timedelta(seconds=2)) as rank:
-        collectives.all_reduce(torch.zeros(1))
-        if rank == 1:
-            world._store.wait(["given up"], timedelta(minutes=5))
-            return 0.0
-        with refused("collective-timeout", CollectiveTimeout, missing=[1]) as refusal:
-            collectives.all_reduce(torch.zeros(1))
-        world._store.set("given up", "")
-    return float(refusal.value.values["seconds"])
-
-
 def first_alone(world: lockstep.World, folder: Path) -> tuple[float, bool]:
-    """Rank 1 comes to the very first collective when rank 0 has given up; then both do it. Whether
-    rank 0 still seems to wait in between.
+    """Rank 1 comes to the very first collective when rank 0 has waited as long as the user said;
+    then both do it. Whether rank 0 still seems to wait in between.
     """
     store = world._store
     with opened(world, timeout=timedelta(seconds=2)) as rank:
         status.open_page(folder, rank)
         if rank == 0:
-            with refused("collective-timeout", CollectiveTimeout, missing=[1]):
+            with refused("collective-timeout", CollectiveTimeout, missing=[1], seconds=2.0):
                 collectives.all_reduce(torch.zeros(1))
             store.set("given up first", "")
         store.wait(["given up first"], timedelta(minutes=5))
@@ -144,13 +129,13 @@ def then_adopted(world: lockstep.World) -> list[float]:
 
 
 def of_two(world: lockstep.World, folder: Path) -> list[Any]:
-    functions = (apart, differ, freed, then_adopted, patient)
+    functions = (apart, differ, freed, then_adopted)
     return [function(world) for function in functions] + [first_alone(world, folder)]
 
 
 def test_groups_of_two_ranks(tmp_path: Path) -> None:
-    for rank, results in enumerate(run_ranks(of_two, 2, args=(tmp_path,))):
-        over_the_backend, calls, memory_freed, sums, seconds, after_timeout = results
+    for results in run_ranks(of_two, 2, args=(tmp_path,)):
+        over_the_backend, calls, memory_freed, sums, after_timeout = results
         assert over_the_backend == (True, 3.0)
         assert re.fullmatch(
             r"rank 0 all_reduce sum f32\[40000\] at test_users_groups.py:\d+; "
@@ -159,5 +144,5 @@ def test_groups_of_two_ranks(tmp_path: Path) -> None:
         )
         assert memory_freed
         assert sums == [3.0, 0.5, 5.0]
-        assert seconds == [2.0, 0.0][rank]
+
         assert after_timeout == (3.0, False)

@@ -1,6 +1,4 @@
-"""Gradients by our own schedules: every message of several buckets is counted. The gradients
-themselves: promises/test_same_gradients.py.
-"""
+"""The bytes of gradients by our own schedules. The gradients: promises/test_same_gradients.py."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.gradients.reductions import reduction
-from tests.refused import refused
 from tests.step import walking  # noqa: F401 - it starts the thread of a team's rank
 from tests.teams import on_team
 
@@ -41,10 +37,3 @@ def test_every_byte_is_counted(workers: int) -> None:
     share = 2 * (workers - 1) / workers * BYTES
     for reduce in ("ring", "halving_doubling") if workers != 3 else ("ring",):
         assert on_team(sent, workers, (reduce,)) == pytest.approx([share] * workers, rel=0.01)
-
-
-def test_an_unknown_one_lists_the_known() -> None:
-    with refused("unknown-choice", name="reduce", value="star") as caught:
-        reduction("star", None)  # type: ignore[arg-type]
-    known = {"auto", "native", "central", "ring", "tree", "halving_doubling"}
-    assert known < set(caught.value.values["choices"])

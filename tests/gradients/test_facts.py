@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from torch import Tensor
 
-from lockstep.collectives.work import Done
-from lockstep.gradients.facts import Facts, FactsMessage, numbers
+from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.world.world import World
 from tests.teams import on_team
 
@@ -40,23 +35,3 @@ def test_what_each_rank_says_stands_at_its_own_place() -> None:
                 digests_by_rank=(0.0, 2.0**51 + 1, 2.0**52),
                 digesting_by_rank=(0.0, 0.5, 1.0),
             )
-
-
-class Weighed:
-    """A group that only looks at what it is given."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size, self.bytes = size, 0
-
-    def all_reduce(self, tensor: Tensor, place: str) -> Done:
-        self.bytes += tensor.nbytes
-        return Done()
-
-
-@pytest.mark.parametrize("size", [1, 2, 64])
-def test_a_message_is_as_long_as_plans_are_told(size: int) -> None:
-    group: Any = Weighed(size)
-    FactsMessage(group, torch.device("cpu")).send(stop=False, newly_moving=False)
-    assert group.bytes == 8 * numbers(size)

@@ -15,7 +15,7 @@ from tests.launcher.commands import python
 
 # The sum tells which ranks have met: each has another value.
 _JOIN = """
-import os, torch
+import os, time, torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -61,6 +61,7 @@ import lockstep, lockstep.collectives
 rank = int(os.environ["RANK"])
 by_url = joined({_BY_URL})
 os.environ["MASTER_ADDR"] = "localhost"
+time.sleep(0.3 * (1 - rank))  # rank 1 finds what the first group has left in the store
 print(rank, joined(), by_url)
 os.environ["MASTER_PORT"] = "{port}"
 dist.init_process_group("gloo", rank=rank, world_size=2)

@@ -20,9 +20,7 @@ MLP_PLAN = {"0": "colwise", "2": "rowwise"}
 
 
 class Odd(nn.Module):
-    """Sizes that nothing divides, a frozen layer, a tied one, a vector with fewer elements than
-    ranks, a buffer.
-    """
+    """Sizes that nothing divides, a frozen and a tied layer, few elements, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

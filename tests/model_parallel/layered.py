@@ -1,6 +1,4 @@
-"""Models that are cut in tests, small and made so that a wrong cut is seen; and what no cut model
-may do.
-"""
+"""Models that are cut in tests, made so that a wrong cut is seen."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class Halves(nn.Module):
 
 
 class Reader(nn.Module):
-    """Token ids [batch, length] -> [batch, 5, length]: additions and a root's own parameter
-    between modules, a view at the end.
-    """
+    """Token ids [batch, length] -> [batch, 5, length], with operations between modules."""
 
     def __init__(
         self, depth: int = 6, width: int = 6, dropout: float = 0.0, tied: bool = False

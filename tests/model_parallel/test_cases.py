@@ -1,12 +1,10 @@
-"""Edges of training a split model: tied and frozen weights, short last windows, idle ranks,
-other schedules and updates, bf16, layers named by the task.
-"""
+"""Edges of training a split model: tied and frozen weights, short windows, idle ranks, bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +21,7 @@ from lockstep.gradients import reductions
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
 from tests.model_parallel.layered import Turned, objects_refused, reader
+from tests.teams import on_team
 
 WIDTH, WORDS, LENGTH = 8, 11, 4
 
@@ -78,12 +77,11 @@ def zero_rate(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """As many do: no weight decay for what has one dim. A stage may have nothing of one kind."""
+    """No weight decay for what has one dim. A stage may have nothing of one kind."""
     flat = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     deep = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    return torch.optim.AdamW(
-        [{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}], lr=1e-2
-    )
+    groups = [{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -106,90 +104,51 @@ def task(model: Any, samples: int = 10, **changes: Any) -> lockstep.Task:
     return lockstep.Task(model=model, train_data=data, loss=loss, **(fields | changes))
 
 
-# -- as one process ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """A training that ends as that of one process."""
+    """A training that ends as that of one process. `changes` are the task's, `options` those of
+    `train` for the split training. `two_ways`: one group along the data axis finds that the backend
+    sums fastest, the other that memory does, as on a busy host.
+    """
 
     model: Callable[[], nn.Module]
     mesh: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `train`, for the split training."""
+    _: KW_ONLY
     precision: str = "fp32"
     rel: float = 1e-4
     two_ways: bool = False
-    """One group along the data axis finds that the backend sums fastest, the other that memory
-    does, as on a busy host.
-    """
     losses: bool = True
 
 
 IDLE = {"global_batch": 4, "micro_batch": 2, "samples": 9}
 """Steps of two micro-batches; the last step of an epoch has one sample."""
+STILL = {"optimizer": zero_rate}
+"""The weights stay, so that the evaluation is that of one process."""
+GROUPS, SHARDED = {"optimizer": two_groups}, {"update": "sharded"}
 CASES = {
-    **{
-        f"tied weights, short windows, {schedule}": Case(
-            model=tied, mesh="pipeline=2", options={"schedule": schedule}
-        )
-        for schedule in ("naive", "gpipe", "1f1b")
-    },
-    **{
-        f"tied weights over {mesh}": Case(model=tied, mesh=mesh)
-        for mesh in ("pipeline=3", "data=2,pipeline=2", "shard=3")
-    },
-    "frozen layers over data": Case(model=frozen, mesh="data=3"),
-    **{
-        f"frozen layers, groups of parameters over {mesh}": Case(
-            model=frozen, mesh=mesh, changes={"optimizer": two_groups}
-        )
-        for mesh in ("pipeline=2", "shard=2")
-    },
-    **{
-        f"ranks without a micro-batch over {mesh}": Case(model=tied, mesh=mesh, changes=IDLE)
-        for mesh in ("shard=4", "data=2,shard=2")
-    },
-    **{
-        f"the sharded update on a pipeline, {name}": Case(
-            model=wide, mesh="data=2,pipeline=2", changes=changes, options={"update": "sharded"}
-        )
-        for name, changes in (("AdamW", {"optimizer": two_groups}), ("clipped", {"clip": 0.02}))
-    },
-    **{
-        f"bf16 over {mesh}": Case(model=tied, mesh=mesh, precision="bf16", rel=3e-2)
-        for mesh in ("pipeline=2", "shard=2")
-    },
-    # with a rate of next to nothing the weights stay, and the evaluation is one process's
-    **{
-        f"no dropout in evaluation, {schedule}": Case(
-            model=dropping,
-            mesh="pipeline=2",
-            changes={"optimizer": zero_rate},
-            options={"schedule": schedule},
-            losses=False,
-        )
-        for schedule in ("gpipe", "1f1b")
-    },
-    "layers named by the task": Case(
-        model=wide, mesh="pipeline=3", changes={"parts": Parts(layers=list)}
-    ),
-    **{
-        f"tensor parts over {mesh}": Case(model=pair, mesh=mesh, changes={"parts": PAIR})
-        for mesh in ("tensor=2", "data=2,tensor=4")
-    },
-    "a norm over parts that are summed in different ways, tensor": Case(
-        model=pair, mesh="data=2,tensor=2", changes={"parts": PAIR, "clip": 0.02}, two_ways=True
-    ),
-    "a norm over parts that are summed in different ways, pipeline": Case(
-        model=pair,
-        mesh="data=2,pipeline=2",
-        changes={"clip": 0.02},
-        options={"update": "sharded"},
-        two_ways=True,
-    ),
+    "naive": Case(tied, "pipeline=2", {}, {"schedule": "naive"}),
+    "gpipe": Case(tied, "pipeline=2", {}, {"schedule": "gpipe"}),
+    "1f1b": Case(tied, "pipeline=2", {}, {"schedule": "1f1b"}),
+    "tied weights, 3 stages": Case(tied, "pipeline=3"),
+    "tied weights, replicas": Case(tied, "data=2,pipeline=2"),
+    "tied weights, shards": Case(tied, "shard=3"),
+    "frozen layers, stages": Case(frozen, "pipeline=2", GROUPS),
+    "frozen layers, shards": Case(frozen, "shard=2", GROUPS),
+    "idle shards": Case(tied, "shard=4", IDLE),
+    "idle shards, replicas": Case(tied, "data=2,shard=2", IDLE),
+    "sharded update, AdamW": Case(wide, "data=2,pipeline=2", GROUPS, SHARDED),
+    "sharded update, clipped": Case(wide, "data=2,pipeline=2", {"clip": 0.02}, SHARDED),
+    "bf16, stages": Case(tied, "pipeline=2", precision="bf16", rel=3e-2),
+    "bf16, shards": Case(tied, "shard=2", precision="bf16", rel=3e-2),
+    "evaluation, gpipe": Case(dropping, "pipeline=2", STILL, {"schedule": "gpipe"}, losses=False),
+    "evaluation, 1f1b": Case(dropping, "pipeline=2", STILL, {"schedule": "1f1b"}, losses=False),
+    "layers named by the task": Case(wide, "pipeline=3", {"parts": Parts(layers=list)}),
+    "tensor parts": Case(pair, "tensor=2", {"parts": PAIR}),
+    "tensor parts, replicas": Case(pair, "data=2,tensor=4", {"parts": PAIR}),
+    "two sums, tensor": Case(pair, "data=2,tensor=2", {"parts": PAIR, "clip": 0.02}, two_ways=True),
+    "two sums, stages": Case(pair, "data=2,pipeline=2", {"clip": 0.02}, SHARDED, two_ways=True),
 }
 
 
@@ -210,20 +169,15 @@ def trained(world: lockstep.World, case: Case) -> Ended:
     options = {"mesh": case.mesh, **case.options} if world.size > 1 else {}
     with pytest.MonkeyPatch.context() as patch:
         if case.two_ways:
-            patch.setattr(
-                reductions,
-                "_is_quicker",
-                lambda candidate, native, group: group.ranks[0] == 0,
-            )
+            patch.setattr(reductions, "_is_quicker", lambda _, __, group: group.ranks[0] == 0)
         # torch's own sharding may send objects, a pipeline does not
-        refused = objects_refused() if "pipeline" in case.mesh else nullcontext()
-        with refused:
+        with objects_refused() if "pipeline" in case.mesh else nullcontext():
             result = train(made, world=world, precision=case.precision, **options)
     return Ended(losses, result.metrics, result.sha256)
 
 
 def each_case(world: lockstep.World) -> dict[str, Ended]:
-    """Those of as many ranks; of one rank, all."""
+    """Those of as many ranks; on one rank, all."""
     results = {}
     for name, case in CASES.items():
         if world.size in (1, Mesh.read(case.mesh).size):
@@ -237,8 +191,8 @@ def each_case(world: lockstep.World) -> dict[str, Ended]:
 
 @cache
 def results(ranks: int) -> list[dict[str, Ended]]:
-    """By rank and case: ranks start once for all cases of their number."""
-    return run_ranks(each_case, ranks)
+    """By rank and case."""
+    return on_team(each_case, ranks)
 
 
 @pytest.mark.parametrize(
@@ -258,23 +212,11 @@ def test_a_split_training_is_that_of_one_process(name: str) -> None:
     assert len({ended.sha256 for ended in ranks}) == 1
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
-
-
-def trains(world: lockstep.World, case: Case) -> None:
-    trained(world, case)
-
-
 def test_a_stage_with_nothing_to_train_is_named() -> None:
     stages = Parts(stages=["blocks.1", "blocks.2"])
-    with pytest.raises(
-        WorkerFailed,
-        match=(
-            r"mesh='pipeline=3': rank 1 \(data 0, shard 0, pipeline 1, tensor 0\)"
-            r".*\[nothing-to-train-on-rank\]"
-        ),
-    ):
-        run_ranks(trains, 3, (Case(model=frozen, mesh="pipeline=3", changes={"parts": stages}),))
+    case = Case(frozen, "pipeline=3", {"parts": stages})
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*\[nothing-to-train-on-rank\]"):
+        run_ranks(trained, 3, (case,))
 
 
 def drifting(world: lockstep.World, mesh: str) -> None:
@@ -307,8 +249,9 @@ def divergence(world: lockstep.World, fn: Any, *args: Any) -> tuple[str, str, tu
 
 def test_what_tensor_ranks_share_must_stay_equal() -> None:
     drifted = ("replicas-differ", "0.weight", (3,))
-    assert run_ranks(divergence, 4, (drifting, "tensor=4")) == [drifted] * 4
+    assert on_team(divergence, 4, (drifting, "tensor=4")) == [drifted] * 4
     partial = ("replicas-differ", "2.weight", (1,))
+    # torch keeps the groups of an equal mesh that a world of the same process had: no team
     assert run_ranks(divergence, 2, (partial_gradients,)) == [partial] * 2
 
 

@@ -1,7 +1,4 @@
-"""Plain tensors in the memory of the cut ones: what is done to one is done to the other. Cut along
-the tensor axis, the shard axis or both, a model has the gradients and the weights of one process
-over the same samples.
-"""
+"""Plain tensors in the memory of cut ones; a cut model trains as one process does."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.sharded_parameters import shard_parameters, take_part, units_of
 from lockstep.model_parallel.split_form import open_devices
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.model_parallel import cut_models as models
 from tests.refused import refused
+from tests.teams import on_team
 
 
 def close(ours: Tensor | None, expected: Tensor, what: str, bound: float = 1e-5) -> None:
@@ -82,9 +79,7 @@ def one_memory(world: World, name: str, mesh: Mesh) -> None:
 
 
 def loaded(world: World, name: str, mesh: Mesh) -> None:
-    """What is loaded is what computes, also after an evaluation: FSDP keeps what it has gathered of
-    the root for the backward; without one it is still there.
-    """
+    """What is loaded is what computes, also after an evaluation, of which FSDP keeps the root."""
     model, here, _ = models.cut(world, name, mesh)
     other = models.build(name)
     with torch.no_grad():
@@ -173,25 +168,12 @@ def different_layers(world: World, name: str, mesh: Mesh) -> None:
 
 Case = Callable[[World, str, Mesh], None]
 CASES: list[tuple[Case, str, str]] = [
-    *[
-        (trains, "gpt", mesh)
-        for mesh in (
-            "tensor=2",
-            "tensor=4",
-            "shard=2",
-            "shard=3",
-            "shard=4",
-            "shard=2,tensor=2",
-            "data=2,tensor=2",
-        )
-    ],
-    *[(trains, "words", mesh) for mesh in ("tensor=2", "shard=2,tensor=2")],
-    *[(trains, "mlp", mesh) for mesh in ("tensor=2", "shard=3", "shard=2,tensor=2")],
-    *[(trains, "odd", mesh) for mesh in ("shard=2", "shard=3", "data=2,shard=2")],
-    (one_memory, "gpt", "tensor=2"),
-    (one_memory, "odd", "shard=4"),
-    (one_memory, "gpt", "shard=3"),
-    (one_memory, "mlp", "shard=2,tensor=2"),
+    *[(trains, "gpt", mesh) for mesh in ("tensor=2", "shard=2", "shard=3", "shard=2,tensor=2")],
+    *[(trains, "gpt", mesh) for mesh in ("tensor=4", "data=2,tensor=2")],
+    (trains, "words", "shard=2,tensor=2"),
+    *[(trains, "odd", mesh) for mesh in ("shard=3", "data=2,shard=2")],
+    *[(one_memory, "odd", mesh) for mesh in ("shard=3", "shard=4")],
+    *[(one_memory, "gpt", mesh) for mesh in ("tensor=2", "shard=2,tensor=2")],
     *[(loaded, "gpt", mesh) for mesh in ("shard=2", "shard=3", "tensor=2")],
     (adopts, "gpt", "shard=2,tensor=2"),
     (fewer_micro_batches, "odd", "shard=2"),
@@ -212,8 +194,7 @@ def each_case(world: World) -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.rest), 3, 4])
 def test_a_cut_model_is_that_of_one_process(size: int) -> None:
-    """Ranks start once for all cases of a size."""
-    run_ranks(each_case, size)
+    on_team(each_case, size)
 
 
 def test_units_are_the_outermost_repeated_blocks() -> None:

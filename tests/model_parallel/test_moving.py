@@ -1,6 +1,4 @@
-"""What ranks of one mesh write, ranks of any other take: to the bit, in parts or whole, with one
-digest.
-"""
+"""What ranks of one mesh write, ranks of any other take: to the bit, with one digest."""
 
 from __future__ import annotations
 
@@ -9,39 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 from lockstep.checkpoints import files, folders, identity
 from lockstep.checkpoints.manifest import SealedFile
 from lockstep.checkpoints.pieces import image, read_all
-from lockstep.cli import checkpoints
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.split import ModelNames
 from lockstep.model_parallel.split_form import sha256
-from lockstep.testing import run_ranks
 from lockstep.world.world import World
-from tests.checkpoints.model_alone import write_model
 from tests.model_parallel import cut_models as models
+from tests.teams import on_team
 
-LAYOUTS = [
-    "data=1",
-    "tensor=2",
-    "tensor=4",
-    "shard=2",
-    "shard=3",
-    "shard=4",
-    "shard=2,tensor=2",
-    "data=2,shard=2",
-]
+LAYOUTS = ("data=1", "tensor=2", "shard=3", "shard=4", "shard=2,tensor=2", "data=2,shard=2")
 
 
 def trained(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and what an optimizer would keep of them, of one process; numbers that no two
-    tensors share.
-    """
+    """Weights and what an optimizer would keep of them; numbers that no two tensors share."""
     model = models.build(name)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -112,7 +95,7 @@ def write_each(world: World, directory: Path) -> dict[tuple[str, str], str]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     """The folder of all cases, and the digests by number of ranks and rank."""
     folder = tmp_path_factory.mktemp("written")
-    return folder, {size: run_ranks(write_each, size, (folder,)) for size in (1, 2, 3, 4)}
+    return folder, {size: on_team(write_each, size, (folder,)) for size in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
@@ -132,18 +115,3 @@ def test_a_checkpoint_of_any_mesh_is_that_of_one_process(
         for key, tensor in expected.items():
             assert torch.equal(tensors[key], tensor), key
     assert len(list(checkpoint.folder.glob("model-*.safetensors"))) <= mesh.size // mesh.data
-    _commands(folder, checkpoint, weights)
-
-
-def _commands(directory: Path, checkpoint: files.Checkpoint, weights: dict[str, Tensor]) -> None:
-    out = directory / "model.safetensors"
-    exported = CliRunner().invoke(checkpoints.app, ["export", str(directory), "--out", str(out)])
-    assert exported.exit_code == 0, exported.output
-    assert all(torch.equal(load_file(out)[key], tensor) for key, tensor in weights.items())
-    whole = write_model(directory / "whole", 5, weights, {})
-    same = CliRunner().invoke(checkpoints.app, ["diff", str(checkpoint.folder), str(whole)])
-    assert f"{len(weights)} tensors are equal to the bit" in same.output
-    assert (
-        "whole: step-0000005"
-        in CliRunner().invoke(checkpoints.app, ["verify", str(directory)]).output
-    )

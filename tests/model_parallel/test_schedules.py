@@ -7,13 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.model_parallel.schedules import NAMES, StageWork, bubble, fits, formula, order
+from lockstep.model_parallel.schedules import NAMES, StageWork, bubble, fits, order
 from tests.refused import refused
 
 
-def test_what_is_no_schedule() -> None:
+def test_what_cannot_be_run_is_refused() -> None:
     with refused("unknown-choice", name="schedule", value="1f2b", choices=[*NAMES]):
         order("1f2b", 2, 2)
+    with refused("schedule-does-not-fit", schedule="1f1b", ranks=4, micro_batches=3):
+        order("1f1b", 4, 3)
+    with refused("empty-pipeline", ranks=2, micro_batches=0):
+        order("gpipe", 2, 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,18 +45,7 @@ def test_1f1b_as_torch_has_it() -> None:
     ]
 
 
-def test_too_few_micro_batches_for_1f1b() -> None:
-    with refused("schedule-does-not-fit", schedule="1f1b", ranks=4, micro_batches=3):
-        order("1f1b", 4, 3)
-
-
-def test_nothing_to_run() -> None:
-    with refused("empty-pipeline", ranks=2, micro_batches=0):
-        order("gpipe", 2, 0)
-
-
 def test_bubbles_are_the_textbooks() -> None:
     assert bubble("naive", 4, 8) == 3 / 4
     assert bubble("gpipe", 4, 8) == bubble("1f1b", 4, 8) == 3 / 11
     assert bubble("1f1b", 1, 8) == 0
-    assert [formula(schedule) for schedule in NAMES] == ["(p-1)/p", *["(p-1)/(m+p-1)"] * 2]

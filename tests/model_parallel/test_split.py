@@ -1,6 +1,4 @@
-"""A model cut into layers and stages: where, by what, under which names, and what is said where
-it cannot be.
-"""
+"""A model cut into layers and stages: where, by what, under which names."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from lockstep.config.parts import Parts
 from lockstep.errors import TaskError
 from lockstep.model_parallel.layers import Layers, layers_of
 from lockstep.model_parallel.split import ModelNames, balanced, by_parameters, cut
-from lockstep.model_parallel.stages import described, stage_module
+from lockstep.model_parallel.stages import stage_module
 from lockstep.tasks.text import GPT
 from tests.model_parallel.layered import Block, Halves, reader, sentences
 from tests.refused import refused
@@ -33,9 +31,6 @@ def through(stages: Sequence[nn.Module], *arguments: Any) -> Any:
     for stage in stages:
         arguments = (stage(*arguments),)
     return arguments[0]
-
-
-# -- where a model can be cut --------------------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -66,71 +61,37 @@ class Recurrent(nn.Module):
         return {"out": self.after(hidden) * scale + self.shift}
 
 
-def test_a_tuple_is_no_place_to_cut_and_defaults_stay_what_they_are() -> None:
+def test_a_tuple_is_no_place_to_cut_and_an_argument_crosses_until_it_is_used() -> None:
     model = Recurrent()
-    layers = layers_of(model)
-    assert layers.names == ("before", "lstm", "after")
-    x = torch.randn(5, 2, 3)
-    assert isinstance(through(stages_of(layers, 3)[:2], x), Tensor)
-    torch.testing.assert_close(through(stages_of(layers, 3), x)["out"], model(x)["out"])
-
-
-class Pair(nn.Module):
-    """Both parts of a tuple go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(3, 3)
-        self.lstm = nn.LSTM(3, 4)
-        self.both = nn.Bilinear(4, 4, 2)
-        self.after = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, (state, _) = self.lstm(self.before(x))
-        out: Tensor = self.after(self.both(hidden, state.expand_as(hidden)))
-        return out
-
-
-NESTED = nn.Sequential(
-    nn.Flatten(),
-    nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))),
-    nn.Linear(4, 2),
-)
-NAMES: dict[str, tuple[nn.Module, tuple[str, ...]]] = {
-    "a transformer, between its blocks": (
-        GPT(16, 3, 8, 0.0),
-        ("bytes", "blocks.0", "blocks.1", "blocks.2", "norm", "head"),
-    ),
-    "what has no module joins the layer before it": (
-        reader(depth=2),
-        ("words", "blocks.0", "blocks.1", "head"),
-    ),
-    "sequentials are gone into": (NESTED, ("0", "1.0", "1.1", "1.2.0", "2")),
-    "not inside a residual connection at the root": (Residual(), ("a", "b", "d")),
-    "a tuple of which two parts are used stays with who uses them": (
-        Pair(),
-        ("before", "lstm", "after"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_where_a_model_is_cut(case: str) -> None:
-    model, names = NAMES[case]
-    assert layers_of(model).names == names
-
-
-def test_the_roots_own_parameter_is_where_it_is_used() -> None:
-    stage = stage_module(layers_of(reader(depth=2)), range(2, 3))
-    assert "scale" in dict(stage.named_parameters())
-
-
-def test_an_argument_that_is_given_crosses_until_it_is_used() -> None:
-    model = Recurrent()
-    layers = layers_of(model, arguments=2)
-    assert layers.names == ("before", "lstm", "after")
     x, mask = torch.randn(5, 2, 3), torch.rand(5, 2, 3)
-    torch.testing.assert_close(through(stages_of(layers, 3), x, mask)["out"], model(x, mask)["out"])
+    for arguments in ((x,), (x, mask)):  # defaults stay what they are
+        layers = layers_of(model, arguments=len(arguments))
+        assert layers.names == ("before", "lstm", "after")
+        stages = stages_of(layers, 3)
+        assert isinstance(through(stages[:2], *arguments), Tensor)
+        out = through(stages, *arguments)["out"]
+        torch.testing.assert_close(out, model(*arguments)["out"])
+    # what no layer uses stays with the last stage
+    first, last = stages_of(layers_of(model), 2)
+    assert {"other.weight", "other.bias"} <= dict(last.named_parameters()).keys()
+    assert "shift" in dict(last.named_buffers())
+    # shift is in none
+    assert first.state_dict().keys() | last.state_dict().keys() == model.state_dict().keys()
+
+
+def test_where_a_model_is_cut() -> None:
+    names = ("bytes", "blocks.0", "blocks.1", "norm", "head")
+    assert layers_of(GPT(16, 2, 8, 0.0)).names == names
+    # what has no module joins the layer before it; a root's own parameter is where it is used
+    layers = layers_of(reader(depth=2))
+    assert layers.names == ("words", "blocks.0", "blocks.1", "head")
+    assert "scale" in dict(stage_module(layers, range(2, 3)).named_parameters())
+    # sequentials are gone into
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+    nested = nn.Sequential(nn.Flatten(), inner, nn.Linear(4, 2))
+    assert layers_of(nested).names == ("0", "1.0", "1.1", "1.2.0", "2")
+    # not inside a residual connection at the root
+    assert layers_of(Residual()).names == ("a", "b", "d")
 
 
 class Twice(nn.Module):
@@ -150,20 +111,6 @@ def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
     assert ModelNames(layers.model).shared(stages) == {"same.weight": (0, 1), "same.bias": (0, 1)}
 
 
-# -- the stages ----------------------------------------------------------------------------------
-
-
-def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
-    model = Recurrent()
-    stages = stages_of(layers_of(model), 2)
-    assert {"other.weight", "other.bias"} <= dict(stages[1].named_parameters()).keys()
-    assert "shift" in dict(stages[1].named_buffers())
-    # shift is in none
-    assert (
-        stages[0].state_dict().keys() | stages[1].state_dict().keys() == model.state_dict().keys()
-    )
-
-
 def test_train_and_eval_reach_the_modules() -> None:
     model = nn.Sequential(nn.Linear(4, 4).eval(), nn.Dropout(0.5), nn.BatchNorm1d(4))
     stage = stage_module(layers_of(model), range(1, 3))
@@ -174,9 +121,6 @@ def test_train_and_eval_reach_the_modules() -> None:
     stage.eval()
     assert torch.equal(stage(x), stage(x))
     assert not any(module.training for module in model)
-
-
-# -- layers given by the task --------------------------------------------------------------------
 
 
 class Branching(nn.Module):
@@ -230,30 +174,18 @@ def test_stages_one_after_the_other_are_the_model_and_have_its_names(
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("layers", "code", "values"),
-    [
-        (
-            lambda model: [nn.Linear(1, 1)],
-            "not-a-layer",
-            {"what": "Linear", "number": 0, "model": "Branching"},
-        ),
-        (lambda model: [model.first, model.first], "layer-given-twice", {"layer": "first"}),
-        (lambda model: [model.first, None], "not-a-layer", {"what": "NoneType", "number": 1}),
-    ],
-)
-def test_layers_that_are_not_the_models_are_refused(
-    layers: Any, code: str, values: dict[str, Any]
-) -> None:
-    with refused(code, TaskError, **values):
-        layers_of(Branching(), Parts(layers=layers))
-
-
-def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
-    model = nn.Sequential(Halves(), nn.Linear(1, 1))
-    stage = stage_module(layers_of(model, Parts(layers=list)), range(2))
-    said = {"layer": "layer 0", "what": "tuple"}
-    with refused("layer-gives-no-tensor", TaskError, **said):
+def test_layers_that_are_not_the_models_are_refused() -> None:
+    model = Branching()
+    for layers, code, values in (
+        ([nn.Linear(1, 1)], "not-a-layer", {"what": "Linear", "number": 0}),
+        ([model.first, None], "not-a-layer", {"what": "NoneType", "number": 1}),
+        ([model.first, model.first], "layer-given-twice", {"layer": "first"}),
+    ):
+        with refused(code, TaskError, **values):
+            layers_of(model, Parts(layers=lambda _, layers=layers: layers))
+    halves = nn.Sequential(Halves(), nn.Linear(1, 1))
+    stage = stage_module(layers_of(halves, Parts(layers=list)), range(2))
+    with refused("layer-gives-no-tensor", TaskError, layer="layer 0", what="tuple"):
         stage(torch.ones(2, 2))
 
 
@@ -270,9 +202,6 @@ class FunctionalDropout(nn.Module):
 def test_a_mode_baked_into_the_forward_is_refused() -> None:
     with refused("forward-depends-on-mode", TaskError, model="FunctionalDropout"):
         layers_of(FunctionalDropout())
-
-
-# -- which layers make a stage -------------------------------------------------------------------
 
 
 def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
@@ -307,48 +236,39 @@ def test_ties_are_cut_early() -> None:
 
 
 def test_more_stages_than_layers() -> None:
-    layers = layers_of(reader(depth=1))
-    with refused("too-few-layers", stages=4, count=3, layers=["words", "blocks.0", "head"]):
-        cut(layers, 4)
-
-
-def test_a_model_without_layers() -> None:
-    with refused("too-few-layers", stages=2, count=0, layers=[]):
-        cut(layers_of(Branching(), Parts(layers=lambda model: [])), 2)
-    with refused("too-few-layers", stages=2, count=0, layers=[]):
-        cut(layers_of(Halves()), 2)
+    words = layers_of(reader(depth=1))
+    for layers, names in (
+        (words, ["words", "blocks.0", "head"]),
+        (layers_of(Branching(), Parts(layers=lambda model: [])), []),
+        (layers_of(Halves()), []),
+    ):
+        with refused("too-few-layers", stages=4, count=len(names), layers=names):
+            cut(layers, 4)
 
 
 def test_stages_begin_where_parts_says() -> None:
     layers = layers_of(reader(depth=3))
-    assert layers_of(Branching(), GIVEN).names == ("first", "body.0", "body.1", "last")
-    assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [
-        range(0, 1),
-        range(1, 4),
-        range(4, 5),
-    ]
+    stages = cut(layers, 3, Parts(stages=["blocks.0", "head"]))
+    assert stages == [range(0, 1), range(1, 4), range(4, 5)]
 
 
 @pytest.mark.parametrize(
-    ("stages", "code", "values"),
+    ("stages", "code"),
     [
-        (["blocks.7", "head"], "unknown-layer", {"layer": "blocks.7"}),
-        (["head", "blocks.0"], "stages-out-of-order", {"stages": ["head", "blocks.0"]}),
-        (["words", "head"], "stages-out-of-order", {"stages": ["words", "head"]}),
-        (["head"], "stages-out-of-order", {"stages": ["head"], "needed": 2}),
+        (["blocks.7", "head"], "unknown-layer"),
+        (["head", "blocks.0"], "stages-out-of-order"),
+        (["words", "head"], "stages-out-of-order"),
+        (["head"], "stages-out-of-order"),
     ],
 )
-def test_beginnings_that_cannot_be(stages: list[str], code: str, values: dict[str, Any]) -> None:
-    with refused(code, **values, layers=["words", "blocks.0", "blocks.1", "head"]):
+def test_beginnings_that_cannot_be(stages: list[str], code: str) -> None:
+    with refused(code, layers=["words", "blocks.0", "blocks.1", "head"]):
         cut(layers_of(reader(depth=2)), 3, Parts(stages=stages))
 
 
 def test_costs_by_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
     assert by_parameters(layers_of(model)) == [40.0, 0.0, 8.0]
-
-
-# -- tied weights --------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_found_and_so_are_the_stages_that_share_them() -> None:
@@ -360,10 +280,3 @@ def test_tied_weights_are_found_and_so_are_the_stages_that_share_them() -> None:
     stages = [stage_module(layers, part) for part in cut(layers, 2, Parts(stages=["blocks.1"]))]
     assert names.shared(stages) == {"words.weight": (0, 1)}
     assert names.shared([stage_module(layers, range(len(layers)))]) == {}
-
-
-def test_a_stage_says_what_it_is() -> None:
-    layers = layers_of(reader(depth=2))
-    assert described(stage_module(layers, range(0, 3))) == "layers words to blocks.1"
-    assert described(stage_module(layers, range(3, 4))) == "layer head"
-    assert described(nn.ReLU()) == "layer ReLU"

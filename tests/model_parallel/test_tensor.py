@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,75 +27,39 @@ def two() -> Any:
     dist.destroy_process_group()
 
 
-def test_a_star_is_one_part_of_a_name() -> None:
-    assert fits("blocks.*.mixed", "blocks.0.mixed")
-    assert fits("blocks.*.layer.0", "blocks.11.layer.0")
-    assert not fits("blocks.*", "blocks.0.mixed")
-    assert not fits("*.mixed", "blocks.0.mixed")
-    assert not fits("blocks.*.layer.0", "blocks.0.layer.2")
-    assert fits("0", "0")
+@pytest.mark.parametrize(
+    ("pattern", "name", "fit"),
+    [
+        ("blocks.*.mixed", "blocks.0.mixed", True),
+        ("blocks.*.layer.0", "blocks.11.layer.0", True),
+        ("blocks.*", "blocks.0.mixed", False),
+        ("*.mixed", "blocks.0.mixed", False),
+        ("blocks.*.layer.0", "blocks.0.layer.2", False),
+    ],
+)
+def test_a_star_is_one_part_of_a_name(pattern: str, name: str, fit: bool) -> None:
+    assert fits(pattern, name) == fit
 
 
 BOTH = {"0": "colwise", "2": "rowwise"}
-Case = tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], str, dict[str, Any]]
+Case = tuple[str, dict[str, str], str, dict[str, Any]]
+
+
+MIXD, NEAR = "blocks.*.mixd", ["blocks.1.mixed", "blocks.0.mixed", "blocks.1.heads"]
 WRONG: dict[str, Case] = {
-    "no plan": (lambda: build("mlp"), {}, {}, "tensor-plan-missing", {"count": 2}),
+    "no plan": ("mlp", {}, "tensor-plan-missing", {"count": 2}),
     "no module": (
-        lambda: build("gpt"),
-        {"blocks.*.mixd": "rowwise"},
-        {},
+        "gpt",
+        {MIXD: "rowwise"},
         "pattern-fits-nothing",
-        {
-            "pattern": "blocks.*.mixd",
-            "near": ["blocks.1.mixed", "blocks.0.mixed", "blocks.1.heads"],
-        },
+        {"pattern": MIXD, "near": NEAR},
     ),
-    "no linear": (
-        lambda: build("mlp"),
-        {**BOTH, "3": "colwise"},
-        {},
-        "layer-cannot-be-cut",
-        {"layer": "3", "kind": "LayerNorm"},
-    ),
-    "outputs": (
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)),
-        BOTH,
-        {},
-        "not-equal-parts",
-        {"count": 2, "name": "0 (colwise)", "size": 5},
-    ),
-    "inputs": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(5, 4)),
-        BOTH,
-        {},
-        "not-equal-parts",
-        {"count": 2, "name": "2 (rowwise)", "size": 5},
-    ),
-    "two styles": (
-        lambda: build("mlp"),
-        {**BOTH, "*": "rowwise"},
-        {},
-        "pattern-conflict",
-        {"layer": "0", "pattern": "*"},
-    ),
-    "never put together": (
-        lambda: build("mlp"),
-        {"0": "colwise"},
-        {},
-        "colwise-without-rowwise",
-        {},
-    ),
-    "heads": (
-        lambda: build("gpt"),
-        {"blocks.*.mixed": "rowwise"},
-        {"heads": 3},
-        "not-equal-parts",
-        {"count": 2, "name": "attention heads", "size": 3},
-    ),
+    "no linear": ("mlp", {**BOTH, "3": "colwise"}, "layer-cannot-be-cut", {"layer": "3"}),
+    "two styles": ("mlp", {**BOTH, "*": "rowwise"}, "pattern-conflict", {"layer": "0"}),
+    "never put together": ("mlp", {"0": "colwise"}, "colwise-without-rowwise", {}),
     "tied": (
-        lambda: build("odd"),
+        "odd",
         {"blocks.0": "colwise", "last": "rowwise"},
-        {},
         "tied-layers-in-plan",
         {"names": "blocks.0.weight and tied.weight"},
     ),
@@ -105,18 +68,24 @@ WRONG: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_plan_is_said(case: str) -> None:
-    make, plan, options, code, values = WRONG[case]
+    model, plan, code, values = WRONG[case]
     with refused(code, TaskError, **values):
-        plan_of(make(), Parts(tensor=plan, **options), 2)
+        plan_of(build(model), Parts(tensor=plan), 2)
+
+
+def test_sizes_and_heads_that_cannot_be_cut_are_said() -> None:
+    for first, name in (((4, 5), "0 (colwise)"), ((5, 4), "2 (rowwise)")):
+        model = nn.Sequential(nn.Linear(*first), nn.GELU(), nn.Linear(5, 4))
+        with refused("not-equal-parts", TaskError, count=2, name=name, size=5):
+            plan_of(model, Parts(tensor=BOTH), 2)
+    parts = Parts(tensor={"blocks.*.mixed": "rowwise"}, heads=3)
+    with refused("not-equal-parts", TaskError, count=2, name="attention heads", size=3):
+        plan_of(build("gpt"), parts, 2)
 
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        {"0": "rowwise", "2": "colwise"},
-        {"0": "colwise", "4": "rowwise"},
-        {"0": "colwise", "2": "colwise", "4": "rowwise"},
-    ],
+    [{"0": "rowwise", "2": "colwise"}, {"0": "colwise", "2": "colwise", "4": "rowwise"}],
 )
 def test_layers_that_do_not_follow_each_other_fail_in_the_first_forward(
     plan: dict[str, str], two: DeviceMesh

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lockstep import train
 from lockstep.errors import TaskError
@@ -25,9 +24,7 @@ def bundle() -> Any:
     return sklearn.datasets.load_digits()
 
 
-def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(
-    bundle: Any,
-) -> None:
+def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(bundle: Any) -> None:
     labels = bundle.target
     training, evaluation = digits.split(labels)
     assert not set(training) & set(evaluation)
@@ -39,7 +36,10 @@ def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced(
     assert np.array_equal(again[1], evaluation)
 
 
-def test_the_data_are_those_of_the_split(bundle: Any) -> None:
+def test_the_data_are_those_of_the_split_and_read_without_importing_scikit_learn(
+    bundle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     training, evaluation = digits.datasets()
     chosen = digits.split(bundle.target)[1]
     assert (len(training), len(evaluation)) == (1797 - len(chosen), len(chosen))
@@ -48,26 +48,11 @@ def test_the_data_are_those_of_the_split(bundle: Any) -> None:
     assert torch.equal(evaluation.tensors[0], images.unsqueeze(1))
 
 
-def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
-    task = digits.task()
-    assert task.global_batch // task.micro_batch == 8
-    layers = list(task.model().modules())
-    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in layers) == 3
-    assert all(layer.bias is None for layer in layers if isinstance(layer, nn.Conv2d))
-    assert any(isinstance(layer, nn.Dropout) for layer in layers)
-
-
 @pytest.mark.rest
 def test_it_learns() -> None:
     result = train(digits.task(), steps=40)
     assert result.headline[0] == "accuracy"
     assert result.metrics["accuracy"] > 0.9
-
-
-def test_the_data_are_read_without_importing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    training, evaluation = digits.datasets()
-    assert len(training) + len(evaluation) == 1797
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

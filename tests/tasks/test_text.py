@@ -38,12 +38,10 @@ def test_files_are_held_out_whole(library: Path) -> None:
     assert 1 <= len(held_out) < 20
     assert "left out" not in training + evaluation
     (library / "package" / "long.py").write_text("x" * 100_000)
-    assert (
-        sum(map(len, text.texts(10**6, 10**6, library))) == len(training) + len(evaluation) + 16_384
-    )
-    assert [file for _, file in text.files(library)] != sorted(
-        file for _, file in text.files(library)
-    )
+    longer = sum(map(len, text.texts(10**6, 10**6, library)))
+    assert longer == len(training) + len(evaluation) + 16_384
+    names = [file for _, file in text.files(library)]
+    assert names != sorted(names)
 
 
 def test_at_most_so_many_bytes_in_the_same_order(library: Path) -> None:
@@ -51,11 +49,6 @@ def test_at_most_so_many_bytes_in_the_same_order(library: Path) -> None:
     part = text.texts(500, 50, library)
     assert [len(each) for each in part] == [500, 50]
     assert all(full.startswith(cut) for full, cut in zip(whole, part, strict=True))
-
-
-def test_too_little_text_is_said(tmp_path: Path) -> None:
-    with refused("too-few-source-files", TaskError, folder=tmp_path):
-        text.texts(100, 100, tmp_path)
 
 
 def test_sequences_meet_and_do_not_overlap() -> None:
@@ -100,7 +93,9 @@ def test_a_million_parameters_and_bits_by_the_byte() -> None:
     assert math.isclose(float(value) / 32, 8.0, rel_tol=1e-6)
 
 
-def test_a_width_that_the_heads_do_not_divide() -> None:
+def test_too_little_text_and_a_width_that_the_heads_do_not_divide(tmp_path: Path) -> None:
+    with refused("too-few-source-files", TaskError, folder=tmp_path):
+        text.texts(100, 100, tmp_path)
     with refused("width-not-divisible", TaskError, width=30, heads=4):
         text.task(width=30)
 

@@ -1,6 +1,4 @@
-"""Plots lie inside the page: its colours, text as text, marks at round numbers, every point
-where it belongs.
-"""
+"""Plots lie inside the page: its colours, text as text, every point where it belongs."""
 
 from __future__ import annotations
 
@@ -9,11 +7,8 @@ import re
 import xml.etree.ElementTree as tree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lockstep.tools.drawing import Drawing
-from lockstep.tools.svg import WIDTH, Plot, _marks
+from lockstep.tools.svg import WIDTH, Plot
 
 
 def drawn() -> Plot:
@@ -62,23 +57,3 @@ def test_a_curve_is_interrupted_where_it_is_not_finite() -> None:
     assert plot.inside().count("<polyline") == before + 2
     plot.curve([(1, math.inf), (2, 0.6), (3, math.nan)], "red")  # a point of its own is a dot
     assert plot.inside().count("<circle") == 1
-
-
-@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
-def test_marks_are_few_and_inside(low: float, span: float) -> None:
-    high = low + span
-    if high - low < 1e-9 * max(abs(low), abs(high)):
-        return
-    found = list(_marks(low, high, 6))
-    assert 1 <= len(found) <= 7
-    slack = 1e-6 * (high - low) + 1e-6 * max(abs(low), abs(high))
-    assert all(low - slack <= each <= high + slack for each in found)
-
-
-def test_words_that_look_like_a_colour_are_words() -> None:
-    sheet = Drawing("f-mnist on 2 cores")
-    sheet.words(0, 20, "f-mnist and s-blue ")
-    svg = sheet.svg()
-    tree.fromstring(svg)
-    assert ".f-ink{" in svg
-    assert ".s-blue{" not in svg

@@ -25,10 +25,6 @@ Extra = Callable[[int, int, str], float]
 """(rank, step, phase) -> seconds more; phases as in BASE."""
 
 
-def none(rank: int, step: int, phase: str) -> float:
-    return 0.0
-
-
 def planted(who: int, what: str, seconds: float = 0.2) -> Extra:
     return lambda rank, step, phase: seconds if (rank, phase) == (who, what) else 0.0
 
@@ -41,23 +37,11 @@ def noisy(seed: int, share: float, base: Mapping[str, float] = BASE) -> Extra:
 
 
 def begin(rank: int, workers: int, **changes: Any) -> dict[str, Any]:
-    found = {
-        "kind": "begin",
-        "rank": rank,
-        "workers": workers,
-        "host": "anna",
-        "node": 0,
-        "device": "cpu",
-        "step": 0,
-        "at": 100.0,
-    }
-    found |= {
-        "method": "replicated",
-        "buckets": [40000, 120000],
-        "micro_batch": 8,
-        "global_batch": 16 * workers,
-    }
-    return {**found, "loader_workers": 0, "threads": 1, "cores": 64, **changes}
+    where = {"rank": rank, "workers": workers, "host": "anna", "node": 0, "device": "cpu"}
+    batches = {"micro_batch": 8, "global_batch": 16 * workers, "buckets": [40000, 120000]}
+    threads = {"loader_workers": 0, "threads": 1, "cores": 64}
+    line = {"kind": "begin", "step": 0, "at": 100.0, "method": "replicated"}
+    return {**line, **where, **batches, **threads, **changes}
 
 
 def lines(
@@ -92,12 +76,10 @@ def lines(
                 "kind": "steps",
                 "first": step,
                 "last": step,
+                **each,
                 "seconds": sum(each.values()) + waits,
                 "hidden": 0.001,
                 "waits": waits,
-            }
-            line |= {
-                **each,
                 "exposed": each["moving"] + waits,
                 "samples": 16,
                 "micro_batches": 2 if pieces is None else pieces[rank],

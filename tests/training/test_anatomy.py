@@ -43,13 +43,8 @@ def test_lines_grow_rarer_and_every_step_is_in_one() -> None:
     assert ends[1000:2000] == list(range(1002, 3001, 2))
     assert ends[2000:3000] == list(range(3004, 7001, 4))
     assert ends[3000:4000] == list(range(7008, 15_001, 8))
-
-
-def test_the_first_steps_are_in_detail_and_then_one_in_a_hundred() -> None:
-    assert [step for step in range(1, 3000) if in_detail(step)] == [
-        *range(1, 21),
-        *range(100, 1001, 100),
-    ]
+    detailed = [step for step in range(1, 3000) if in_detail(step)]
+    assert detailed == [*range(1, 21), *range(100, 1001, 100)]
 
 
 def lines(run: Path, rank: int) -> list[dict[str, Any]]:
@@ -87,9 +82,6 @@ def train(
         ("forward", "forward", "auto"),
         ("reduce", "moving", "auto"),
         ("optimizer", "optimizer", "native"),
-        pytest.param("optimizer", "optimizer", "auto", marks=pytest.mark.rest),
-        pytest.param("forward", "forward", "native", marks=pytest.mark.rest),
-        pytest.param("reduce", "moving", "native", marks=pytest.mark.rest),
     ],
 )
 def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(
@@ -99,9 +91,8 @@ def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(
     phases = ("data", "forward", "backward", "exposed", "optimizer", "checks", "other")
     for rank in range(3):
         steps = [line for line in lines(tmp_path, rank) if line["kind"] == "steps"]
-        assert [(line["first"], line["last"]) for line in steps] == [
-            (step, step) for step in range(1, 9)
-        ]
+        spans = [(line["first"], line["last"]) for line in steps]
+        assert spans == [(step, step) for step in range(1, 9)]
         assert all(line["samples"] == 4 and line["micro_batches"] == 2 for line in steps)
         later = steps[2:7]
         assert (median(line[where] for line in later) > _DAWDLES) == (rank == 1)
@@ -116,8 +107,15 @@ def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(
 
 
 def test_one_rank_waits_for_nobody_and_spans_fill_its_steps(tmp_path: Path) -> None:
+    file = tmp_path / "anatomy" / "rank-0.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"kind": "begin"}\n{"kind": "ste')
     toy.alone(train, str(tmp_path), 8, None)
-    steps = [line for line in lines(tmp_path, 0) if line["kind"] == "steps"]
+    _, half, *rows = file.read_text().splitlines()
+    assert half == '{"kind": "ste'
+    begin, *rest = map(json.loads, rows)
+    assert begin["kind"] == "begin"
+    steps = [line for line in rest if line["kind"] == "steps"]
     assert all("lost" not in line for line in steps)
     for line in steps[1:]:
         spans = line["spans"]
@@ -143,7 +141,7 @@ def run_toy(world: World, run: str, blocked: bool) -> list[str]:
 
 
 def test_a_training_by_whatever_launcher_leaves_a_timeline_of_all_ranks(tmp_path: Path) -> None:
-    assert testing.run_ranks(run_toy, 3, (str(tmp_path), False)) == [[], [], []]
+    assert on_team(run_toy, 3, (str(tmp_path), False)) == [[], [], []]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     steps = Counter(
         (event["pid"], event["args"]["step"]) for event in events if event.get("cat") == "step"
@@ -165,56 +163,31 @@ def test_a_timeline_that_cannot_be_written_costs_a_warning_and_no_training(tmp_p
     assert (tmp_path / "result.json").exists()
 
 
-def test_a_rank_that_begins_again_does_not_write_into_half_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "anatomy" / "rank-0.jsonl"
-    file.parent.mkdir()
-    file.write_text('{"kind": "begin"}\n{"kind": "ste')
-    toy.alone(train, str(tmp_path), 4, None)
-    _, half, begin, *_ = file.read_text().splitlines()
-    assert half == '{"kind": "ste'
-    assert json.loads(begin)["kind"] == "begin"
-
-
 def lagging(world: World, run: str) -> None:
     """As on a GPU: what steps came to is known two steps later, and of the last ones never."""
     model = torch.nn.Linear(2, 1)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
     loader = Loader(TensorDataset(torch.randn(4, 2)), global_batch=4, micro_batch=2, rank=0, size=1)
     (window,) = next(loader.epochs(1))
-    times = StepTimes(
-        step=0,
-        data=1.0,
-        forward=2.0,
-        backward=3.0,
-        moving=0.5,
-        waits=0.25,
-        optimizer=1.0,
-        checks=0.0,
-        other=0.0,
-        hidden=None,
-    )
+    phases = {"data": 1.0, "forward": 2.0, "backward": 3.0, "moving": 0.5, "waits": 0.25}
+    others = {"optimizer": 1.0, "checks": 0.0, "other": 0.0, "hidden": None}
+    times = StepTimes(step=0, **phases, **others)
     result = StepResult(
         loss=0.0, weight=1.0, stop=False, samples_by_rank=(4,), bytes_sent=0, outcome=Applied()
     )
     with AnatomyFile(Path(run), stepper, {}) as file:
         for step in range(1, 6):
-            known = (
-                ()
-                if step < 3
-                else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
-            )
-            file.step(replace(result, times=known), window)
+            earlier = replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0)
+            file.step(replace(result, times=(earlier,) if step > 2 else ()), window)
 
 
 def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
     toy.alone(lagging, str(tmp_path))
-    found = lines(tmp_path, 0)
-    assert [
-        (line["first"], line["seconds"], line["hidden"])
-        for line in found
-        if line["kind"] == "steps"
-    ] == [(step, 7.75, None) for step in (1, 2, 3)]
-    (pause,) = (line for line in found if line["kind"] == "pause")
+    steps, (pause,) = (
+        [line for line in lines(tmp_path, 0) if line["kind"] == kind] for kind in ("steps", "pause")
+    )
+    assert [line["first"] for line in steps] == [1, 2, 3]
+    assert {(line["seconds"], line["hidden"]) for line in steps} == {(7.75, None)}
     assert (pause["what"], pause["step"], pause["seconds"]) == ("evaluate", 1, 7.0)
 
 
@@ -238,21 +211,20 @@ def test_memory_is_counted_by_what_it_is_for() -> None:
     assert 2 * weights <= (use["optimizer"] or 0) <= 2 * weights + 16
 
 
-def stopped(world: World, run: str) -> bool:
+def stopped(world: World, run: str) -> None:
     def stop(record: Any) -> None:
-        if record["step"] == 2 and world.rank == 1:
+        if record["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Preempted):
-        lockstep.train(toy.task(on_step=stop, callbacks_on="all"), run=run, world=world)
-    return True
+        lockstep.train(toy.task(on_step=stop), run=run, world=world)
 
 
 def test_a_rank_that_stops_as_it_is_asked_to_has_left_as_it_should(tmp_path: Path) -> None:
-    assert testing.run_ranks(stopped, 2, (str(tmp_path),)) == [True, True]
-    found = read(tmp_path)
-    assert found is not None
-    assert [lane.ended for lane in found.generations[0].lanes.values()] == [True, True]
+    toy.alone(stopped, str(tmp_path))
+    timeline = read(tmp_path)
+    assert timeline is not None
+    assert [lane.ended for lane in timeline.generations[0].lanes.values()] == [True]
 
 
 def at_a_server(world: World, run: str) -> None:
@@ -260,7 +232,7 @@ def at_a_server(world: World, run: str) -> None:
 
 
 def test_at_a_server_every_rank_numbers_its_own_steps(tmp_path: Path) -> None:
-    testing.run_ranks(at_a_server, 2, (str(tmp_path),))
+    on_team(at_a_server, 2, (str(tmp_path),))
     found = read(tmp_path)
     assert found is not None
     assert not found.unread

@@ -1,6 +1,4 @@
-"""`lockstep train` as one of several ranks that torchrun or mpiexec started; srun:
-tests/launcher/slurm.
-"""
+"""`lockstep train` as one of several ranks that torchrun started; srun: tests/launcher/slurm."""
 
 from __future__ import annotations
 
@@ -16,69 +14,47 @@ from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.training.as_rank import train_as_rank
 from lockstep.training.run_directory import RunDirectory
+from lockstep.training.train import train
 from lockstep.world.world import World
 from tests.refused import refused
 from tests.teams import on_team
-from tests.test_launchers import MPIEXEC
+from tests.training import toy
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
 TASK = """
 import sys
 from tests.training import toy
 
-def task(fail: bool = False):
+def task():
     sys.stdout.write("making the task\\n")  # in one piece: ranks say it at the same time
-    return toy.task(name="toy", on_step=at_step if fail else None, callbacks_on="all")
-
-def at_step(record):
-    import os
-    if record["step"] == 2 and os.environ.get("RANK", os.environ.get("PMI_RANK")) == "1":
-        raise ArithmeticError("in my task")
+    return toy.task(name="toy")
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(TASK)
-    return tmp_path
-
-
-def start(command: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.rest
-def test_torchrun(folder: Path) -> None:
-    done = start(TORCHRUN, "lockstep", "train", "mine.py", "--exact", cwd=folder)
+def test_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    done = subprocess.run(
+        [*TORCHRUN, "lockstep", "train", "mine.py", "--exact"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    (run,) = (folder / "runs").iterdir()  # one name, made by rank 0 and agreed
+    (run,) = (tmp_path / "runs").iterdir()  # one name, made by rank 0 and agreed
     result = json.loads((run / "result.json").read_text())
     assert result["workers"] == 2
-    lines = [line for line in done.stdout.splitlines() if line != "making the task"]
-    (last,) = lines
+    (last,) = [line for line in done.stdout.splitlines() if line != "making the task"]
     assert last.startswith("toy: ")
     assert last.endswith(f"weights sha256 {result['sha256']}")
-    alone = start([sys.executable, "-m"], "lockstep", "train", "mine.py", "--exact", cwd=folder)
-    assert alone.stdout.rpartition(" ")[2] == last.rpartition(" ")[2] + "\n", alone.stderr
+    assert result["sha256"] == toy.alone(_exact)
     assert (run / "rank-1.log").exists()
 
 
-@pytest.mark.rest
-def test_mpiexec_and_an_exception_on_one_rank(folder: Path) -> None:
-    line = "-m lockstep train mine.py --set fail=true --run run"
-    done = start([*MPIEXEC], *line.split(), cwd=folder)
-    assert done.returncode == 1, done.stderr
-    assert "toy: " not in done.stdout
-    assert 'raise ArithmeticError("in my task")' in done.stderr
-    assert any(
-        line.startswith("rank 1 (pid") and line.endswith("failed: ArithmeticError: in my task")
-        for line in done.stderr.splitlines()
-    )
-    assert "lockstep/training" not in done.stderr
-    assert not (folder / "run" / "result.json").exists()
+def _exact(world: World) -> str:
+    return train(toy.task(name="toy"), exact=True, world=world).sha256
 
 
 def _settings(**more: object) -> Settings:
@@ -102,24 +78,21 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _refused(world: World, folder: Path, resume: bool) -> tuple[str, str]:
-    with pytest.raises((UsageError, SystemExit)) as caught:
-        train_as_rank(_settings(), folder / "run", resume=resume)
-    return type(caught.value).__name__, str(caught.value)
+def _refused(world: World, folder: Path) -> list[str]:
+    words = []
+    for resume in (False, True):
+        with pytest.raises((UsageError, SystemExit)) as caught:
+            train_as_rank(_settings(), folder / ("none" if resume else "used"), resume=resume)
+        words.append(str(caught.value))
+    return words
 
 
-def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> None:
-    with RunDirectory.claim(tmp_path / "run", "x"):
-        first, second = on_team(_refused, 2, args=(tmp_path, False))
-    assert first[0] == "UsageError"
-    assert f"{tmp_path}/run is in use by process {os.getpid()} on " in first[1]
-    assert first[1].endswith(" [run-directory-in-use]")
-    assert second == ("SystemExit", "2")
-
-
-def test_resume_without_a_checkpoint_is_77_on_all(tmp_path: Path) -> None:
-    assert on_team(_refused, 2, args=(tmp_path, True)) == [
-        ("SystemExit", "77"),
-        ("SystemExit", "77"),
-    ]
-    assert not (tmp_path / "run").exists()
+def test_a_run_directory_in_use_or_without_a_checkpoint_ends_all_with_one_code(
+    tmp_path: Path,
+) -> None:
+    with RunDirectory.claim(tmp_path / "used", "x"):
+        (used, first), second = on_team(_refused, 2, args=(tmp_path,))
+    assert f"{tmp_path}/used is in use by process {os.getpid()} on " in used
+    assert used.endswith(" [run-directory-in-use]")
+    assert (first, second) == ("77", ["2", "77"])
+    assert not (tmp_path / "none").exists()

@@ -113,20 +113,6 @@ def test_tensorboard_and_csv_have_each_step_once_after_a_kill(killed: Path) -> N
     check_files(killed)
 
 
-def test_tensorboard_and_csv_have_each_step_once_after_an_error(tmp_path: Path) -> None:
-    def on_step(record: Any) -> None:
-        if record["step"] == 6 and not (tmp_path / "failed").exists():
-            (tmp_path / "failed").touch()
-            raise ArithmeticError
-
-    task = toy.task(clip=1.0, on_step=on_step)
-    run = tmp_path / "run"
-    with pytest.raises(ArithmeticError):
-        lockstep.train(task, run=run, checkpoint_every=3, log=["csv", "tensorboard"])
-    lockstep.train(task, run=run, checkpoint_every=3, log=["csv", "tensorboard"])
-    check_files(run)
-
-
 def check_files(run: Path) -> None:
     events, found = logged.of_tensorboard(run)
     same(found, run, rel=1e-6)
@@ -136,39 +122,38 @@ def check_files(run: Path) -> None:
     same(logged.of_csv(run), run)
 
 
-def test_one_that_fails_is_left_out_and_training_ends_well(tmp_path: Path) -> None:
-    def on_step(record: Any) -> None:
-        if record["step"] == 2:  # the next row with a new column opens the file again
-            (tmp_path / "run" / "metrics.csv").unlink()
-            (tmp_path / "run" / "metrics.csv").mkdir()
+def test_each_step_is_logged_once_after_an_error_and_a_logger_that_fails_is_left_out(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
 
-    with lockstep.init(backend="gloo"):
-        task = toy.task(on_step=on_step)
-        done = lockstep.train(task, run=tmp_path / "run", log=["csv", "tensorboard"])
-    assert done.steps == 8
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    (failed,) = [each for each in map(json.loads, lines) if each.get("event") == "logger failed"]
+    def fails(record: Any) -> None:
+        if record["step"] == 6:
+            raise ArithmeticError
+
+    def spoils(record: Any) -> None:
+        if record["step"] == 2:  # the next row with a new column opens the file again
+            (run / "metrics.csv").unlink()
+            (run / "metrics.csv").mkdir()
+
+    options: dict[str, Any] = {"checkpoint_every": 3, "log": ["csv", "tensorboard"]}
+    with pytest.raises(ArithmeticError):
+        lockstep.train(toy.task(clip=1.0, on_step=fails), run=run, **options)
+    lockstep.train(toy.task(clip=1.0), run=run, **options)
+    check_files(run)
+    run = tmp_path / "spoilt"
+    assert lockstep.train(toy.task(on_step=spoils), run=run, **options).steps == 8
+    events = toy.records(run, "event")
+    (failed,) = [event for event in events if event["event"] == "logger failed"]
     assert "IsADirectoryError" in failed["line"]
-    _, found = logged.of_tensorboard(tmp_path / "run")
-    assert len(found["train/loss"]) == 8
+    _, scalars = logged.of_tensorboard(run)
+    assert len(scalars["train/loss"]) == 8
 
 
 def new(path: Path, step: int = 0) -> LoggedRun:
     return LoggedRun(
         path=path, records=path / "metrics.jsonl", task="toy", step=step, parameters={"seed": 0}
     )
-
-
-def test_without_a_key_the_way_without_a_server_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def keyless(run: LoggedRun) -> Any:
-        raise ValueError("No API key configured.")
-
-    monkeypatch.setitem(LOGGERS, "wandb", keyless)
-    with refused("logger-not-opened", name="wandb") as refusal:
-        Loggers(("wandb",), new(tmp_path))
-    assert "WANDB_MODE=offline" in refusal.value.values["reason"]
 
 
 @pytest.mark.rest  # imports MLflow
@@ -188,23 +173,7 @@ def test_a_store_that_does_not_answer_is_told_at_the_start_and_only_then(
     assert logged.of_csv(tmp_path)["evaluate/accuracy"] == [(3, 0.75)]
 
 
-def test_tensorboard_is_there_without_being_asked_for(tmp_path: Path) -> None:
-    loggers = Loggers((), new(tmp_path))
-    for record in (STEP, {"kind": "event", "event": "start", "step": 9}, EVALUATE):
-        loggers.add(record)
-    loggers.close("FINISHED")
-    _, found = logged.of_tensorboard(tmp_path)
-    assert found == {
-        "train/loss": [(3, 0.5)],
-        "train/lr": [(3, pytest.approx(0.1))],
-        "train/samples_per_s": [(3, 7.0)],
-        "train/epoch": [(3, 1.0)],
-        "train/workers": [(3, 2.0)],
-        "evaluate/accuracy": [(3, 0.75)],
-    }
-
-
-def test_what_is_not_installed_is_refused_where_it_was_asked_for(
+def test_what_is_not_installed_or_does_not_open_is_refused_where_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("tensorboard", "wandb"):
@@ -217,13 +186,18 @@ def test_what_is_not_installed_is_refused_where_it_was_asked_for(
     loggers.close("FINISHED")
     assert not list(tmp_path.iterdir())
 
+    def keyless(run: LoggedRun) -> Any:
+        raise ValueError("No API key configured.")
 
-def test_loggers_need_a_run_directory() -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(LOGGERS, "wandb", keyless)
+    with refused("logger-not-opened", name="wandb"):
+        Loggers(("wandb",), new(tmp_path))
+
+
+def test_loggers_need_a_run_directory_but_no_records(tmp_path: Path) -> None:
     with refused("needs-run-directory", name="log", value=("csv",)):
         lockstep.train(toy.task(), log="csv", steps=1)
-
-
-def test_a_run_whose_records_stayed_elsewhere_is_logged_from_there_on(tmp_path: Path) -> None:
     loggers = Loggers(["csv"], new(tmp_path, step=5))  # only its checkpoint was copied here
     loggers.close("FINISHED")
     assert loggers.problems == []

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.errors import LockstepError, LockstepWarning
-from lockstep.training.metrics import MetricsFile, TelemetryFile, finite, typed
+from lockstep.training.metrics import MetricsFile, TelemetryFile, finite
 from tests.refused import refused
 
 STEP = {"kind": "step", "step": 3, "epoch": 1, "loss": 0.5, "samples_by_rank": [1, 2]}
@@ -34,14 +30,6 @@ def test_what_json_cannot_say_becomes_text() -> None:
     assert found == {"a": "nan", "b": ["inf", 1.5], "c": {"d": "-inf"}, "e": "x"}
 
 
-@pytest.fixture
-def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files that are opened from now on take nothing."""
-    opened = os.open
-    monkeypatch.setattr("os.open", lambda *_: opened("/dev/full", os.O_WRONLY))
-    return tmp_path
-
-
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
@@ -50,33 +38,27 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
         file.write(STEP)
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """In the block a write that crosses `size` is cut there, as on a disk that becomes full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_record_that_only_begins_to_fit_is_an_error(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+    """As on a disk that becomes full."""
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFile(path) as file:
         file.write(STEP)
-        whole = (tmp_path / "metrics.jsonl").stat().st_size
-        with files_of_at_most(whole + 20), refused("metrics-not-written", LockstepError):
-            file.write(STEP)
-        assert (tmp_path / "metrics.jsonl").stat().st_size == whole + 20
+        least = path.stat().st_size + 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+        try:
+            with refused("metrics-not-written", LockstepError):
+                file.write(STEP)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.stat().st_size == least
 
 
-def test_what_training_can_do_without_ends_with_one_warning(full_disk: Path) -> None:
-    file = TelemetryFile(full_disk / "anatomy" / "rank-0.jsonl")
+def test_what_training_can_do_without_ends_with_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    file = TelemetryFile(tmp_path / "rank-0.jsonl")
     file.write(b"line")
-    with pytest.warns(
-        LockstepWarning,
-        match=r"rank-0\.jsonl cannot be written \(No space left on device\): training continues",
-    ) as caught:
+    with pytest.warns(LockstepWarning, match=r"rank-0\.jsonl cannot be written") as caught:
         file.flush()
     file.write(b"x" * 2**17)
     file.close()
@@ -92,9 +74,3 @@ def test_what_is_open_is_not_written_to_another_folder_of_that_name(tmp_path: Pa
         file.write(STEP)
     assert not list(run.iterdir())
     assert json.loads((tmp_path / "moved" / "metrics.jsonl").read_text()) == STEP
-
-
-@pytest.mark.parametrize(("kind", "value"), [(int | str | None, 1.5), (int | None, "1")])
-def test_a_value_of_none_of_the_kinds_is_refused(kind: Any, value: object) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        typed(kind, value)

@@ -5,8 +5,7 @@ and resumed; and what it does not go with.
 from __future__ import annotations
 
 import json
-import os
-import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import lockstep
 from lockstep import World
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.cli.checkpoints import app
-from lockstep.errors import ReplicaDivergence, TaskError, UsageError, WorkerFailed
-from lockstep.testing import run_ranks
+from lockstep.errors import ReplicaDivergence, TaskError
 from lockstep.training.inference.apply import InferenceJob, apply
 from tests.refused import refused
+from tests.teams import on_team
 from tests.training import toy
 
 FILE = """
@@ -53,20 +52,16 @@ def by_hand(changes: dict[str, Any]) -> tuple[str, dict[str, float]]:
     """The loop that a user would write: the average's SHA-256, and what an evaluation finds."""
     averages: list[AveragedModel] = []
 
-    def update(model: nn.Module) -> None:
+    def update(model: nn.Module, epoch: int = 1) -> None:
+        if epoch < changes.get("average_after", 0):
+            return
         if not averages:
             averages.append(changes["average"](model))
         averages[0].update_parameters(model)
 
-    def update_after(model: nn.Module, epoch: int) -> None:
-        if epoch >= changes["average_after"]:
-            update(model)
-
+    when: dict[str, Any] = {f"after_{changes.get('average_per', 'step')}": update}
     with lockstep.init(backend="gloo") as world:
-        if "average_per" in changes:
-            toy.by_hand(changes["epochs"], exact=True, after_epoch=update_after)
-        else:
-            toy.by_hand(exact=True, after_step=update)
+        toy.by_hand(changes.get("epochs", 2), exact=True, **when)
         (average,) = averages
         data = toy.data(toy.HELD_OUT, 2)
         metrics = lockstep.evaluate(average.module, data, toy.metrics, batch=4, world=world)
@@ -96,33 +91,37 @@ def test_before_its_first_update_the_model_itself_is_evaluated(tmp_path: Path) -
         export(tmp_path / "late", tmp_path / "a.pt", "--average")
 
 
-def trained(world: World, folder: str, killed: int | None, changes: dict[str, Any]) -> Any:
-    """The result. `killed`: rank 1 dies after that step."""
+def trained(
+    world: World, folder: str, failing: int | None, changes: dict[str, Any], **options: Any
+) -> Any:
+    """The result. `failing`: the step in which all ranks fail."""
 
     def on_step(record: Any) -> None:
-        if record["step"] == killed and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if record["step"] == failing:
+            raise ZeroDivisionError
 
-    update = changes.pop("update", "replicated")
     task = toy.task(on_step=on_step, callbacks_on="all", **changes)
     result = lockstep.train(
-        task, run=folder, exact=True, update=update, checkpoint_every=3, world=world
+        task, run=folder, exact=True, checkpoint_every=3, world=world, **options
     )
     return result.average_sha256, result.metrics, result.sha256
 
 
 @pytest.mark.parametrize(
-    ("average", "killed"), [("ema", 5), pytest.param("swa", 14, marks=pytest.mark.rest)]
+    ("changes", "failing"),
+    [({"average": ema}, 5), pytest.param(SWA, 14, marks=pytest.mark.rest)],
+    ids=["ema", "swa"],
 )
-def test_a_killed_training_resumes_with_its_average_at_another_size(
-    average: str, killed: int, tmp_path: Path
+def test_a_training_that_failed_resumes_with_its_average_at_another_size(
+    changes: dict[str, Any], failing: int, tmp_path: Path
 ) -> None:
-    changes = {"average": ema} if average == "ema" else dict(SWA)
-    whole, other = tmp_path / "whole", tmp_path / "killed"
-    expected = toy.alone(trained, str(whole), None, {**changes, "update": "sharded"})
-    with pytest.raises(WorkerFailed):
-        run_ranks(trained, 2, [str(other), killed, changes])
-    assert run_ranks(trained, 3, [str(other), None, changes]) == [expected] * 3
+    whole, other = tmp_path / "whole", tmp_path / "failed"
+    expected = toy.alone(trained, str(whole), None, changes, update="sharded")
+    with pytest.raises(ZeroDivisionError):
+        toy.alone(trained, str(other), failing, changes)
+    with refused("another-training"):
+        toy.alone(trained, str(other), None, {**changes, "average_after": 3})
+    assert on_team(trained, 3, [str(other), None, changes]) == [expected] * 3
     last = max((other / "checkpoints").glob("step-*"))
     assert sha256(load_file(last / "average.safetensors")) == expected[0]
     assert (last / "average.safetensors").read_bytes() == (
@@ -171,17 +170,13 @@ def compared_and_kept(world: World, folder: str) -> str:
     saving = stepper_of(True)
     assert saving.average is not None
     saving.average.update_parameters(saving.model)
-    lockstep.Checkpoints(f"{folder}/averaged", saving).save()
     without = stepper_of(False)
-    lockstep.Checkpoints(f"{folder}/plain", without).save()
-    with refused(
-        "another-training", differences="it has an average, and this training has no average"
-    ):
-        lockstep.Checkpoints(f"{folder}/averaged", without).resume()
-    with refused(
-        "another-training", differences="it has no average, and this training has an average"
-    ):
-        lockstep.Checkpoints(f"{folder}/plain", stepper_of(True)).resume()
+    for name, stepper in (("averaged", saving), ("plain", without)):
+        with closing(lockstep.Checkpoints(f"{folder}/{name}", stepper)) as checkpoints:
+            checkpoints.save()
+    for saved, stepper in (("averaged", without), ("plain", stepper_of(True))):
+        with refused("another-training"):
+            lockstep.Checkpoints(f"{folder}/{saved}", stepper).resume()
     last = saving.average.module.last
     assert isinstance(last, nn.Linear)
     with torch.no_grad():
@@ -192,7 +187,7 @@ def compared_and_kept(world: World, folder: str) -> str:
 
 
 def test_it_is_compared_and_kept_and_does_not_go_with_everything(tmp_path: Path) -> None:
-    assert run_ranks(compared_and_kept, 2, [str(tmp_path)]) == ["average of last.weight"] * 2
+    assert on_team(compared_and_kept, 2, [str(tmp_path)]) == ["average of last.weight"] * 2
 
 
 def test_what_is_no_average() -> None:
@@ -204,14 +199,3 @@ def test_what_is_no_average() -> None:
         toy.task(average=ema, average_after=-1)
     with refused("wrong-return-type", TaskError, function="Task: average"):
         lockstep.train(toy.task(average=lambda model: model))
-
-
-def test_a_run_does_not_go_on_with_another_average(tmp_path: Path) -> None:
-    def failing(record: Any) -> None:
-        if record["step"] == 5:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        lockstep.train(toy.task(average=ema, on_step=failing), run=tmp_path, checkpoint_every=2)
-    with refused("another-training", UsageError):
-        lockstep.train(toy.task(average=ema, average_after=3), run=tmp_path)

@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 
 class Net(nn.Module):
-    """A scalar, a tied, a frozen and a channels_last parameter; one that is not a multiple of
-    anything.
-    """
+    """A scalar, a tied, a frozen and a channels_last parameter, of odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""How parameters are cut: pieces that tile them, at places that do not depend on the number of
-ranks; and what comes together again.
-"""
+"""How parameters are cut into pieces, and what comes together again."""
 
 from __future__ import annotations
 
@@ -12,9 +10,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
-from lockstep.gradients.layout import Entry, plan
+from lockstep.gradients.layout import plan
 from lockstep.updates.norm import SplitNorm, block_sums, norm_of
 from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of
+from tests.gradients.test_layout import entries
 from tests.refused import refused
 
 
@@ -35,18 +34,13 @@ def test_slices_tile_a_tensor_at_blocks(numel: int, size: int) -> None:
 def test_pieces_tile_every_parameter_and_begin_at_a_vectors_width(
     sizes: list[int], ranks: int, bucket: int
 ) -> None:
-    entries = [
-        Entry(f"p{number}", size, torch.float32, torch.device("cpu"))
-        for number, size in enumerate(sizes)
-    ]
-    found: dict[int, list[tuple[int, int]]] = {}
-    for piece in pieces_of(
-        plan(entries, range(len(sizes)), bucket=bucket, first_bucket=bucket), ranks
-    ):
+    layout = plan(entries(*sizes), range(len(sizes)), bucket=bucket, first_bucket=bucket)
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for piece in pieces_of(layout, ranks):
         assert piece.start % 64 == 0
-        found.setdefault(piece.parameter, []).append((piece.start, piece.stop))
+        pieces.setdefault(piece.parameter, []).append((piece.start, piece.stop))
     for number, size in enumerate(sizes):
-        parts = sorted(found.get(number, []))
+        parts = sorted(pieces.get(number, []))
         assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])][: len(parts)]
         assert (parts[-1][1] if parts else 0) == size
 
@@ -68,29 +62,23 @@ def test_block_sums_have_the_same_bits_in_any_company(dtype: torch.dtype, numel:
 
 
 def test_a_norm_that_is_not_finite_stays_so() -> None:
-    flat = torch.zeros(3 * BLOCK)
-    flat[BLOCK] = torch.inf
-    assert norm_of([block_sums(flat)]).isinf()
-    flat[0] = torch.nan
-    assert norm_of([block_sums(flat)]).isnan()
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_are_torchs(name: str) -> None:
-    check_elementwise(getattr(torch.optim, name))
+    for value in (torch.inf, torch.nan):
+        flat = torch.zeros(3 * BLOCK)
+        flat[BLOCK] = value
+        assert not norm_of([block_sums(flat)]).isfinite()
 
 
 class Mine(torch.optim.SGD):
     pass
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, Mine]
-)
-def test_others_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    with refused("optimizer-not-elementwise", optimizer=name):
-        check_elementwise(kind)
+def test_elementwise_optimizers_of_torch_are_taken_and_others_refused_by_name() -> None:
+    for name in ELEMENTWISE:
+        check_elementwise(getattr(torch.optim, name))
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, Mine):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        with refused("optimizer-not-elementwise", optimizer=name):
+            check_elementwise(kind)
 
 
 def test_a_gradient_that_lies_otherwise_is_put_in_the_parameters_order() -> None:

@@ -7,6 +7,7 @@ wait for a store that nobody opens. So the rank changes torch in its own process
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -19,7 +20,11 @@ from lockstep.runtime.launched import Launcher
 def join_store_of(launcher: Launcher) -> None:
     """Make `env://` and `tcp://` connect to the launcher's store if they lead there, on rank 0 too.
     Every other address gets torch's own behaviour: rank 0 opens the store.
+
+    The store stays when a program destroys its process group and makes another, so each gets keys of
+    its own: a rank must not find the addresses of the first.
     """
+    groups = itertools.count()
 
     def change(rendezvous: Any) -> None:
         create_by_torch = rendezvous._create_c10d_store
@@ -30,9 +35,12 @@ def join_store_of(launcher: Launcher) -> None:
         ) -> Any:
             if not launcher.holds(host, port):
                 return create_by_torch(host, port, rank, size, timeout, *options)
-            return rendezvous.TCPStore(
+            store = rendezvous.TCPStore(
                 launcher.address, port, size, is_master=False, timeout=timeout
             )
+            from torch.distributed import PrefixStore
+
+            return PrefixStore(f"group-{next(groups)}", store)
 
         rendezvous._create_c10d_store = create_store
 

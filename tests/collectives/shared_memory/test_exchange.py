@@ -1,6 +1,4 @@
-"""Broadcast, all-gather and reduce-scatter through shared memory give what the backend gives, at
-the edges too.
-"""
+"""Broadcast, all-gather and reduce-scatter through shared memory give what the backend gives."""
 
 from __future__ import annotations
 
@@ -24,15 +22,10 @@ def noise(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
 
 
 SHAPES = [(), (0, 3), (1,), (7, 3), (PIECE // 4 + 5,), ((SLOTS + 1) * PIECE // 4 + 1,)]
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.int64,
-    torch.int16,
-    torch.bool,
-    torch.complex64,
-]
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
+DTYPES += [torch.complex64]
 
 
 def everything(world: lockstep.World, algorithm: Any) -> Iterator[Tensor]:
@@ -72,13 +65,7 @@ def test_they_give_what_the_backend_gives(workers: int) -> None:
 def chosen(world: lockstep.World) -> list[int]:
     mine = torch.full((world.size,), world.rank)
     with pytest.MonkeyPatch.context() as patch:
-        for name in (
-            "all_reduce",
-            "broadcast",
-            "all_gather",
-            "all_gather_into_tensor",
-            "reduce_scatter_tensor",
-        ):
+        for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"):
             patch.setattr(torch.distributed, name, None)
         with refused("root-outside-group", root=3, size=3):
             collectives.broadcast(mine, 3, algorithm="shared_memory")

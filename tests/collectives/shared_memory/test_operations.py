@@ -1,6 +1,4 @@
-"""All-reduce through shared memory: the right sum, the same bits on every rank, several at once,
-and nobody waits for the dead.
-"""
+"""All-reduce through shared memory: the right sum, the same bits, several at once, dead ranks."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
 
 
 def in_flight(world: lockstep.World) -> list[float]:
-    """Twelve at once, large and small, waited for in another order on each rank; in between
-    others of other kinds, and one that goes another way.
-    """
+    """Twelve at once, of several kinds, waited for in another order on each rank."""
     sizes = [3, 3 * PIECE // 4, 12, (SLOTS + 1) * PIECE // 4] * 3
     tensors = [torch.full((size,), float(number + world.rank)) for number, size in enumerate(sizes)]
     handles: list[Any] = []
@@ -119,9 +115,7 @@ def test_many_of_all_kinds_are_in_flight_and_waited_for_in_any_order() -> None:
 
 
 def overtaking(world: lockstep.World) -> list[float]:
-    """More than there are slots, and another one when the first slots are free again: it is not
-    written before an earlier one.
-    """
+    """More than there are slots: the last is not written before an earlier one."""
     tensors = [torch.full((3,), float(10 * number + world.rank)) for number in range(SLOTS + 3)]
     handles = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors[:-1]]
     for handle in handles[: SLOTS - 1]:
@@ -158,9 +152,7 @@ def waited_for_again(world: lockstep.World) -> list[float]:
 
 
 def in_torchs_call(world: lockstep.World, size: int) -> list[float]:
-    """Rank 1 has started a sum, and is in a call of torch.distributed for which rank 0 comes when
-    it has waited for the sum.
-    """
+    """Rank 1 has started a sum, and is in a call of torch.distributed that waits for rank 0."""
     tensor = torch.full((size,), 1.0 + world.rank)
     handle = collectives.all_reduce(tensor, async_op=True)
     if world.rank == 0 and size * 4 > AT_ONCE:

@@ -1,6 +1,4 @@
-"""Tensors that lie in shared memory: summed where they are, by slices, in tree order; and slices
-that go round.
-"""
+"""Tensors that lie in shared memory: summed where they are, by slices, in tree order."""
 
 from __future__ import annotations
 
@@ -132,12 +130,10 @@ def dies(rank: int, way: str, when: str) -> dict[str, Any]:
     return refusal.value.values
 
 
-@pytest.mark.parametrize("when", ["before", "in the middle"])
+@pytest.mark.parametrize("when", ["in the middle", pytest.param("before", marks=pytest.mark.rest)])
 @pytest.mark.parametrize("way", ["in place", "through slots"])
 def test_a_dead_rank_is_named_by_all_others_and_leaves_nothing_behind(way: str, when: str) -> None:
-    """No launcher here: it would end the others before they could say anything. What is left
-    behind, `nothing_left` in conftest.py finds.
-    """
+    """No launcher here: it would end the others before they could say anything."""
     (first, dead, last), pids = run_siblings(dies, 3, way, when)
     assert dead is None
     for values in (first, last):

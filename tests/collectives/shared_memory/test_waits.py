@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 
@@ -59,40 +58,6 @@ def test_numbers_beyond_four_bytes_are_told_apart_by_their_lower_half() -> None:
     word = ctypes.c_int64(2**32 + 5)
     waits.futex_sleep(ctypes.addressof(word), 2**32 + 4, _LONG)
     waits.futex_sleep(ctypes.addressof(word), 2**32 + 5, 0.01)
-
-
-def test_a_sleeper_in_another_process_is_woken() -> None:
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        word = ctypes.c_int64.from_buffer(memory)
-        pid = os.fork()
-        if pid == 0:
-            while word.value == 0:
-                waits.futex_sleep(ctypes.addressof(word), 0, _LONG)
-            os._exit(5)
-        word.value = 1
-        waits.futex_wake(ctypes.addressof(word))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
-        del word
-
-
-def test_who_naps_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    yields = []
-    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
-    words = (ctypes.c_int64 * 1)()
-    wait = waits.Waits(
-        memoryview(words).cast("B").cast("q"),
-        ctypes.addressof(words),
-        crowded=False,
-        look=lambda missing: None,
-        late=lambda missing: AssertionError(missing),
-        timeout=lambda: _LONG,
-    )
-    wait.nap()
-    poster = threading.Timer(0.05, wait.post, (0, 1))
-    poster.start()
-    wait.until([0], 1)
-    poster.join()
-    assert yields == []
 
 
 def together(rank_that_leaves: int | None) -> tuple[float, list[float]]:

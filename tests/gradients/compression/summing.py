@@ -1,6 +1,4 @@
-"""Tensors of given shapes summed by a reduction over some steps, without a model: what several
-tests here do.
-"""
+"""Tensors of given shapes summed by a reduction over some steps, without a model."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ OWING = EVERY[2:]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """A matrix, a vector, a 0-d and an empty one, a channels_last kernel, a transposed matrix,
-    one that is not dense.
-    """
+    """Also 0-d, empty, channels_last, transposed and not dense."""
     return [
         nn.Parameter(torch.zeros(40, 30, dtype=dtype)),
         nn.Parameter(torch.zeros(300, dtype=dtype)),
@@ -94,9 +90,7 @@ class Summing:
 
 
 def gradients_of(rank: int, step: int, given: Sequence[Tensor]) -> list[Tensor]:
-    """Other ones on every rank and in every step, of very different sizes; those of matrices
-    have a few strong directions.
-    """
+    """Others on every rank and in every step, of very different sizes, with a strong direction."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     gradients = []
     for number, like in enumerate(given):

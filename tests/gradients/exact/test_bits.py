@@ -1,6 +1,4 @@
-"""Exact mode: what it takes, what it refuses, and how the process computes meanwhile. Its bits by
-every method, at any number of ranks: promises/test_same_gradients.py.
-"""
+"""Exact mode: what it takes and refuses. Its bits: promises/test_same_gradients.py."""
 
 from __future__ import annotations
 
@@ -47,9 +45,6 @@ def stepper_of(model: nn.Module | None = None, **options: Any) -> lockstep.Stepp
     model = model or nn.Linear(36, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return lockstep.Stepper(model, optimizer, exact=True, **options)
-
-
-# -- data ----------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
@@ -108,9 +103,6 @@ def test_a_loop_that_is_left_early_counts_what_it_walked() -> None:
     torch.testing.assert_close(first, weights(model), rtol=1e-5, atol=1e-6)
 
 
-# -- what is refused -----------------------------------------------------------------------------
-
-
 def refusals(world: lockstep.World) -> None:
     model = nn.Linear(36, 10)
     for reduce in ("central", "hierarchical", "ring"):
@@ -136,27 +128,6 @@ def test_what_cannot_be_exact_is_refused(workers: int) -> None:
     on_team(refusals, workers)
 
 
-def nondeterministic(world: lockstep.World) -> None:
-    stepper = stepper_of()
-    for _ in stepper.micro_batches(next(chain.from_iterable(loader().epochs(1)))):
-        with pytest.raises(RuntimeError, match="put_"):
-            torch.empty(3).put_(torch.tensor([0, 0]), torch.ones(2))
-
-
-def test_a_nondeterministic_operation_is_refused_by_name() -> None:
-    on_team(nondeterministic, 2)
-
-
-def test_a_backward_of_ones_own_before_the_step_is_an_error(world: lockstep.World) -> None:
-    stepper = stepper_of()
-    window = next(chain.from_iterable(loader().epochs(1)))
-    for x, y in stepper.micro_batches(window):
-        stepper.backward(F.cross_entropy(stepper.model(x), y, reduction="sum"), weight=len(y))
-    stepper.model(x).sum().backward()  # when the gradients belong to the sum
-    with refused("gradient-cleared"):
-        stepper.step()
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,15 +140,16 @@ class Twice(nn.Module):
         return x
 
 
-def test_two_gradients_of_one_parameter_in_a_micro_batch_are_refused(
-    world: lockstep.World,
-) -> None:
+def test_gradients_that_would_count_twice_are_refused(world: lockstep.World) -> None:
     window = next(chain.from_iterable(loader().epochs(1)))
+    stepper = stepper_of()
+    for x, y in stepper.micro_batches(window):
+        stepper.backward(F.cross_entropy(stepper.model(x), y, reduction="sum"), weight=len(y))
+    stepper.model(x).sum().backward()  # when the gradients belong to the sum
+    with refused("gradient-cleared"):
+        stepper.step()
     with refused("second-gradient-in-micro-batch", LateGradient):
         walk(stepper_of(Twice()), window)
-
-
-# -- the process ---------------------------------------------------------------------------------
 
 
 def settings_of_the_process(world: lockstep.World) -> list[Any]:
@@ -193,11 +165,14 @@ def settings_of_the_process(world: lockstep.World) -> list[Any]:
     before = now()
     stepper_of()
     during = now()
+    with pytest.raises(RuntimeError, match="put_"):
+        torch.empty(3).put_(torch.tensor([0, 0]), torch.ones(2))
     world.close()
     return [before, during, now()]
 
 
 def test_the_process_computes_deterministically_until_the_world_closes() -> None:
+    """Meanwhile operations that cannot are refused."""
     assert run_ranks(settings_of_the_process, 1) == [
         [(2, False, True), (1, True, False), (2, False, True)]
     ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.collectives import by_schedule
+from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import CollectiveTimeout, PeerFailed
@@ -20,6 +21,7 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.exact import ExactOverNetwork
 from lockstep.gradients.layout import Entry, plan
 from lockstep.testing import run_ranks
+from tests.collectives.own_groups import group_of_its_own
 from tests.step import walking  # noqa: F401 - it starts the thread of a team's rank
 from tests.teams import on_team
 
@@ -33,9 +35,7 @@ COUNT = 5000
 
 
 def patterns(slot: int, dtype: torch.dtype) -> Tensor:
-    """Any bits, sums that cancel, the smallest numbers and zeros of both signs; nothing that is
-    not finite.
-    """
+    """Any bits, sums that cancel, denormals, zeros of both signs; nothing that is not finite."""
     generator = torch.Generator().manual_seed(slot)
     integer = DTYPES[dtype]
     info = torch.iinfo(integer)
@@ -61,6 +61,13 @@ def along_the_tree(slots: range, dtype: torch.dtype) -> Tensor:
     return along_the_tree(slots[:half], dtype) + along_the_tree(slots[half:], dtype)
 
 
+def bucket_of(reduction: ExactOverNetwork, numel: int, dtype: torch.dtype) -> Bucket:
+    """The only one."""
+    parameter = nn.Parameter(torch.zeros(numel, dtype=dtype))
+    layout = plan([Entry("only", numel, dtype, parameter.device)], [0], caps=[2**30])
+    return Bucket(layout.buckets[0], [parameter], reduction.memory(layout)[0])
+
+
 def summed(
     world: lockstep.World, cases: list[tuple[torch.dtype, int, int]], flush: bool
 ) -> list[Tensor]:
@@ -70,10 +77,8 @@ def summed(
         for dtype, slots, filled in cases:
             reduction = ExactOverNetwork(world.group)
             reduction.begin(Cut(step=0, epoch=0, start=0, stop=filled, micro_batch=1, slots=slots))
-            parameter = nn.Parameter(torch.zeros(COUNT, dtype=dtype))
-            layout = plan([Entry("only", COUNT, dtype, parameter.device)], [0], caps=[2**30])
-            memory = reduction.memory(layout)
-            bucket = Bucket(layout.buckets[0], [parameter], memory[0].fill_(99))
+            bucket = bucket_of(reduction, COUNT, dtype)
+            bucket.views[0].fill_(99)
             for level, block in enumerate(reduction.brought[world.rank]):
                 slots_of = range(block.first, block.first + block.size)
                 reduction.levels[level][0][:COUNT] = along_the_tree(slots_of, dtype)
@@ -107,20 +112,17 @@ def test_every_bit_is_that_of_the_tree(size: int, flush: bool) -> None:
             assert torch.equal(ours.view(integer), theirs.view(integer)), (rank, case)
 
 
-def sum_of_ranks(world: lockstep.World) -> tuple[Tensor, Work]:
+def sum_of_ranks(group: Group) -> tuple[Tensor, Work]:
     """A tensor whose sum over all ranks, of whom each has one slot, has begun."""
-    reduction = ExactOverNetwork(world.group)
-    size = world.size
-    reduction.begin(Cut(step=0, epoch=0, start=0, stop=size, micro_batch=1, slots=size))
-    parameter = nn.Parameter(torch.zeros(100_000))
-    layout = plan([Entry("only", 100_000, torch.float32, parameter.device)], [0], caps=[2**30])
-    memory = reduction.memory(layout)
-    memory[0].fill_(world.rank + 1.0)
-    return memory[0], reduction.start(Bucket(layout.buckets[0], [parameter], memory[0]))
+    reduction = ExactOverNetwork(group)
+    reduction.begin(Cut(step=0, epoch=0, start=0, stop=group.size, micro_batch=1, slots=group.size))
+    bucket = bucket_of(reduction, 100_000, torch.float32)
+    bucket.views[0].fill_(group.rank + 1.0)
+    return bucket.views[0], reduction.start(bucket)
 
 
 def beside(world: lockstep.World) -> None:
-    tensor, work = sum_of_ranks(world)
+    tensor, work = sum_of_ranks(world.group)
     deadline = time.monotonic() + 120
     while (tensor != sum(range(world.size + 1))).any():
         assert time.monotonic() < deadline, tensor
@@ -134,7 +136,7 @@ def test_the_sum_is_handed_out_before_anybody_waits_for_it(size: int) -> None:
 
 def leaves(world: lockstep.World) -> None:
     """Rank 1 goes when it has told the others that it has come."""
-    sum_of_ranks(world)[1].wait()
+    sum_of_ranks(world.group)[1].wait()
     if world.rank == 1:
 
         def leave(*_: object) -> None:
@@ -142,7 +144,7 @@ def leaves(world: lockstep.World) -> None:
 
         by_schedule.execute = leave
     with pytest.raises(KeyError if world.rank == 1 else PeerFailed):
-        sum_of_ranks(world)[1].wait()
+        sum_of_ranks(world.group)[1].wait()
     world.close(failed=True)
 
 
@@ -151,18 +153,15 @@ def test_a_rank_that_leaves_meanwhile_is_an_error_of_the_others() -> None:
 
 
 def late(world: lockstep.World) -> None:
-    world.group.timeout = timedelta(seconds=0.3)
-    others = [rank for rank in range(world.size) if rank != 1]
-    if world.rank == 1:
-        world._store.wait([f"{rank} gave up" for rank in others], timedelta(minutes=1))
-    else:
-        with pytest.raises(CollectiveTimeout) as caught:
-            sum_of_ranks(world)[1].wait()
-        assert tuple(caught.value.missing) == (1,)
-        world._store.set(f"{world.rank} gave up", "")
-    world.close(failed=True)
+    with group_of_its_own(world) as group:
+        group.timeout = timedelta(seconds=0.3)
+        if world.rank != 1:
+            with pytest.raises(CollectiveTimeout) as caught:
+                sum_of_ranks(group)[1].wait()
+            assert tuple(caught.value.missing) == (1,)
+        world.barrier()  # rank 1 is alive, but elsewhere, until the others have given up
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_is_late_is_named(size: int) -> None:
-    run_ranks(late, size)
+    on_team(late, size)

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 
 import lockstep
 from lockstep import collectives
@@ -109,22 +108,6 @@ def test_times_are_the_slowest_ranks_median_and_last(
     monkeypatch.setattr(measured._Case, "run", lambda case, algorithm, run: (next(seconds), 0))
     (row,) = measured._one_size(world, "all_reduce", 40, ["native"], 5)
     assert (row.p50, row.p99, row.runs) == (3.0, 5.0, 5)
-
-
-def test_algorithms_take_turns_and_each_run_has_numbers_of_its_own(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, list[float]]] = []
-    right = collectives.all_reduce
-
-    def noting(tensor: torch.Tensor, algorithm: str) -> Any:
-        calls.append((algorithm, tensor.tolist()))
-        return right(tensor, algorithm=algorithm)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(collectives, "all_reduce", noting)
-    measured._one_size(world, "all_reduce", 8, ["native", "ring"], 2)
-    assert [name for name, _ in calls] == ["ring", "native", "native", "ring"] * 2
-    assert calls[4][1] == calls[5][1] != calls[6][1]
 
 
 def test_what_there_is_not_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

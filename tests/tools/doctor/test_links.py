@@ -46,13 +46,6 @@ def test_links_that_are_all_slow_are_named_between_hosts() -> None:
     assert links.judge(both, hosts=False).level == "ok"
 
 
-def test_the_table() -> None:
-    lines = links.squares(_links(b_c=5e6)).splitlines()
-    assert lines[2].split() == ["b", "1,000", "-", "5"]
-    assert lines[7].split() == ["b", "50", "-", "50"]
-    assert not links.squares([])
-
-
 def _measure(world: World) -> tuple[list[MeasuredLink], list[str]]:
     measured = links.measure(world.group, ["x", "y", "z"], world.device, hosts=False)
     return measured, wrong_sums(world.group, world.device, ["native", "shared_memory"])

@@ -4,12 +4,10 @@ like it and is right.
 
 from __future__ import annotations
 
-from textwrap import indent
-
 import pytest
 
 from lockstep.tools.lint import check_source
-from tests.tools.lint.snippets import agrees, marked
+from tests.tools.lint.snippets import agrees
 
 WRONG = {
     "a gradient that only some ranks have": """
@@ -177,16 +175,6 @@ dist.all_reduce(norm)
 @pytest.mark.parametrize("name", WRONG | RIGHT)
 def test_the_marked_lines_are_reported(name: str) -> None:
     agrees(IMPORTS + (WRONG | RIGHT)[name])
-
-
-def test_all_of_them_in_one_file() -> None:
-    # a wrapper sends the weights
-    snippets = [text for name, text in WRONG.items() if name != "seeds of the weights"]
-    text = "".join(
-        f"\ndef f{number}():{indent(snippet, '    ')}" for number, snippet in enumerate(snippets)
-    )
-    agrees(IMPORTS + text)
-    assert len({rule for _, rule in marked(text)}) == 9
 
 
 FIXES = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.tools.lint import check_source
 from tests.tools.lint.snippets import agrees
 
 LAST = "i == len(loader) - 1"
@@ -257,18 +256,3 @@ SNIPPETS |= {name: IMPORTS + text for name, text in CLIPPED.items()}
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_the_marked_lines_are_reported(name: str) -> None:
     agrees(SNIPPETS[name])
-
-
-def test_the_message_names_the_right_test() -> None:
-    text = (
-        "for i, b in enumerate(x):\n    with m.no_sync() if i % n else null():\n       "
-        " m(b).backward()\n"
-    )
-    (finding,) = check_source(text.encode(), "train.py").findings
-    assert str(finding).startswith(
-        "train.py:2: no-sync-modulo: gradients are exchanged on the first micro-batch of each"
-        " window of n, not on the last"
-    )
-    assert str(finding).endswith(
-        "exchange, and step, when (i + 1) % n == 0 or it is the loader's last batch"
-    )

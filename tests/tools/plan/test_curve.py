@@ -54,14 +54,6 @@ def test_the_base_is_the_smallest_and_of_one_number_a_rank_alone() -> None:
     assert 0 < single[0].efficiency < several[1].efficiency < 1
 
 
-def test_the_link_takes_over() -> None:
-    rows = planned(1, 2, 4, 8, network=Network.flat(0.0, 2e5))  # ten seconds for two
-    limiting = [row.predicted.limiting for row in rows]
-    assert limiting == ["computation", "computation", "network", "network"]
-    efficiencies = [row.efficiency for row in rows]
-    assert efficiencies == sorted(efficiencies, reverse=True)
-
-
 def test_on_cpus_auto_is_what_lockstep_train_would_take() -> None:
     network = Network(Link(0.0, 1e9), Link(0.0, 1e5), 4)
     auto, native, hierarchical = (

@@ -88,12 +88,6 @@ def test_a_rank_alone_and_a_free_network_take_what_is_computed() -> None:
         assert step(method, 64, computing(0.25, 0.1), Link(0.0, math.inf)) == 0.25
 
 
-def test_a_ring_does_not_grow_with_the_ranks_and_the_central_way_does() -> None:
-    for method, expected in (("native", [1, 4 / 3, 3 / 2]), ("central", [2, 4, 6])):
-        steps = [step(method, workers, MODEL, Link(0.0, S)) for workers in (2, 3, 4)]
-        assert steps == pytest.approx(expected)
-
-
 def test_latency_is_paid_for_every_message_of_every_bucket() -> None:
     far = Link(1.0, math.inf)
     assert step("native", 4, MODEL, far) == 2 * 3 * 2

@@ -147,6 +147,11 @@ def test_small_messages_are_hidden_before_the_gradients_and_not_behind_them() ->
     assert simulate(replace(TWO, facts=56), 2, network).exposed == plain
     # one message deep, by recursive doubling
     assert simulate(replace(TWO, buffers=56), 2, network).exposed == plain + 0.125
+    # a large one in a ring: 1.5 of its size at four ranks
+    large = replace(TWO, buffers=10**6)
+    narrow = Network.flat(0.0, 1e6)
+    exposed = simulate(large, 4, narrow).exposed - simulate(TWO, 4, narrow).exposed
+    assert exposed == pytest.approx(1.5)
 
 
 def test_a_sharded_update_divides_the_optimizer_and_tells_everybody() -> None:

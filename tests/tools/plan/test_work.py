@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.gradients.facts import numbers
 from lockstep.tools.plan.work import PlanScaling, samples_of, sides, work_of
 from tests.tools.timing.profiles import profile
 
@@ -31,12 +30,6 @@ def test_ranks_of_one_host_compute_as_those_side_by_side_and_others_as_one_alone
     assert here == [2.0, 3.0, 6.0, 12.0, 12.0]
     four = work_of(profile(), HERE, 4)
     assert (four.forward, four.optimizer, four.other, four.loading) == (3.0, 1.0, 0.5, 0.5)
-
-
-def test_ranks_tell_each_other_the_facts_of_a_step() -> None:
-    assert [work_of(profile(), STRONG, workers).facts for workers in (1, 2, 64)] == [
-        8 * numbers(workers) for workers in (1, 2, 64)
-    ]
 
 
 def test_gpus_are_not_shared() -> None:

@@ -4,7 +4,6 @@ markup.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from html import unescape
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from lockstep.tools.recorded import read
-from lockstep.tools.report.history import thinned
 from lockstep.tools.report.page import page
 from lockstep.tools.report.verdict import verdict
 from tests.tools.report.runs import anatomy, make, metrics
@@ -145,14 +143,6 @@ def test_runs_of_which_something_is_missing(
     assert "The run" in found.headings
     assert ("A step of each rank" in found.headings) is judged
     assert ("What to do first" in found.headings) is judged
-
-
-def test_long_runs_are_thinned() -> None:
-    curve, width = thinned([(step, float(step)) for step in range(1, 1001)], 400)
-    assert (width, len(curve), curve[-1]) == (3, 334, (1000, 1000.0))
-    assert curve[0] == (3, 2.0)
-    assert thinned([(1, 1.0), (2, 2.0)], 400) == ([(1, 1.0), (2, 2.0)], 1)
-    assert math.isnan(thinned([(1, math.inf)], 400)[0][0][1])
 
 
 def test_many_ranks_and_steps_are_not_all_drawn(tmp_path: Path) -> None:

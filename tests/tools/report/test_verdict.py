@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.judged import percentages
 from lockstep.tools.report.verdict import Verdict, verdict
 from tests.training.synthetic import BASE, anatomy, lines, noisy, planted
 
@@ -189,13 +188,3 @@ def test_lines_over_several_steps_count_as_many() -> None:
     found = of(made)
     assert found.last == 16
     assert "220 ms a step, others 20" in found.do_first.sentence
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any))
-def test_percentages_add_up_and_are_near(weights: list[float]) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    found = percentages(shares)
-    assert sum(found) == 100
-    assert all(
-        abs(share - 100 * exact) < 1.0001 for share, exact in zip(found, shares, strict=True)
-    )

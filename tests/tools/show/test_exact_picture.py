@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.collectives.addition_order import Block, Term, blocks, tree
-from lockstep.tools.show.exact_picture import ExactStep, drawing, leaves, said, text
+from lockstep.tools.show.exact_picture import ExactStep, drawing, leaves, text
 from tests.refused import refused
 
 EIGHT_ON_THREE = """\
@@ -42,22 +40,6 @@ def test_what_ranks_bring_adds_up_along_the_tree_that_is_drawn(count: int, worke
     brought = tuple(block for mine in step.slots for block in blocks(mine))
     assert whole(tree(brought), brought) == step.tree
     assert leaves(step.tree) == list(range(count))
-
-
-@given(st.integers(2, 32), st.integers(1, 9))
-def test_a_rank_adds_what_is_all_its_own(count: int, workers: int) -> None:
-    step = ExactStep.of(count, workers)
-    for rank, mine in enumerate(step.slots):
-        for block in blocks(mine):
-            assert step.owner(whole(0, (block,))) == rank
-    assert (step.owner(step.tree) is None) == (workers > 1)
-
-
-def test_the_drawing_has_a_box_a_sum() -> None:
-    root = ElementTree.fromstring(drawing(ExactStep.of(6, 2)).svg())
-    assert said(ExactStep.of(6, 2).tree) == "(((0+1)+(2+3))+(4+5))"
-    lines = [each for each in root if each.tag.endswith("polyline")]
-    assert len(lines) == 2 * 5  # six slots need five additions
 
 
 def test_what_cannot_be() -> None:

@@ -103,11 +103,6 @@ def test_nobody_does_two_things_at_once(name: str, ranks: int, micro_batches: in
         assert sum((placed.length for placed in row), Fraction(0)) == 3 * micro_batches
 
 
-def test_the_drawing_has_a_box_for_every_piece_of_work() -> None:
-    svg = drawing(chart("1f1b", 2, 4)).svg()
-    assert svg.count("<rect") == 1 + 2 + 2 * 4 * 2 + 3  # page, rows, work, legend
-
-
 def test_what_cannot_be_drawn() -> None:
     for backward in (0, -1, float("nan"), float("inf")):
         with refused("wrong-value", name="backward", value=backward):

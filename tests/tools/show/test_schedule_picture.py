@@ -7,8 +7,6 @@ from __future__ import annotations
 import xml.etree.ElementTree as tree
 from pathlib import Path
 
-import pytest
-
 from lockstep.collectives.algorithms import algorithms_of, schedule
 from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.tools.show import schedule_picture as picture
@@ -78,36 +76,6 @@ def test_text() -> None:
     ):
         lines = [line.rstrip() for line in picture.text(drawn).splitlines()]
         assert lines == expected.splitlines()
-
-
-@pytest.mark.parametrize("world", range(2, 9))
-def test_the_ring_by_the_rule_that_books_give(world: int) -> None:
-    """In round s rank r sends cell r - s + 1 to its right: first the sums, each one rank longer,
-    then the complete cells.
-    """
-    every = list(picture.rounds(schedule("all_reduce", "ring", world)))
-    assert len(every) == 1 + 2 * (world - 1)
-    for step in every[1:]:
-        adds = step.number < world
-        for transfer in step.transfers:
-            rank, (cell,) = transfer.src, transfer.cells
-            assert (transfer.dst, cell) == ((rank + 1) % world, (rank - step.number + 1) % world)
-            assert transfer.reduce == adds
-            assert len(step.held[transfer.dst][cell]) == (step.number + 1 if adds else world)
-        assert sorted(transfer.src for transfer in step.transfers) == list(range(world))
-    for rank, held in enumerate(every[world - 1].held):  # after the sums
-        complete = [cell for cell, ranks in held.items() if len(ranks) == world]
-        assert complete == [(rank + 1) % world]
-
-
-def test_one_word_says_what_a_round_does() -> None:
-    """A round is called "add" or "replace" after its first message: all of them do the same, and
-    there is one.
-    """
-    for world in (2, 3, 4, 5, 8, 16):
-        for drawn in every_schedule(world):
-            for step in list(picture.rounds(drawn))[1:]:
-                assert len({transfer.reduce for transfer in step.transfers}) == 1, drawn.name
 
 
 def test_everybody_ends_with_what_was_promised() -> None:

@@ -1,7 +1,4 @@
-"""Files of figures.
-
-Tables as text: columns, sides, and lines that no width breaks.
-"""
+"""Files of figures, and tables as text."""
 
 from __future__ import annotations
 
@@ -25,10 +22,4 @@ def test_columns_are_as_wide_as_their_text_and_numbers_end_at_the_right() -> Non
         "name          ms",
         "a           1.00",
         "longer [x]    12",
-    ]
-    # cells may be missing and empty, and no line is broken
-    rows = [("1",), ("1", None, "word " * 99)]
-    assert table(["a", "b", "c"], rows, left=[2]).split("\n")[1:] == [
-        "1",
-        "1     " + "word " * 98 + "word",
     ]

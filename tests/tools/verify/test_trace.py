@@ -17,7 +17,6 @@ from lockstep.tools.verify.trace import (
     TracedStep,
     digest_of,
     first_difference,
-    merge,
     read_again,
     sketch,
     tolerance_at,
@@ -172,16 +171,6 @@ def test_samples_read_again() -> None:
     assert difference is not None
     assert (difference.kind, difference.step, difference.slot) == ("again", 1, 1)
     assert (difference.ranks, difference.workers) == ((1, 1), (2, 2))
-
-
-def test_ranks_are_merged_by_slot() -> None:
-    whole = trace(2)
-    ranks = [copy.deepcopy(whole), copy.deepcopy(whole)]
-    for number, rank in enumerate(ranks):
-        rank.again = {number: f"s{number}"}
-        for step in rank.steps:
-            del step.slots[1 - number]
-    assert merge(ranks) == whole
 
 
 def test_the_distance_of_sketches_is_about_that_of_the_tensors() -> None:

@@ -93,45 +93,22 @@ def test_modes_gradients_and_random_states_are_put_back() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_loader_workers_change_nothing() -> None:
+def test_loader_workers_and_inputs_by_name_change_nothing_and_weights_of_zero_give_nan() -> None:
+    samples: Any = [{"x": x, "y": y} for x, y in toy.data(toy.HELD_OUT, 2)]
     with lockstep.init(backend="gloo") as world:
         model = toy.net()
         plain = evaluated(world, model, eval_data=Noisy())
         assert evaluated(world, model, eval_data=Noisy(), loader_workers=1) == plain
-
-
-def test_a_list_of_samples_and_inputs_by_name() -> None:
-    samples: Any = [{"x": x, "y": y} for x, y in toy.data(toy.HELD_OUT, 2)]
-    with lockstep.init(backend="gloo") as world:
-        found = lockstep.evaluate(
-            toy.net(),
+        by_name = lockstep.evaluate(
+            model,
             samples,
             lambda output, batch: toy.metrics(output, (None, batch["y"])),
             batch=4,
             inputs=lambda batch: {"x": batch["x"]},
         )
-        assert found == {"accuracy": evaluated(world, toy.net())["accuracy"]}
-
-
-def test_weights_of_zero_give_nan() -> None:
-    with lockstep.init(backend="gloo") as world:
-        found = evaluated(world, toy.net(), metrics=lambda output, batch: {"none": (0.0, 0)})
-    assert str(found["none"]) == "nan"
-
-
-def unsynced(world: lockstep.World) -> tuple[dict[str, float], list[float]]:
-    wrapper = lockstep.DistributedDataParallel(toy.net())
-    wrapper.module.norm.running_mean += world.rank
-    found = lockstep.evaluate(
-        wrapper, toy.data(9, 2), lambda output, batch: {"sum": (output.sum(), 1)}, batch=4
-    )
-    return found, wrapper.module.norm.running_mean.tolist()
-
-
-def test_a_wrappers_statistics_are_averaged_first() -> None:
-    first, second = on_team(unsynced, 2)
-    assert first == second
-    assert first[1] == pytest.approx([0.5] * 16)
+        assert by_name == {"accuracy": evaluated(world, model)["accuracy"]}
+        weightless = evaluated(world, model, metrics=lambda output, batch: {"none": (0.0, 0)})
+        assert str(weightless["none"]) == "nan"
 
 
 # -- torchmetrics --------------------------------------------------------------------------------
@@ -148,11 +125,7 @@ def first_parts(output: Tensor, batch: Any) -> dict[str, Any]:
 def with_torchmetrics(world: lockstep.World) -> list[dict[str, str]]:
     """Bits of lockstep.evaluate's values, and of a task's."""
     from torchmetrics import MeanMetric, Metric, MetricCollection
-    from torchmetrics.classification import (
-        MulticlassAccuracy,
-        MulticlassAUROC,
-        MulticlassConfusionMatrix,
-    )
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     class Ordered(Metric):
         """Its value depends on the order of its state."""
@@ -188,8 +161,8 @@ def with_torchmetrics(world: lockstep.World) -> list[dict[str, str]]:
     named = MetricCollection({"micro": micro, "macro": macro})
     of_task = [evaluated(world, toy.net(), metrics=metrics) for metrics in (means, named, micro)]
     assert not any(metric.update_called for metric in (*collection.values(), micro, macro))
-    with refused("metric-not-a-number", name="grid", shapes=[[3, 3]]):
-        lockstep.evaluate(toy.net(), data, metrics={"grid": MulticlassConfusionMatrix(3)})
+    with refused("metric-not-a-number", name="each", shapes=[[3]]):
+        lockstep.evaluate(toy.net(), data, metrics={"each": MulticlassAccuracy(3, average="none")})
     return [{name: value.hex() for name, value in values.items()} for values in (direct, *of_task)]
 
 
@@ -243,23 +216,17 @@ def test_metrics_of_a_task_that_cannot_work_are_refused() -> None:
             evaluated(world, toy.net(), metrics={"loss": toy.metrics})
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "values"),
-    [
+def test_mistakes_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         ({"fn": None}, "nothing-to-measure", {}),
         ({"fn": lambda output, batch: 1.0}, "wrong-return-type", {"type": "float"}),
-        (
-            {"fn": lambda output, batch: {"a": output.sum()}},
-            "wrong-return-type",
-            {"function": "fn, for 'a',", "type": "Tensor"},
-        ),
+        ({"fn": lambda output, batch: {"a": output.sum()}}, "wrong-return-type", {}),
         ({"batch": 0}, "wrong-value", {"name": "batch", "value": 0}),
         ({"dataset": []}, "empty-dataset", {}),
         ({"dataset": [{"x": 1.0}]}, "batch-needs-inputs", {}),
         ({"metrics": {"a": sum}}, "not-a-metric", {"name": "a"}),
-    ],
-)
-def test_mistakes_are_refused(options: dict[str, Any], code: str, values: dict[str, Any]) -> None:
-    arguments = {"model": toy.net(), "dataset": toy.data(5, 2), "fn": toy.metrics, **options}
-    with lockstep.init(backend="gloo"), refused(code, **values):
-        lockstep.evaluate(arguments.pop("model"), arguments.pop("dataset"), **arguments)
+    ]
+    for options, code, values in cases:
+        arguments = {"dataset": toy.data(5, 2), "fn": toy.metrics, **options}
+        with lockstep.init(backend="gloo"), refused(code, **values):
+            lockstep.evaluate(toy.net(), arguments.pop("dataset"), **arguments)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lockstep.collectives.group import Group
 from lockstep.data.epoch import EpochCourse
 from lockstep.errors import LockstepError
-from lockstep.gradients.layout import Entry, plan
+from lockstep.gradients.layout import plan
 from lockstep.updates.server.schedule import Schedule
 from lockstep.updates.server.server import Masters, Server
+from tests.gradients.test_layout import entries
 
 COURSE = EpochCourse(0, 0, 0, 9, 2, 2)
 
@@ -31,11 +32,8 @@ def server(clip: float | None = None) -> tuple[Masters, Server, torch.optim.Opti
     generator = torch.Generator().manual_seed(0)
     shapes = ((40, 60), (60,), (0, 3), (3, 60))
     parameters = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in shapes]
-    entries = [
-        Entry(str(number), parameter.numel(), parameter.dtype, parameter.device)
-        for number, parameter in enumerate(parameters)
-    ]
-    masters = Masters(parameters, plan(entries, [3, 2, 1, 0]), Alone(), owners=1)
+    layout = plan(entries(*(parameter.numel() for parameter in parameters)), [3, 2, 1, 0])
+    masters = Masters(parameters, layout, Alone(), owners=1)
     optimizer = torch.optim.SGD(masters.views, lr=0.5, momentum=0.9)
     updated: Any = SimpleNamespace(everyone=Alone(), optimizer=optimizer, scheduler=None, clip=clip)
     cut: Any = SimpleNamespace(shards=masters)
@@ -51,9 +49,7 @@ def gradients(masters: Masters, seed: int) -> list[Tensor]:
 
 
 def window(server: Server, pushes: list[tuple[list[Tensor], float, float]]) -> list[Tensor]:
-    """Both ranks draw one slot of a window, and push (gradients, loss, weight). Return what rank 0
-    pulls first.
-    """
+    """Both ranks push (gradients, loss, weight) of a window. Return what rank 0 pulls first."""
     server._schedule._back[1] = COURSE
     _, pulled = server.next(0, COURSE)
     server.next(1, COURSE)

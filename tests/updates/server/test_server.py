@@ -1,6 +1,4 @@
-"""Training at a parameter server: with a bound of 0 the numbers of the replicated update,
-without one every sample still once.
-"""
+"""Training at a parameter server: with a bound of 0 as replicated, else every sample still once."""
 
 from __future__ import annotations
 
@@ -188,16 +186,13 @@ def test_a_checkpoint_resumes_at_any_number_of_ranks(
     tmp_path: Path, before: int, after: int
 ) -> None:
     how = {"make": adamw, "update": "server", "staleness": 0, "save": tmp_path}
-    run_ranks(train, before, kwargs={**how, "epochs": 1})  # saves after step 3 of 5
-    resumed, *_ = run_ranks(train, after, kwargs={**how, "epochs": 3})
+    on_team(train, before, (), {**how, "epochs": 1})  # saves after step 3 of 5
+    resumed, *_ = on_team(train, after, (), {**how, "epochs": 3})
     plain = undisturbed()
     assert resumed.windows[0].step == 3
     assert resumed.steps == plain.steps
     assert apart(resumed, plain) < 1e-6
     assert resumed.rates == pytest.approx(plain.rates)
-
-
-# -- errors --------------------------------------------------------------------------------------
 
 
 def fails_in_a_thread(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -296,18 +291,15 @@ def test_a_window_whose_loss_is_nan_is_left_out() -> None:
     assert not other_lines
 
 
-def threads_of(world: lockstep.World) -> tuple[int, int]:
-    """While it serves, and after the world was closed."""
-
-    def serving() -> int:
-        return sum("lockstep server" in thread.name for thread in threading.enumerate())
-
+def threads_of(world: lockstep.World) -> list[int]:
+    """The server's threads while it serves, and after the world was closed."""
     model = net()
     lockstep.Stepper(model, momentum(model), update="server", staleness="inf")
-    during = serving()
+    during = [thread.name for thread in threading.enumerate()]
     world.close()
-    return during, serving()
+    after = [thread.name for thread in threading.enumerate()]
+    return [sum("lockstep server" in name for name in names) for names in (during, after)]
 
 
 def test_no_thread_is_left_when_the_world_has_closed() -> None:
-    assert run_ranks(threads_of, 3) == [(2, 0), (0, 0), (0, 0)]
+    assert run_ranks(threads_of, 3) == [[2, 0], [0, 0], [0, 0]]
