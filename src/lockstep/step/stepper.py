@@ -517,6 +517,7 @@ class Stepper:
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,
+            step=self.steps,
             stop=stop,
             samples_by_rank=opened.samples or facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
