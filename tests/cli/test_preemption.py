@@ -138,11 +138,11 @@ def test_in_an_evaluation_which_is_made_up_for(training: Training, undisturbed: 
 
 def start_until_ranks_wait(training: Training) -> None:
     (training.folder / "not yet").touch()
-    training.start()
     waiting = [training.folder / f"waiting-{rank}" for rank in (0, 1)]
+    for file in waiting:  # of the start before
+        file.unlink(missing_ok=True)
+    training.start()
     training.until(lambda: all(file.exists() for file in waiting))
-    for file in waiting:
-        file.unlink()
 
 
 def test_while_it_starts_and_a_second_signal_does_not_wait(training: Training) -> None:
