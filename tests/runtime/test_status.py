@@ -138,7 +138,7 @@ def test_a_page_that_finds_no_room_on_its_disk_is_an_error_and_no_signal(tmp_pat
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(OSError, match="rank-0.page"):
+        with pytest.raises(OSError, match=r"rank-0\.page"):
             status.Page(status.file_of(tmp_path, 0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
