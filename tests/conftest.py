@@ -207,9 +207,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
-def _slow_files(config: pytest.Config) -> list[str]:
-    """Return the files that are too slow for the fast tier, if this was a whole run of it. A
-    slower machine has more time: 1/45 of all files' seconds, if that is more.
+def _slow_files(config: pytest.Config, times: int = 1) -> list[str]:
+    """Return the files that take `times` as long as a file of the fast tier may, if this was a
+    whole run of it. A slower machine has more time: 1/45 of all files' seconds, if that is more.
     """
     if config.args != config.getini("testpaths") or config.option.all:
         return []
@@ -217,7 +217,7 @@ def _slow_files(config: pytest.Config) -> list[str]:
     return [
         f"{file}: {seconds:.0f} s of the {limit:.0f} s that a file of the fast tier may take"
         for file, seconds in _seconds.most_common()
-        if seconds > limit
+        if seconds > times * limit
     ]
 
 
@@ -226,6 +226,13 @@ def pytest_terminal_summary(
 ) -> None:
     for line in _slow_files(config):
         terminalreporter.write_line(line, yellow=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A file that takes twice as long fails the run: by less, one unlucky test may pass."""
+    if session.exitstatus == pytest.ExitCode.OK and _slow_files(session.config, times=2):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
