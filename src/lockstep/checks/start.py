@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,11 @@ def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
     return fields
 
 
-def optimizer_numbers(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+def optimizer_numbers(optimizer: Optimizer, device: torch.device) -> list[tuple[str, Tensor]]:
     """The numbers among every group's settings, such as the learning rate, as tensors by name."""
+    as_tensor = partial(torch.as_tensor, dtype=torch.float64, device=device)
     return [
-        (f"{name} of parameter group {number}", torch.as_tensor(value, dtype=torch.float64))
+        (f"{name} of parameter group {number}", as_tensor(value))
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if isinstance(value, (int, float, Tensor)) or (name == "betas" and len(value))

@@ -182,7 +182,8 @@ class Averaging:
             or self.reducer.parameters[0]._version != self._version
         ):
             return {}
-        return digests([(self._group, [*self._trained(), *optimizer_numbers(optimizer)])])
+        numbers = optimizer_numbers(optimizer, self.reducer.parameters[0].device)
+        return digests([(self._group, [*self._trained(), *numbers])])
 
     def finish(self) -> None:
         """Complete the sum of gradients at the end of a backward."""

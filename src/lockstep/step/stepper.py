@@ -648,11 +648,8 @@ class Stepper:
 
     def _alike(self) -> Sequence[tuple[Group, Named]]:
         """Return pairs of ranks and tensors that are equal on these ranks between steps."""
-        numbers = optimizer_numbers(self.optimizer)
-        return [
-            *self.model_shard.alike(self.alike, self._replicated()),
-            (self.alike, [(name, each.to(self.world.device)) for name, each in numbers]),
-        ]
+        numbers = optimizer_numbers(self.optimizer, self.world.device)
+        return [*self.model_shard.alike(self.alike, self._replicated()), (self.alike, numbers)]
 
     def _last_digests(self) -> Mapping[str, int]:
         """Return digests of what is equal on all ranks after the last step, by name and ranks.
@@ -664,12 +661,6 @@ class Stepper:
         return digests(self._alike())
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
-        tensors = [
-            *self.model.named_parameters(),
-            *self._buffers.named(),
-            *self._options.averaged(),
-        ]
-        return [
-            *((name, each) for name, each in tensors if name not in self.reducer.ignored),
-            *self.update.replicated(),
-        ]
+        others = [*self._buffers.named(), *self._options.averaged(), *self.update.replicated()]
+        named = [*self.model.named_parameters(), *others]
+        return [(name, each) for name, each in named if name not in self.reducer.ignored]
