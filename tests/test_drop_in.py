@@ -16,6 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
+from lockstep.errors import WorkerFailed
+from lockstep.testing import run_ranks
+from lockstep.world.world import World
 from tests import zoo
 from tests.refused import refused
 from tests.teams import on_team
@@ -232,3 +235,17 @@ def test_what_cannot_be_meant_is_refused() -> None:
         at = {"argument": "argument 0['x'][1]", "device": "meta"}
         with refused("input-on-another-device", **at, module="cpu (rank 0, local rank 0)"):
             ddp({"x": [torch.zeros(1), torch.zeros(1, device="meta")]})
+
+
+def skips_a_backward(world: World) -> None:
+    model = lockstep.DistributedDataParallel(zoo.build("mlp"), world=world)
+    for step in range(9):
+        x, y = zoo.batch(world.rank)
+        loss = zoo.loss_sum(model(x), y)
+        if step != 4 or world.rank == 0:
+            loss.backward()
+
+
+def test_a_backward_that_one_rank_skips_is_named_at_the_next_one() -> None:
+    with pytest.raises(WorkerFailed, match=r"bucket 0 of forward 5 .* bucket 0 of forward 6 "):
+        run_ranks(skips_a_backward, 2)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -247,3 +248,77 @@ def test_parameters_that_the_optimizer_does_not_hold_are_named(world: lockstep.W
     names = "'2.weight', '2.bias', '4.weight', '4.bias'"
     with pytest.warns(LockstepWarning, match=f"the optimizer does not hold {names}: their grad"):
         lockstep.Stepper(model, sgd(model[0]))  # type: ignore[index]
+
+
+def sums_of_overlapping_tensors(world: lockstep.World) -> list[list[float]]:
+    """One tensor twice, and a view beside the whole, by gloo and by shared memory."""
+    import lockstep.backend
+
+    results = []
+    for backend in ("gloo", lockstep.backend.NAME):
+        group = dist.new_group(backend=backend)
+        twice, whole = torch.ones(2) + world.rank, torch.arange(4.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_reduce_coalesced([twice, twice], group=group)
+            dist.all_reduce_coalesced([whole, whole[1:3]], group=group)
+        results.append([*twice.tolist(), *whole.tolist()])
+        dist.destroy_process_group(group)
+    return results
+
+
+def test_tensors_that_share_memory_are_summed_as_gloo_sums_them() -> None:
+    for gloo, ours in on_team(sums_of_overlapping_tensors, 2):
+        assert ours == gloo
+
+
+def sparse_gradients(world: lockstep.World) -> list[Tensor]:
+    """Those of torch's wrapper alone, and with the hook."""
+    results = []
+    for hook in (None, lockstep.shared_memory_hook):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+        wrapper = nn.parallel.DistributedDataParallel(module)
+        if hook is not None:
+            wrapper.register_comm_hook(None, hook)
+        wrapper(torch.tensor([[world.rank, 5], [2, 3]])).square().sum().backward()
+        results.append(module[0].weight.grad.to_dense())
+    return results
+
+
+def test_torchs_wrapper_with_the_hook_trains_sparse_embeddings() -> None:
+    for alone, hooked in on_team(sparse_gradients, 2):
+        assert zoo.distance(hooked, alone) < 1e-6
+
+
+class WithoutElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(4, 2), nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.empty.sum(0)
+        return output
+
+
+def optimizer_shapes(world: lockstep.World, update: str) -> dict[int, dict[str, tuple[int, ...]]]:
+    model = WithoutElements()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepper = lockstep.Stepper(model, optimizer, update=update, world=world)
+    for x in stepper.micro_batches([torch.ones(3, 4)]):
+        stepper.backward(model(x).square().sum(), weight=3)
+    stepper.step()
+    state = stepper.optimizer_state_dict()
+    stepper.load_optimizer_state_dict(state)
+    return {
+        number: {name: tuple(value.shape) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+
+
+def test_the_sharded_state_has_parameters_without_elements_too() -> None:
+    replicated, sharded = (
+        on_team(optimizer_shapes, 2, (how,)) for how in ("replicated", "sharded")
+    )
+    assert len(replicated[0]) == 3
+    assert sharded == replicated

@@ -37,10 +37,11 @@ def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], bound: float = 1e-
 
 def gan(world: lockstep.World) -> Weights:
     """Two models, two steppers, one window: the discriminator learns from it, then the
-    generator.
+    generator, whose BatchNorm runs in both.
     """
     torch.manual_seed(1)
-    make, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    make = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     maker, judger = lockstep.Stepper(make, sgd(make)), lockstep.Stepper(judge, sgd(judge))
     for epoch in loader().epochs(2):
         for window in epoch:
@@ -56,7 +57,7 @@ def gan(world: lockstep.World) -> Weights:
                 maker.backward(F.softplus(-judge(make(torch.randn_like(x)))).sum(), weight=len(x))
             maker.step()
             judge.requires_grad_(True)
-    return zoo.weights(make, judge)
+    return [*zoo.weights(make, judge), *(buffer.clone() for buffer in make.buffers())]
 
 
 def inner_steps(world: lockstep.World) -> Weights:
@@ -188,3 +189,22 @@ def test_any_ragged_split_of_64_samples_is_one_process(window: int) -> None:
     for workers in (2, 3, 4):
         for rank in on_team(ragged, workers, (window,)):
             compare(rank, alone)
+
+
+def test_what_an_earlier_window_has_computed_is_no_part_of_a_later_graph() -> None:
+    with lockstep.init():
+        make, judge = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 1)
+        maker, judger = lockstep.Stepper(make, sgd(make)), lockstep.Stepper(judge, sgd(judge))
+        x = torch.randn(4, 6)
+        for batch in maker.micro_batches([x]):
+            fake = make(batch)
+            maker.backward(judge(fake).sum(), weight=4)
+        maker.step()
+        fake = make(x)
+        for _ in judger.micro_batches([x]):
+            judger.backward(judge(fake.detach()).sum(), weight=4)
+        judger.step()
+        for _ in maker.micro_batches([x]):
+            with pytest.raises(RuntimeError, match="inplace operation") as caught:
+                maker.backward(judge(fake).square().sum(), weight=4)
+        assert "compute it anew" in caught.value.__notes__[0]

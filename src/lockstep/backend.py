@@ -86,8 +86,13 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         op = _op(opts.reduceOp, tensors)
         if self._group.memory is None or op is None:
             return self._by_gloo(kind, tensors, tensors, opts)
-        for tensor in tensors:
-            self._group.memory.all_reduce(tensor, op).wait()
+        # as gloo: of tensors that share memory, each is summed as it was at the call
+        sums = [tensor.clone() for tensor in tensors] if _overlap(tensors) else tensors
+        for total in sums:
+            self._group.memory.all_reduce(total, op).wait()
+        for tensor, total in zip(tensors, sums, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
         return _done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -270,6 +275,11 @@ def _averages_integers(opts: Any, tensors: Sequence[Tensor]) -> bool:
     return opts.reduceOp == dist.ReduceOp.AVG and not (
         dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     )
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these tensors may share memory."""
+    return len({each.untyped_storage().data_ptr() for each in tensors}) < len(tensors)
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

@@ -77,6 +77,6 @@ def test_how_long_it_settles(
     ranks = Ranks(server, place, lambda: 100 + server.seconds)  # type: ignore[arg-type]
     ranks.start(lambda rank, variables: (print, variables))
     known = [of_exit(1, 0, 10)] if explained else []
-    result = ranks.run(failures=lambda now: known, stopping=lambda living: not living)
+    result = ranks.run(failures=lambda now: known, stopping=lambda living: None)
     assert result.codes == dict(enumerate(codes))
     assert ended[0] == pytest.approx(seconds, abs=0.11)

@@ -21,7 +21,7 @@ _MIB_2, _MIB_64 = 2 * 2**20, 64 * 2**20
 def train(folder: Path, *before: str, **environment: str) -> Path:
     """Train digits on two ranks with the command, behind the words `before`. Return its run."""
     folder.mkdir(exist_ok=True)
-    words = ["train", "digits", "--exact", "--steps", "6", "--workers", "2", "--run", "run"]
+    words = ["train", "digits", "--exact", "--steps", "6", "--workers", "2", "--run", "rün"]
     result = subprocess.run(
         [*before, sys.executable, "-m", "lockstep", *words],
         cwd=folder,
@@ -31,7 +31,7 @@ def train(folder: Path, *before: str, **environment: str) -> Path:
         errors="replace",
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return folder / "run"
+    return folder / "rün"
 
 
 def mounted(place: Path, *options: str) -> list[str]:

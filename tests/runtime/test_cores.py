@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from lockstep.runtime.cores import busy
+from lockstep.runtime import cores
+from lockstep.runtime.cores import busy, quota
 
 CORES = os.cpu_count() or 1
 
@@ -21,3 +23,34 @@ def test_both_must_be_high(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         file.write_text(f"{load:.2f} 1.00 1.00 {running}/500 1234\n")
         assert (busy() is not None) == (load > 1 and running > 1)
     assert str(busy()).startswith(f"load {load:.1f} on {CORES} core")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_time_of_a_control_group_and_of_those_around_it_is_counted_in_cores(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_process = tmp_path / "of-process"
+    controllers = "cpu,cpuacct" if version == 1 else ""
+    of_process.write_text(f"9:name=systemd:/other\n3:{controllers}:/job/1\n")
+    inner = tmp_path / controllers / "job" / "1"
+    inner.mkdir(parents=True)
+
+    def limit(folder: Path, microseconds: int) -> None:
+        if version == 1:
+            (folder / "cpu.cfs_quota_us").write_text(f"{microseconds}\n")
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
+        else:
+            (folder / "cpu.max").write_text(
+                f"{'max' if microseconds < 0 else microseconds} 100000\n"
+            )
+
+    assert quota(of_process, tmp_path) == math.inf
+    limit(inner, -1)
+    assert quota(of_process, tmp_path) == math.inf
+    limit(inner, 250_000)
+    assert quota(of_process, tmp_path) == 2.5
+    limit(inner.parent, 150_000)
+    assert quota(of_process, tmp_path) == 1.5
+    assert quota(tmp_path / "nowhere", tmp_path) == math.inf
+    monkeypatch.setattr(cores, "quota", lambda: 0.5)
+    assert cores.cores() == 1

@@ -4,6 +4,7 @@ and without a page nothing happens.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -131,3 +132,13 @@ def test_half_a_page_is_none(tmp_path: Path) -> None:
     assert (status.read(file), status.read_ticks(file)) == (None, None)
     file.write_bytes(b"\xff" * 8192)
     assert status.read(file) is None
+
+
+def test_a_page_that_finds_no_room_on_its_disk_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"rank-0\.page"):
+            status.Page(status.file_of(tmp_path, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

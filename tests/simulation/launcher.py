@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 
 from lockstep.launcher import failures, processes
-from lockstep.launcher.engine import Ended, Ranks, Stopped, alone
+from lockstep.launcher.engine import Ended, Farewell, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.preemption import Stop
 from lockstep.launcher.supervise import Outcome, Workers, conclude, run_with_restarts
@@ -130,7 +130,8 @@ class Launcher:
             try:
                 running.start(lambda rank, variables: (print, variables))
                 ended = running.run(
-                    failures=known, stopping=lambda living: stop.now(directory, living)
+                    failures=known,
+                    stopping=lambda living: Farewell() if stop.now(directory, living) else None,
                 )
                 cause = failures.first(known(ended))
                 outcome = Outcome(0) if cause is None else Outcome(cause.code, cause)

@@ -173,7 +173,8 @@ def lagging(world: World, run: str) -> None:
     others = {"optimizer": 1.0, "checks": 0.0, "other": 0.0, "hidden": None}
     times = StepTimes(step=0, **phases, **others)
     result = StepResult(
-        loss=0.0, weight=1.0, stop=False, samples_by_rank=(4,), bytes_sent=0, outcome=Applied()
+        **{"loss": 0.0, "weight": 1.0, "step": 1, "stop": False},
+        **{"samples_by_rank": (4,), "bytes_sent": 0, "outcome": Applied()},
     )
     with AnatomyFile(Path(run), stepper, {}) as file:
         for step in range(1, 6):

@@ -16,6 +16,7 @@ and otherwise as often as it costs 0.5 % of the time. All ranks raise the same e
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
-from lockstep.errors import ReplicaDivergence
+from lockstep.errors import LockstepWarning, ReplicaDivergence
 from lockstep.gradients.facts import Facts, FactsMessage
 
 _PLACE = "for the replica check"
@@ -49,8 +50,14 @@ class ReplicaCheck:
     and calls it alike.
     """
 
-    def __init__(self, every: int = 100) -> None:
+    def __init__(self, every: int = 100, drift: float = 0.0) -> None:
+        """`drift`: the largest difference, as a share of a tensor's largest value, that is only
+        warned of, once. Replicas that a program moves apart and back differ by rounding.
+        """
         self._every = every
+        self._drift = drift
+        self.drifted = False
+        """Whether replicas differed by no more than that."""
         self._times = 0
         self.compared: int | None = None
         """The step after which the replicas were last equal; None: not compared in this process."""
@@ -66,7 +73,12 @@ class ReplicaCheck:
         return self._times < 2 or step - (self.compared or 0) >= self._every
 
     @torch.no_grad()
-    def compare(self, alike: Iterable[tuple[Group, Named]], step: int, when: str) -> None:
+    def compare(
+        self,
+        alike: Iterable[tuple[Group, Named]],
+        step: int,
+        when: str,
+    ) -> None:
         """Compare each group's tensors among its ranks, after `step` steps. Raises
         ReplicaDivergence on all ranks of a group; its message contains `when`.
         """
@@ -75,9 +87,37 @@ class ReplicaCheck:
             if group.size > 1 and named:
                 mine = torch.tensor(digest(each for _, each in named), device=named[0][1].device)
                 everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
-                if len(set(everyone)) > 1:
+                if len(set(everyone)) > 1 and not self._is_drift(group, named, when):
                     raise self._divergence(group, named, when)
         self.compared = step
+
+    def _is_drift(self, group: Group, named: Named, when: str) -> bool:
+        """Whether no tensor differs by more than the drift that is allowed. If so, warn once. A
+        collective.
+        """
+        if not self._drift:
+            return False
+        shares = {}
+        for name, tensor in named:
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            largest = tensor.detach().to(wide).abs().amax().reshape(1) if tensor.numel() else None
+            if largest is not None:
+                group.all_reduce(largest, "max", place=_PLACE).wait()
+                gap = _distance(group, tensor, 0)[1]
+                shares[name] = gap / float(largest) if gap else 0.0
+        if not all(share <= self._drift for share in shares.values()):
+            return False
+        name = max(shares, key=shares.__getitem__)
+        if not self.drifted and group.rank == 0:
+            warnings.warn(
+                f"{when} the replicas differ by rounding: {name!r} by {shares[name]:.1g} of its"
+                " largest value. Code that moves the weights and moves them back must restore a"
+                " copy. If they shall differ, checks='start' compares them no more.",
+                LockstepWarning,
+                stacklevel=4,
+            )
+        self.drifted = True
+        return True
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
         """Return the error that says what differs, and where. A collective."""
@@ -174,6 +214,16 @@ class OverwrittenCheck:
         if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
             self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
         return len(set(facts.digests_by_rank)) > 1
+
+
+def digests(alike: Iterable[tuple[Group, Named]]) -> dict[str, int]:
+    """Return the digest of each tensor, by its name and the ranks on which it is equal."""
+    return {
+        f"{name!r} of {listed(group.ranks)}": digest([tensor])
+        for group, named in alike
+        for name, tensor in named
+        if group.size > 1
+    }
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.collectives.broadcast_json import everybodys
@@ -59,6 +60,17 @@ def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
                 len(value) if name == "params" else _plain(value)
             )
     return fields
+
+
+def optimizer_numbers(optimizer: Optimizer, device: torch.device) -> list[tuple[str, Tensor]]:
+    """The numbers among every group's settings, such as the learning rate, as tensors by name."""
+    as_tensor = partial(torch.as_tensor, dtype=torch.float64, device=device)
+    return [
+        (f"{name} of parameter group {number}", as_tensor(value))
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, (int, float, Tensor)) or (name == "betas" and len(value))
+    ]
 
 
 def compare_start(group: Group, fields: Fields) -> None:

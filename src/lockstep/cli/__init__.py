@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 
 from lockstep.errors import ExitCode, UsageError
-from lockstep.runtime.streams import open_closed_streams
+from lockstep.runtime.streams import escape_what_is_not_printable, open_closed_streams
 
 _WITHOUT_FORKED_RANKS = {"-h", "--help", "--help-all", "--cold", "--debug", "--ray"}
 
@@ -25,6 +25,7 @@ def main() -> None:
     """
     try:
         open_closed_streams()
+        escape_what_is_not_printable()
         if sys.argv[1:2] == ["train"]:
             _leave_when_asked()
         _start_fork_server(sys.argv[1:])

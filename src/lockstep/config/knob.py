@@ -18,7 +18,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -205,8 +205,9 @@ def number(
 ) -> float:
     """Return `value` as a float. Raises `error` if it is no finite number, or out of bounds."""
     numeric = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if numeric and math.isfinite(value) and above < value < below and least <= value <= most:
-        return float(value)
+    with suppress(OverflowError):  # an integer that no float can hold
+        if numeric and math.isfinite(value) and above < value < below and least <= value <= most:
+            return float(value)
     bounds = {"of at least": least, "above": above, "at most": most, "below": below}
     expected = _range("a number", unit, bounds)
     raise error("wrong-value", name=name, value=value, expected=expected)

@@ -59,6 +59,9 @@ class Mesh:
         """Read a text such as `data=2,pipeline=2`. Axes that are left out have one rank. Raises
         UsageError for an invalid text.
         """
+        if not isinstance(text, str):
+            expected = "a text such as data=2,pipeline=2"
+            raise UsageError("wrong-value", name="mesh", value=text, expected=expected)
         where = f"mesh={text!r}"
         found = knob.pairs(text.split(","), where)
         knob.known(AXES, found, where, "axis")

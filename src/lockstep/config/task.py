@@ -110,6 +110,8 @@ class Task:
     blocks) or a torch sampler. Default: shuffled. An order that makes the micro-batches itself (by
     length, a batch sampler) sets their sizes. A step has global_batch / micro_batch of them.
     """
+    shuffle: bool | None = None
+    """False: the data set's own order. Default: True, unless `order` says otherwise."""
     epochs: int = 1
     """Number of passes over train_data. --epochs and --steps override it."""
     seed: int = 0

@@ -42,6 +42,12 @@ _DENSE = (
     " nn.Embedding(sparse=True) sparse"
 )
 
+_STALE = (
+    "A step and the end of a micro-batch write to weights and buffers. So what another window, or"
+    " another micro-batch, has computed cannot be used again here: compute it anew, as a GAN's"
+    " generator its images."
+)
+
 
 class AutogradHooks:
     """Receives the gradients of one model. `leave` sends the next bucket; `works` are the sums of
@@ -150,6 +156,10 @@ class AutogradHooks:
         self.unfinished += 1
         try:
             yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(_STALE)
+            raise
         finally:
             self._look_through()
             self.expecting = before

@@ -29,8 +29,8 @@ class Bucket:
     ) -> None:
         self.index = plan.index
         self.spans: tuple[Span, ...] = plan.spans
-        more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
-        self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # for errors
+        self.place = self.place_of()
+        """Where in the program its sum stands, for the comparison of ranks and for errors."""
         self.sum = memory  # zeros, flat
         self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
@@ -38,6 +38,14 @@ class Bucket:
             view_of(self.sum, span, parameter)
             for span, parameter in zip(plan.spans, self.parameters, strict=True)
         ]
+
+    def place_of(self, forward: int | None = None) -> str:
+        """Return its place. `forward`: the number of the forward that it belongs to: ranks that
+        sum the gradients of different forwards are then found at once.
+        """
+        more = f" and {len(self.spans) - 1} more" if len(self.spans) > 1 else ""
+        of = "" if forward is None else f" of forward {forward}"
+        return f"for gradient bucket {self.index}{of} ({self.spans[0].name}{more})"
 
     def __repr__(self) -> str:
         return (

@@ -6,6 +6,10 @@ weighted mean of the micro-batches' changes. Otherwise statistics would depend o
 micro-batches a rank has, and would differ between ranks. Integer buffers (`num_batches_tracked`)
 move by the same mean, rounded: they count steps.
 
+A forward outside of a window leaves no trace in statistics of BatchNorm: the next step, a comparison
+and a checkpoint begin with what the last step has left. So the generator of a GAN may run in the
+discriminator's window. What the program writes itself stays, as load_state_dict does.
+
 Nobody declares which buffers move. After the first step the ranks agree on those that any forward
 has changed; those of BatchNorm's family are always among them. If a buffer begins to move later,
 the rank concerned sees it by its version counter, and announces it with the facts of that step. All
@@ -15,6 +19,7 @@ alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, groupby
@@ -27,6 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
 from lockstep.collectives.work import Done, Work
+from lockstep.errors import LockstepWarning
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
 _ROWS = 16  # micro-batches whose movements are computed at once
@@ -66,10 +72,18 @@ class _Kind:
             for where, name, tensor, shape, memory in self._seen
         )
 
-    def begin(self) -> None:
-        """Begin a step with the values that the buffers hold now."""
-        torch.cat(self.flats, out=self.start)
+    def begin(self, *, restored: bool) -> None:
+        """Begin a step with the values that the buffers hold now, or `restored` to those that the
+        last step has left.
+        """
+        if restored:
+            self.restore()
+        else:
+            torch.cat(self.flats, out=self.start)
         self._ended.clear()
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self.flats, self.starts)
 
     def shut(self, weight: float | Tensor, slot: int) -> None:
         """End a micro-batch of that weight; the buffers return to the values they began with."""
@@ -132,6 +146,9 @@ class MovingBuffers:
         self._sum: Work = Done()
         self._touched: set[int] = set()
         self._seen: list[tuple[int, int]] = []
+        self._find()
+        self._left = self._written()
+        """What `_written` returned when the last step had ended."""
 
     def _buffer(self, number: int) -> Tensor:
         module, name = self._owners[number]
@@ -162,10 +179,12 @@ class MovingBuffers:
         movements are added along the tree of exact mode.
         """
         if self._kinds and all(kind.same() for kind in self._kinds):
+            restored = self._written() == self._left
             for kind in self._kinds:
-                kind.begin()
+                kind.begin(restored=restored)
         else:
             self._find()
+        self._left = []
         if len(self._moved) != max(1, slots):
             starts = self.starts
             wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
@@ -176,6 +195,29 @@ class MovingBuffers:
         self._moved.fill_(ABSENT if slots else 0.0)
         self._touched = set()
         self._seen = self._marks()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Between steps, undo what forwards outside of a window have done to the statistics."""
+        if (
+            self._left
+            and self._written() == self._left
+            and all(kind.same() for kind in self._kinds)
+        ):
+            for kind in self._kinds:
+                kind.restore()
+            self._left = self._written()
+
+    def _written(self) -> list[int]:
+        """The versions of the moving buffers. The running mean's stands for all statistics of a
+        BatchNorm: its kernel leaves the version as it is.
+        """
+        return [self._marker(number)._version for kind in self._kinds for number in kind.numbers]
+
+    def _marker(self, number: int) -> Tensor:
+        module = self._owners[number][0]
+        mean = module.running_mean if isinstance(module, _NormBase) else None
+        return self._buffer(number) if mean is None else mean
 
     def _find(self) -> None:
         """Look up the moving buffers again."""
@@ -276,10 +318,11 @@ class MovingBuffers:
                 self._moved[0] = add_rows(self._moved)
             self._moved[0] *= 1 / weight if weight > 0 else 0.0
         for kind in self._kinds:
-            after = moved_by(kind.start, kind.moved[0])
-            self._write(kind, after.split([start.numel() for start in kind.starts]))
+            kind.start.copy_(moved_by(kind.start, kind.moved[0]))
+            self._write(kind, kind.starts)
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
+        self._left = self._written()
 
     def _agree(self, take_from_first: bool) -> None:
         """Agree on which buffers move: those that any rank's forward has written to so far."""
@@ -289,14 +332,34 @@ class MovingBuffers:
             touched[list(self._touched)] = 1
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
+            self._warn(moving - known)
             for number in sorted(moving - known) if take_from_first else ():
                 self._group.broadcast(
                     self._buffer(number), place="for a buffer that began to move"
                 ).wait()
             self._moving = self._by_dtype(moving)
-            self._kinds = []
+            self._find()
             self._watched = sorted(set(self._watched) - moving)
         self._agreed = True
+
+    def _warn(self, moving: Collection[int]) -> None:
+        """Say what happens to buffers that may be no running means: those of classes that are not
+        torch's.
+        """
+        names = [
+            repr(self._names[number])
+            for number in sorted(moving)
+            if not type(self._owners[number][0]).__module__.startswith("torch.nn.")
+        ]
+        if names and self._group.rank == 0:
+            warnings.warn(
+                f"the forward writes to the buffers {', '.join(names)}. A step moves each by the"
+                " weighted mean of its micro-batches' changes. That is right for running means, and"
+                " wrong for a queue, its pointer or a codebook: change those after step(), once,"
+                " with what lockstep.collectives.all_gather brings together",
+                LockstepWarning,
+                stacklevel=4,
+            )
 
 
 def real(tensor: Tensor) -> Tensor:

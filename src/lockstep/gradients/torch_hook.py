@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
@@ -96,6 +97,11 @@ class TorchHook(Reduction):
     def __init__(self, state: object, hook: Hook) -> None:
         self._state = state
         self._hook = hook
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """False for local SGD: between two averages of the weights every host has its own."""
+        return not isinstance(self._state, PostLocalSGDState)
 
     def start(self, bucket: Bucket) -> Work:
         future = self._hook(self._state, GradBucket(bucket))

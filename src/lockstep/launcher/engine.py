@@ -47,6 +47,15 @@ def explained(failures: Iterable[Failure], now: Ended) -> bool:
     return cause is not None and cause.standing == "cause"
 
 
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """How ranks are ended: by a signal, and by SIGKILL after some seconds or once `hurried`."""
+
+    number: signal.Signals = signal.SIGTERM
+    seconds: float = 0.5
+    hurried: Callable[[], bool] = lambda: False
+
+
 class Stopped(Exception):
     """The caller asked to stop. No rank is left running."""
 
@@ -104,7 +113,7 @@ class Ranks:
 
     def __exit__(self, *exception: object) -> None:
         if not self._over:
-            self.end(0.0)
+            self.end(Farewell(seconds=0.0))
         for pid in self._pids.values():
             self._server.release(pid)
 
@@ -140,34 +149,33 @@ class Ranks:
         self,
         *,
         failures: Callable[[Ended], Iterable[Failure]],
-        stopping: Callable[[Mapping[int, int]], bool],
+        stopping: Callable[[Mapping[int, int]], Farewell | None],
         spared: Callable[[Ended], Collection[int]] = lambda now: (),
         called_off: Callable[[], bool] = lambda: False,
-        grace: float = 0.5,
+        farewell: Farewell = Farewell(),
     ) -> Ended:
         """Wait until all ranks have ended well or one has failed. Return their state at that time.
 
         If a rank fails, and the known failures do not tell the cause, the others have a second to
-        record it. Then they are stopped: SIGTERM, `grace` seconds, SIGKILL to each rank's process
-        group.
+        record it. Then each rank's process group is ended, by `farewell`.
 
         Args:
             failures: returns the failures that are known now.
             stopping: called 20 times a second with the pids of the living ranks, by rank; returns
-                whether to stop.
+                how to end them, None to go on.
             spared: returns the failed ranks that the others continue without.
             called_off: called as often; returns whether the ranks of other hosts are being
                 stopped, and these with them.
 
         Raises:
-            Stopped: `stopping` returned true.
+            Stopped: `stopping` returned a farewell.
         """
         settled_at: float | None = None
         while True:
             now = self.look()
             living = {rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}
-            if living and stopping(living):
-                self.end(grace)
+            if living and (asked := stopping(living)) is not None:
+                self.end(asked)
                 raise Stopped
             failing = {rank for rank, code in now.codes.items() if code}
             failed = bool(failing and failing.difference(spared(now)))
@@ -185,7 +193,7 @@ class Ranks:
                 self._end_left_over()
                 return now
             self._server.wait(_LOOK_SECONDS)
-        self.end(grace)
+        self.end(farewell)
         return now
 
     def _patience(self, now: Ended) -> float:
@@ -199,16 +207,20 @@ class Ranks:
         leaving = ExitCode.PREEMPTED in now.codes.values()
         return _SETTLE_SECONDS + (_DYING_SECONDS if dying or leaving else 0)
 
-    def end(self, grace: float) -> None:
+    def end(self, how: Farewell) -> None:
         """End every rank's process group. A rank that has died is not reaped yet, so its pid still
         means its group.
         """
         self._over = True
-        if grace:
-            self._signal(signal.SIGTERM)
-        deadline = self._clock() + grace
+        if how.seconds:
+            self._signal(how.number)
+        deadline = self._clock() + how.seconds
         with suppress(LockstepError):  # the server has gone, and the ranks with it
-            while self._clock() < deadline and None in self.look().codes.values():
+            while (
+                self._clock() < deadline
+                and None in self.look().codes.values()
+                and not how.hurried()
+            ):
                 self._server.wait(0.01)
         # list them now: dead processes cannot be listed
         members = {pid for found in self._groups().values() for pid in found}
@@ -233,7 +245,7 @@ class Ranks:
             if self._clock() > deadline:
                 for rank, found in left.items():
                     _say_left(rank, found)
-                self.end(0.5)
+                self.end(Farewell())
                 return
             time.sleep(0.01)
 

@@ -56,6 +56,8 @@ _PEER_GONE = re.compile(
 _TIMED_OUT = re.compile(r"timed out|timeout", re.I)
 _STAMP = "_lockstep_monotonic_ns"
 
+_HALF = 20_000  # characters of a text that are shown at its beginning, and at its end
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
@@ -155,9 +157,17 @@ def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> F
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return _cut(str(error))
     except Exception as other:
         return f"(its text is not known: __str__ raised {type(other).__name__})"
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle of a text that is too long to be searched and to be read."""
+    left_out = len(text) - 2 * _HALF
+    if left_out <= 0:
+        return text
+    return f"{text[:_HALF]}\n... ({left_out} characters are left out)\n{text[-_HALF:]}"
 
 
 def _message(error: BaseException) -> str:
@@ -299,7 +309,7 @@ def readable_traceback(error: BaseException) -> str:
     _strip(shown, error, set())
     if not shown.stack and shown.__cause__ is None and isinstance(error, LockstepError):
         return ""
-    return "".join(shown.format())
+    return _cut("".join(shown.format()))
 
 
 def readable_stack(dump: str) -> str:

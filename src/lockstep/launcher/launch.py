@@ -24,12 +24,14 @@ from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.call import FunctionCall, anonymous_file, is_whole, read_whole
 from lockstep.launcher.console import forwarded
-from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
+from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.notebook import Cell, in_kernel
 from lockstep.launcher.rank import Rank
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.runtime.private import run_directory
+
+_AT_ONCE = Farewell(seconds=0.0)
 
 R = TypeVar("R")
 
@@ -133,9 +135,9 @@ def start_ranks(
             pipes = str(records) if cell else None
             return Rank(rank=rank, work=call, records=str(records), pipes=pipes), env
 
-        def stopping(living: Mapping[int, int]) -> bool:
+        def stopping(living: Mapping[int, int]) -> Farewell | None:
             late.update(living if time.monotonic() > deadline else ())
-            return bool(late)
+            return _AT_ONCE if late else None
 
         ranks = at_end.enter_context(Ranks(server, place))
         try:
@@ -148,7 +150,7 @@ def start_ranks(
                 failures=left.failures,
                 stopping=stopping,
                 spared=lambda now: left.answered,
-                grace=0.0,
+                farewell=_AT_ONCE,
             )
         except Stopped:
             assert timeout is not None

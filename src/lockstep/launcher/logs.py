@@ -64,7 +64,8 @@ def redirect(
         os.dup2(handle, 2)
         os.close(handle)
     elif directory is not None:
-        copy = open(_opened(log_of(directory, rank)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open
+        log = _opened(log_of(directory, rank))
+        copy = open(log, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - stays open
         if c_to_log:
             sys.stderr.flush()
             encoding = sys.stderr.encoding

@@ -9,7 +9,9 @@ launcher the other ranks learn of it in the facts of their next step. The launch
 
 first signal    ranks that heed signals are told, all of them, even if only one got the signal; they
                 agree on a step, save, and exit
-                ranks that do not (another kind of script, or a rank still starting up) are ended
+                ranks that do not (another kind of script, or a rank still starting up) get the
+                signal: SIGUSR1 as SIGUSR1, all others as SIGTERM. Their own handlers have a grace
+                period, then they are killed
                 ranks whose program is over, and which have reported what they wait for, are not
                 asked and not waited for
 second signal   all ranks are ended at once
@@ -107,7 +109,7 @@ class Stop:
         asked = self.number is not None
         if not asked and not any(mark(directory, rank, ASKED).exists() for rank in pids):
             return False
-        if self._again or self.number == signal.SIGQUIT:
+        if self.at_once:
             return True
         pids = {rank: pid for rank, pid in pids.items() if not ending.waits(directory, rank)}
         if not pids or not all(mark(directory, rank, HEEDS).exists() for rank in pids):
@@ -115,12 +117,22 @@ class Stop:
             return asked or self._told
         if not self._told:
             self._told = True
-            if asked and self._speaks:
-                say(f"{self.name}: stopping after this step; repeat it to stop at once")
+            if asked:
+                self.speak("stopping after this step")
             for pid in pids.values():
                 with suppress(ProcessLookupError):
                     self._kill(pid, signal.SIGUSR1)
         return False
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nobody is to be waited for: after a second signal, and after SIGQUIT."""
+        return self._again or self.number == signal.SIGQUIT
+
+    def speak(self, what: str) -> None:
+        """Print what the signal leads to, unless this process is silent."""
+        if self._speaks and self.number is not None:
+            say(f"{self.name}: {what}; repeat it to stop at once")
 
     @property
     def times(self) -> int:

@@ -46,6 +46,7 @@ from lockstep.runtime import launched, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.private import sockets_into
+from lockstep.runtime.streams import escape_what_is_not_printable
 
 
 class Program(Protocol):
@@ -200,6 +201,8 @@ class Rank:
             preemption.listen()
         if self.debug and place is not None:
             logs.switch_debug_on(self.rank, place)
+        if self.work.ours:
+            escape_what_is_not_printable()
         logs.redirect(
             self.rank,
             self.console,

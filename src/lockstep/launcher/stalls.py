@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
@@ -311,6 +311,22 @@ def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] |
         if len({text.rsplit(" at ", 1)[0] for text in said}) > 1:
             return number, said
     return None
+
+
+def difference(directory: Path, ranks: Iterable[int]) -> str:
+    """Return a sentence on the collectives that these ranks were last in, if they are not the same:
+    gloo ends a process (SIGABRT) whose partner sends another number of bytes. "" if they are.
+    """
+    files = {rank: status.file_of(directory, rank) for rank in ranks}
+    sights = {
+        rank: Sight(0, view)
+        for rank, file in files.items()
+        if (view := status.read(file)) is not None
+    }
+    if (apart := _apart(sights)) is None:
+        return ""
+    who = "; ".join(f"{named(ranks)} {text}" for text, ranks in apart[1].items())
+    return f"the ranks were not in the same collective: {who}"
 
 
 def _place(view: View) -> str:

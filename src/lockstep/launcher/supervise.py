@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import ending, failures, processes, stalls
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import Endings
-from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
+from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
 from lockstep.launcher.preemption import Stop, noted, say
@@ -28,6 +31,8 @@ from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpu
 from lockstep.runtime import status
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.private import run_directory
+
+_SILENT_SECONDS = 1.0  # while ranks end, before the user is told what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +174,12 @@ class Watch:
         of it.
         """
 
-    def must_end(self, pids: Mapping[int, int]) -> bool:
-        """Whether to end the ranks now. `pids` are the living ranks' pids, by rank."""
+    def must_end(self, pids: Mapping[int, int]) -> Farewell | None:
+        """Return how to end the ranks now, None if they go on. `pids` are the living ranks' pids,
+        by rank.
+        """
         if self.stop.now(self.directory, pids):
-            return True
+            return self._farewell()
         for text in self._endings.look(pids):
             say(text)
         stall = self._watcher.look(pids)
@@ -181,17 +188,35 @@ class Watch:
         if stall is not None:
             if self._launch.on_stall != "wait" and not stall.works:
                 if stall.rank not in pids and self._elsewhere is not None:
-                    return False  # its own host ends the run
+                    return None  # its own host ends the run
                 self.failure = _failure(stall, pids)
-                return True
+                return Farewell()
             say("\n".join(part for part in (stall.stack, stall.message) if part))
         if (slow := self._watcher.slow(pids)) is not None:
             say(slow)
-        return False
+        return None
 
-    def explained(self, failure: Failure) -> Failure:
-        """Add to `failure` what the rank did last, and whether the kernel killed processes for lack
-        of memory.
+    def _farewell(self) -> Farewell:
+        """Return how ranks that do not stop by themselves are ended: their own handlers have the
+        launch's grace period, until a second signal.
+        """
+        stop, number = self.stop, signal.SIGTERM
+        if stop.number == signal.SIGUSR1:
+            number = signal.SIGUSR1
+        spoken_at = time.monotonic() + _SILENT_SECONDS
+
+        def hurried() -> bool:
+            nonlocal spoken_at
+            if time.monotonic() > spoken_at:
+                spoken_at = math.inf
+                stop.speak(f"the ranks have {self._launch.grace:.0f} s to end")
+            return stop.at_once
+
+        return Farewell(number, self._launch.grace, hurried)
+
+    def explained(self, failure: Failure, ranks: Iterable[int] = ()) -> Failure:
+        """Add to `failure` what the rank did last, in what `ranks` differed if it was aborted, and
+        whether the kernel killed processes for lack of memory.
         """
         view = status.read(status.file_of(self.directory, failure.rank))
         doing = (
@@ -199,6 +224,8 @@ class Watch:
             if view is None or not view.step
             else f"at step {view.step}, {stalls.DOING[view.phase]}"
         )
+        aborted = failure.code == 128 + signal.SIGABRT
+        apart = stalls.difference(self.directory, ranks) if aborted else ""
         killed = processes.oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
         return replace(
             failure,
@@ -206,7 +233,7 @@ class Watch:
             note=(
                 f"cgroup oom_kill +{killed}: the host's memory ran out"
                 if killed > 0
-                else failure.note
+                else apart or failure.note
             ),
         )
 
@@ -277,7 +304,7 @@ class _Start:
         return self._outcome(ended, of_ranks(ended), place.size)
 
     def _heed(self) -> None:
-        if self.watch.must_end({}):
+        if self.watch.must_end({}) is not None:
             raise Stopped
 
     @contextmanager
@@ -300,7 +327,7 @@ class _Start:
         note = failures.finished_early(
             found, [rank for rank, code in ended.codes.items() if code == 0]
         )
-        return Outcome(cause.code, self.watch.explained(replace(cause, note=note)))
+        return Outcome(cause.code, self.watch.explained(replace(cause, note=note), ended.pids))
 
 
 def _sets_variables(work: Program) -> bool:

@@ -45,6 +45,19 @@ def write_all(descriptor: int, data: bytes | bytearray) -> None:
             select.select([], [descriptor], [])
 
 
+def allocate(descriptor: int, size: int, file: Path) -> None:
+    """Give an opened file `size` bytes on its disk, to map them: a write to mapped bytes that the disk
+    has no room for would kill this process (SIGBUS). Raises OSError, which names `file`.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        os.ftruncate(descriptor, size)
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
 @singledispatch
 def force(path: Path) -> None:
     """Flush a file's bytes, or a folder's list of names, to the disk."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.runtime.disk import allocate
 from lockstep.runtime.step_clock import INDEX, PHASES, StepClock
 
 _RING = 16
@@ -89,7 +90,7 @@ class Page:
     def __init__(self, file: Path) -> None:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(handle, ctypes.sizeof(_Fields))
+            allocate(handle, ctypes.sizeof(_Fields), file)
             self._fields = _Fields.from_buffer(mmap.mmap(handle, ctypes.sizeof(_Fields)))
         finally:
             os.close(handle)

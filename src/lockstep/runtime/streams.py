@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -18,3 +19,11 @@ def open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # Python found it closed
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
+
+
+def escape_what_is_not_printable() -> None:
+    """Print as \\xfc what the locale's encoding lacks, as Python's stderr does: a name of the user's
+    must not end a command. For Lockstep's own programs; a user's script keeps Python's stdout.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

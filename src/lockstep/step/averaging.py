@@ -9,13 +9,17 @@ reduced, the wrapper counts the ranks with inputs, because the mean may be over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lockstep.checks.divergence import ReplicaCheck
+from lockstep.checks.divergence import ReplicaCheck, digests
+from lockstep.checks.start import optimizer_numbers
 from lockstep.checks.unused import UnusedCheck
 from lockstep.collectives.group import Group
 from lockstep.gradients.buffers import SharedBuffers, replicate
@@ -23,6 +27,8 @@ from lockstep.gradients.fold import KeepsSparse
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.gradients.torch_hook import TorchHook
+
+_DRIFT = 1e-4  # of a tensor's largest value
 
 
 class Averaging:
@@ -68,8 +74,14 @@ class Averaging:
         hooks.closing, hooks.scale, hooks.end_of_backward = True, 1 / group.size, self.finish
         hooks.static_graph.on = static_graph
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
-        self._replicas = ReplicaCheck() if compares else None
+        self._replicas = ReplicaCheck(drift=_DRIFT) if compares else None
+        if compares:
+            self._watch_optimizers()
+        self._reduced = 0  # forwards so far whose backward is reduced
         self._forwards = 0  # forwards at which replicas could be compared
+        self._left: list[tuple[str, Tensor]] | None = None  # the weights after the optimizer's step
+        self._version = -1  # of the first parameter's memory, at that time
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # the last that stepped
         self.unchecked = 0
         """The number of reduced backwards since the last forward that was reduced."""
         self._shares_buffers = shares_buffers
@@ -106,19 +118,72 @@ class Averaging:
         forward that will be reduced.
         """
         active = self._group.size if self.joining is None else self.joining.active
-        if self.unchecked and self._replicas is not None and active == self._group.size:
+        if self.unchecked and self._compared() and active == self._group.size:
             self._forwards += 1
-            if self._replicas.due(self._forwards):
-                trained = [
-                    (name, each)
-                    for name, each in self._module.named_parameters()
-                    if name not in self.reducer.ignored
-                ]
+            if self._replicas is not None and self._replicas.due(self._forwards):
+                weights = self._trained() if self._left is None else self._left
                 self._replicas.compare(
-                    [(self._group, trained)], self._forwards, f"after step {self._forwards}"
+                    [(self._group, weights)], self._forwards, f"after step {self._forwards}"
                 )
+            self._left = None
         self.unchecked = 0
         self.reducer.renew()
+        self._reduced += 1
+        for bucket in self.reducer.buckets[:1]:
+            bucket.place = bucket.place_of(self._reduced)
+
+    def _compared(self) -> bool:
+        """Whether the replicas are equal between steps, and compared."""
+        reduction = self.reducer.reduction
+        local = isinstance(reduction, TorchHook) and not reduction.keeps_replicas_equal
+        return self._replicas is not None and not local
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        return [
+            (name, each)
+            for name, each in self._module.named_parameters()
+            if name not in self.reducer.ignored
+        ]
+
+    def _watch_optimizers(self) -> None:
+        """Have `_stepped` called after each step of an optimizer of these parameters. Until the
+        next forward the program may move the weights on purpose, differently on each rank (sharpness-
+        aware minimization does), so a copy is kept when they are to be compared.
+        """
+        reference = weakref.ref(self)
+        own = {id(parameter) for parameter in self._module.parameters()}
+
+        def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            averaging, groups = reference(), optimizer.param_groups
+            if averaging is not None and any(
+                id(parameter) in own for group in groups for parameter in group["params"][:1]
+            ):
+                averaging._stepped(optimizer)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        if self._replicas is not None and self._replicas.due(self._forwards + 1):
+            self._left = [(name, each.detach().clone()) for name, each in self._trained()]
+        self._version = self.reducer.parameters[0]._version
+        self._optimizer = weakref.ref(optimizer)
+
+    def last_digests(self) -> Mapping[str, int]:
+        """Return digests of what is equal on all ranks after the last step, by name. Nothing if this
+        rank has changed its weights since then.
+        """
+        optimizer = self._optimizer()
+        if (
+            optimizer is None
+            or self._replicas is None
+            or self._replicas.drifted
+            or not self._compared()
+            or self.reducer.parameters[0]._version != self._version
+        ):
+            return {}
+        numbers = optimizer_numbers(optimizer, self.reducer.parameters[0].device)
+        return digests([(self._group, [*self._trained(), *numbers])])
 
     def finish(self) -> None:
         """Complete the sum of gradients at the end of a backward."""

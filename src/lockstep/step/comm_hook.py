@@ -37,7 +37,9 @@ def shared_memory_hook(
     world = World.current()
     group = world.group if state is None else resolve(state)
     gradients = bucket.buffer()
-    if group.memory is not None:
+    if gradients.is_sparse:  # its rows differ between ranks
+        dist.all_reduce(gradients.div_(group.size), group=group.process_group)
+    elif group.memory is not None:
         group.memory.all_reduce(
             gradients, "mean", place=f"for gradient bucket {bucket.index()}"
         ).wait()

@@ -206,6 +206,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             shares_buffers=self.forward_sync_buffers,
         )
+        world.last_comparison.add(self._averaging.last_digests)
 
     # -- names that code for torch's wrapper reads ------------------------------------------------
 

@@ -38,6 +38,8 @@ class StepResult:
     """
     weight: float
     """The sum of weights of the whole global batch."""
+    step: int
+    """The number of the step, from 1, over all processes of the training: a resumed one counts on."""
     stop: bool
     """Whether a rank asked to stop."""
     samples_by_rank: tuple[int, ...]

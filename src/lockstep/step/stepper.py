@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoints.pieces import Keeps
-from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
+from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
 from lockstep.checks.nonfinite import NonFiniteTrace
-from lockstep.checks.start import compare_start, optimizer_fields
+from lockstep.checks.start import compare_start, optimizer_fields, optimizer_numbers
 from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
@@ -185,6 +185,10 @@ class Stepper:
         self._compares_data = checks != "off"
         self.witness = Witness.of(self.method.witnessed, seed, self.group)
         self._window: OpenWindow | None = None
+        self._version = -1
+        """The version of the first parameter's memory after the last step."""
+        if self.replicas is not None:
+            self.world.last_comparison.add(self._last_digests)
 
     def _work_with(self, model: nn.Module) -> None:
         """Assemble reducer and update for `model`, as the method requires at this step."""
@@ -357,6 +361,7 @@ class Stepper:
         self.update.follow()
         if self.reducer.generation != self._buffers.generation:
             # layers, perhaps with buffers, were added, replaced or frozen
+            self._buffers.restore()
             self._buffers = self._assembly.moving_buffers(self.world)
         facts = self._begin(ours)
         self.clock.tell(facts)
@@ -506,11 +511,13 @@ class Stepper:
             self.check_replicas()
         if self.witness is not None and opened.record is not None:
             self.witness.keep(held(self), self.steps)
+        self._version = self.reducer.parameters[0]._version
         status.enter("loop")
         hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,
+            step=self.steps,
             stop=stop,
             samples_by_rank=opened.samples or facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
@@ -635,17 +642,25 @@ class Stepper:
             ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
         if self.replicas is not None and self.synchronized:
+            self._buffers.restore()
             with status.inside("checks"):
-                alike = self.model_shard.alike(self.alike, self._replicated())
-                self.replicas.compare(alike, self.steps, when or f"after step {self.steps}")
+                self.replicas.compare(self._alike(), self.steps, when or f"after step {self.steps}")
+
+    def _alike(self) -> Sequence[tuple[Group, Named]]:
+        """Return pairs of ranks and tensors that are equal on these ranks between steps."""
+        numbers = optimizer_numbers(self.optimizer, self.world.device)
+        return [*self.model_shard.alike(self.alike, self._replicated()), (self.alike, numbers)]
+
+    def _last_digests(self) -> Mapping[str, int]:
+        """Return digests of what is equal on all ranks after the last step, by name and ranks.
+        Nothing if this rank has changed its weights since, for example to evaluate an average.
+        """
+        if not self.synchronized or self.reducer.parameters[0]._version != self._version:
+            return {}
+        self._buffers.restore()
+        return digests(self._alike())
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
-        tensors = [
-            *self.model.named_parameters(),
-            *self._buffers.named(),
-            *self._options.averaged(),
-        ]
-        return [
-            *((name, each) for name, each in tensors if name not in self.reducer.ignored),
-            *self.update.replicated(),
-        ]
+        others = [*self._buffers.named(), *self._options.averaged(), *self.update.replicated()]
+        named = [*self.model.named_parameters(), *others]
+        return [(name, each) for name, each in named if name not in self.reducer.ignored]

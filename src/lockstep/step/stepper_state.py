@@ -104,6 +104,9 @@ def restore(
     method, before = stepper.method.recipe(), state.get("method", {})
     if method != before:
         raise _another(_said(before), _said(method))
+    # layers may have been frozen, unfrozen or added since the Stepper was made
+    stepper.reducer.renew()
+    stepper.update.follow()
     names = [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
     everyones = [list(members) for members in form.groups(names)]
     saved = [each["parameters"] for each in optimizer["groups"]]

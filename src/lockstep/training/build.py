@@ -70,6 +70,7 @@ def loader_of(
     return Loader(
         task.train_data,
         order=order,
+        shuffle=task.shuffle,
         **sizes,
         seed=task.seed,
         num_workers=loader_workers,

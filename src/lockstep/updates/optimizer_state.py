@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -130,7 +131,11 @@ class CutOptimizer(Generic[Cut]):
             id(self.shards.parameters[number]): state
             for number, state in self.shards.whole_states(self._optimizer)
         }
-        return pack(self._optimizer.param_groups, self._wholes, cut | self._frozen())
+        states = cut | self._frozen()
+        for whole in (whole for wholes in self._wholes for whole in wholes):
+            if not whole.numel() and cut:  # no rank has a piece of it
+                states[id(whole)] = _empty(whole, next(iter(cut.values())))
+        return pack(self._optimizer.param_groups, self._wholes, states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         options, states = unpack(state, self._wholes)
@@ -150,6 +155,14 @@ class CutOptimizer(Generic[Cut]):
         return whole_pieces(self._optimizer, wholes, name_of), list(
             self.shards.state_pieces(self._optimizer, name_of)
         )
+
+
+def _empty(whole: Tensor, state: State) -> State:
+    """Return the state of a parameter without elements, like that of another parameter."""
+    return {
+        name: torch.zeros_like(whole) if isinstance(value, Tensor) and value.dim() else value
+        for name, value in state.items()
+    }
 
 
 OptimizerState = WholeOptimizer | CutOptimizer[Any]

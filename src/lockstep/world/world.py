@@ -32,6 +32,7 @@ from lockstep.runtime import status
 from lockstep.runtime.determinism import Determinism
 from lockstep.runtime.environment import Placement, check_rank, placement
 from lockstep.world.groups import C, Closable, Tagging, WorldGroups
+from lockstep.world.last_comparison import LastComparison
 from lockstep.world.rendezvous import (
     SharedCores,
     choose_backend,
@@ -93,6 +94,7 @@ class World:
         self._barriers = 0
         self._depth = 0
         self._owned: list[Closable] = []
+        self.last_comparison = LastComparison(store, place.rank, place.size)
         self._determinism: Determinism | None = None
         self.failing = False
         """Whether this world is being closed without waiting for the other ranks."""
@@ -305,12 +307,16 @@ class World:
         destroyed = self.group.within is not dist.group.WORLD
         self.group.within = None
         try:
+            if not failed:
+                self.last_comparison.tell()
             if not failed and not self.adopted:
                 if not destroyed or self._groups.on_one_host:
                     # on several hosts ranks compare over groups that are gone then
                     self.group.say("end of the world (close)")
                     self.group.wait_for_all(self.group.number)
                 self._wait_for_all(self.timeout)
+            if not failed:
+                self.last_comparison.compare()
         except BaseException:
             failed = True
             raise
@@ -344,7 +350,11 @@ class World:
         self._at_end.close()
 
     def _at_exit(self) -> None:
-        self.close(failed=getattr(sys, "last_value", None) is not None)
+        try:
+            self.close(failed=getattr(sys, "last_value", None) is not None)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            self._failed.add(self.group.process_group)
         if self.group.process_group in self._failed:
             # A normal end of the interpreter would wait for a rank that has left the collective.
             logging.shutdown()
@@ -364,7 +374,12 @@ class World:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.close(failed=error is not None)
+            self.close(failed=not (error is None or _ends_well(error)))
+
+
+def _ends_well(error: BaseException) -> bool:
+    """Whether the program ends early, by sys.exit(0)."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def init(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.runtime.cores import cores as cores_of_this_process
+from lockstep.runtime.cores import allowed_cores, quota
 from lockstep.tools.finding import Finding, judged
 
 MIB, GIB = 2**20, 2**30
@@ -29,9 +29,8 @@ def findings(workers: int) -> list[Finding]:
     group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     shm = psutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     system = psutil.virtual_memory()
-    available = cores_of_this_process()
     return [
-        cores(available, quota(group / "cpu.max"), workers, os.environ.get("OMP_NUM_THREADS")),
+        cores(allowed_cores(), quota(), workers, os.environ.get("OMP_NUM_THREADS")),
         memory(system.available, system.total, group, workers),
         *([shared_memory(shm.total, shm.free)] if shm is not None else []),
         limits(current_limits(), infiniband=Path("/dev/infiniband").exists()),
@@ -50,22 +49,14 @@ def cgroup(of_process: Path, root: Path) -> Path:
     return inside if inside.is_dir() else root
 
 
-def quota(cpu_max: Path) -> float | None:
-    """Return how many cores the control group allows; None without a limit."""
-    text = _read(cpu_max).split()
-    return None if len(text) < 2 or text[0] == "max" else int(text[0]) / int(text[1])
-
-
-def cores(available: int, allowed: float | None, workers: int, threads: str | None) -> Finding:
+def cores(available: int, allowed: float, workers: int, threads: str | None) -> Finding:
     """Judge the cores. `available` are the cores that this process may run on, `allowed` is the
     quota of the control group, `threads` is OMP_NUM_THREADS.
     """
-    usable = available if allowed is None else min(available, max(1.0, allowed))
-    each = int(threads) if threads and threads.isdigit() else max(1, available // workers)
+    usable = min(available, max(1.0, allowed))
+    each = int(threads) if threads and threads.isdigit() else max(1, int(usable) // workers)
     value = f"{available}" + (
-        f", of which a cgroup allows {allowed:g}"
-        if allowed is not None and allowed < available
-        else ""
+        f", of which a cgroup allows {allowed:g}" if allowed < available else ""
     )
     value += f"; {workers} rank{'s' * (workers != 1)} x {each} thread{'s' * (each != 1)}"
     should = max(1, int(usable) // workers)
@@ -76,11 +67,6 @@ def cores(available: int, allowed: float | None, workers: int, threads: str | No
         warn = (
             f"OMP_NUM_THREADS={threads} and {workers} ranks want {workers * each} cores of"
             f" {usable:g}: set OMP_NUM_THREADS={should}, or unset it"
-        )
-    elif workers * each > usable:
-        warn = (
-            f"torch counts {available} cores, but the cgroup allows only the time of {usable:g}:"
-            f" set OMP_NUM_THREADS={should}"
         )
     elif threads == "1" and should > 1:
         warn = (

@@ -38,14 +38,18 @@ def link_named(text: str) -> Link:
     """Read a link such as `100Mbit`, `25GbE`, `free`, or `500,50Mbit`: microseconds and a line
     rate. Raises UsageError for any other text.
     """
-    named = {name.lower(): link for name, link in NETWORKS.items()}
-    if text.lower() in named:
-        return named[text.lower()]
+    named = {_plain(name): link for name, link in NETWORKS.items()}
+    if _plain(text) in named:
+        return named[_plain(text)]
     latency, _, rate = text.partition(",")
     microseconds, bits = value_of(latency), bits_per_second(rate)
     if isinstance(microseconds, str) or not 0 <= microseconds < math.inf or bits is None:
         raise UsageError("unknown-choice", name="network", value=text, choices=LINKS)
     return Link(microseconds / 1e6, TCP * bits / 8)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("gbe", "gbit")
 
 
 def bits_per_second(rate: str) -> float | None:
