@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.notebook import Cell, in_kernel
 from lockstep.launcher.rank import Rank
+from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.runtime.private import run_directory
 
@@ -119,6 +121,7 @@ def start_ranks(
         if place is None:
             place = at_end.enter_context(alone(server, workers))
         left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
+        watcher, waiting = Watcher(records), ""
         late: set[int] = set()
         if cell := Cell() if in_kernel() else None:
             at_end.enter_context(forwarded(records, place.numbers, cell=cell))
@@ -136,8 +139,15 @@ def start_ranks(
             return Rank(rank=rank, work=call, records=str(records), pipes=pipes), env
 
         def stopping(living: Mapping[int, int]) -> Farewell | None:
-            late.update(living if time.monotonic() > deadline else ())
-            return _AT_ONCE if late else None
+            nonlocal waiting
+            if (stall := watcher.look(living)) is not None:
+                print(stall.message, file=sys.stderr, flush=True)
+            if time.monotonic() < deadline:
+                return None
+            late.update(living)
+            stall = watcher.present(living)
+            waiting = "" if stall is None else stall.message
+            return _AT_ONCE
 
         ranks = at_end.enter_context(Ranks(server, place))
         try:
@@ -154,7 +164,7 @@ def start_ranks(
             )
         except Stopped:
             assert timeout is not None
-            raise _late(late, workers, timeout) from None
+            raise _late(late, workers, timeout, waiting) from None
         if found := left.failures(ended):
             raise _explained(found, left.answered)
         return [pickle.loads(read_whole(file)) for file in answers]
@@ -217,7 +227,7 @@ def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:
     return failures.worker_failed(replace(cause, note=note))
 
 
-def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
+def _late(ranks: Iterable[int], size: int, timeout: timedelta, waiting: str) -> LaunchTimeout:
     late = sorted(ranks)
     return LaunchTimeout(
         "launch-timeout",
@@ -225,4 +235,5 @@ def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
         size=size,
         seconds=timeout.total_seconds(),
         running=late,
+        waiting=waiting or "Give a longer timeout.",
     )

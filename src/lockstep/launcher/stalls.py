@@ -127,6 +127,7 @@ class Watcher:
         self._longest = 0.0  # longest quiet time that was no stall
         self._quiet = 0.0  # present quiet time, if it can be learnt from
         self._told = False
+        self._warned = False  # of what may still be no stall
         self._worked = False  # whether the rank that was reported used the processor
         self._slow = Slowness(floor)
 
@@ -147,7 +148,7 @@ class Watcher:
             elif self._elsewhere is not None:
                 self._elsewhere.moving()
             self._ticks, self._changed, self._told, self._quiet = ticks, now, False, 0.0
-            self._used = None
+            self._used, self._warned = None, False
             return None
         quiet = now - self._changed
         if self._told or quiet <= self._longest:
@@ -159,8 +160,11 @@ class Watcher:
         times = 1 if asked else self._lenience(pids)
         if times == 1:
             self._quiet = quiet
-        if quiet < times * max(self._floor, _LEARNT * self._longest):
+        usual = max(self._floor, _LEARNT * self._longest)
+        if quiet < usual:
             return None
+        if quiet < times * usual:
+            return self._early(pids, quiet, times * usual) if times == _LENIENT else None
         self._told = True
         sights = self._sights(pids)
         if self._elsewhere is None:
@@ -169,6 +173,22 @@ class Watcher:
             return stall
         self._elsewhere.tell(sights, quiet)
         return None
+
+    def _early(self, pids: Mapping[int, int], quiet: float, limit: float) -> Stall | None:
+        """Report, once, ranks that wait where Lockstep is patient: no rank is ended yet."""
+        if self._warned or self._elsewhere is not None:
+            return None
+        self._warned = True
+        stall = self.present(pids)
+        if stall is None or not any(view.waits for view in self._views(pids).values()):
+            return None
+        message = f"{stall.message} Lockstep waits up to {limit:.0f} s here."
+        return replace(stall, message=message, works=True)
+
+    def present(self, pids: Mapping[int, int]) -> Stall | None:
+        """Explain where the ranks are, as if it were a stall; None if one moved a second ago."""
+        quiet = self._clock() - self._changed
+        return None if quiet < 1 else explain(self._sights(pids), quiet)
 
     def slow(self, pids: Mapping[int, int]) -> str | None:
         """Return a sentence about a rank that the others wait for most of the time, once for each
@@ -295,8 +315,8 @@ def _waits(sight: Sight) -> bool:
 
 def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] | None:
     """If all ranks wait: return the number of the first collective that differs, and the ranks by
-    what they call there. If no number differs: 0, and the ranks by where they wait. None if that is
-    equal too.
+    what they call there. If no number differs: 0, and the ranks by where they wait: torch's
+    collectives and Lockstep's never meet. None if that is equal too.
     """
     if not any(sight.view.plain for sight in sights.values()):
         return None
@@ -310,7 +330,11 @@ def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] |
                 said.setdefault(text, []).append(rank)
         if len({text.rsplit(" at ", 1)[0] for text in said}) > 1:
             return number, said
-    return None
+    said = {}
+    for rank, view in views.items():
+        whose = "torch.distributed" if view.call else "lockstep.collectives"
+        said.setdefault(f"{_place(view)}, of {whose}", []).append(rank)
+    return (0, said) if len({bool(view.call) for view in views.values()}) > 1 else None
 
 
 def difference(directory: Path, ranks: Iterable[int]) -> str:

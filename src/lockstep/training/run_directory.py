@@ -122,6 +122,8 @@ class RunDirectory:
         try:
             with _sentences(chosen):
                 _sign(lock)
+                for left in chosen.glob("*.json*.[0-9]*.unfinished"):  # of writers that were killed
+                    left.unlink(missing_ok=True)
                 for folder in (chosen, *above):  # else a power failure may lose the checkpoints
                     with suppress(PermissionError):
                         disk.force(folder.parent)
