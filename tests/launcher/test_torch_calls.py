@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.launching import Launch
-from lockstep.launcher import torch_calls
+from lockstep.launcher import processes, torch_calls
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import INDEX
 from tests.launcher.conftest import Run
@@ -134,7 +134,7 @@ dist.barrier()
         (tmp_path / "said").touch()
 
     monkeypatch.setattr("lockstep.launcher.supervise.say", say)
-    # on a busy host a rank that computes needs some time to be seen to
+    monkeypatch.setattr(processes, "cpu_seconds", lambda pid: 0.0)  # on a busy host: too few
     code, _, err = run(START + script, launch=Launch(stall_after=2))
     assert code == 0, err
     assert "rank 1 waits in #1 (barrier at script.py:" in texts[0]

@@ -32,7 +32,7 @@ HEAD = "import nothing_that_exists\n\n\n"
 
 
 def write(folder: Path, text: str) -> str:
-    file = folder / "mine.py"
+    file = folder / "resolved.py"
     file.write_text(text)
     return str(file)
 
@@ -110,7 +110,7 @@ def test_a_file_without_a_task(tmp_path: Path) -> None:
     ):
         with refused(code, TaskError, **values) as caught:
             resolve(write(tmp_path, text))
-        assert str(tmp_path / "mine.py") in str(caught.value)
+        assert str(tmp_path / "resolved.py") in str(caught.value)
 
 
 def test_the_users_own_exception_comes_through(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_users_own_exception_comes_through(tmp_path: Path) -> None:
         frames = [str(entry.path) for entry in raised.traceback]
         assert file in frames or error is SyntaxError
         assert not any("importlib" in frame for frame in frames)
-        assert ("mine" in sys.modules) == (error is ZeroDivisionError)
+        assert ("resolved" in sys.modules) == (error is ZeroDivisionError)
 
 
 def test_the_bundled_tasks_resolve() -> None:

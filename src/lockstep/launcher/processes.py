@@ -22,7 +22,8 @@ STACK_SIGNAL = signal.SIGUSR2
 STOPPED: str = psutil.STATUS_STOPPED
 DISK: str = psutil.STATUS_DISK_SLEEP
 DEAD: str = psutil.STATUS_ZOMBIE
-_PATIENCE = 1.0  # seconds to wait for a stack to be written
+_PATIENCE = 5.0  # seconds to wait for a stack to be written
+_WRITTEN = 0.1  # seconds without a further line, after which it is: busy hosts interrupt the writer
 _ASLEEP_IN = {
     "nanosleep": "sleep",
     "futex": "wait for another thread",
@@ -96,7 +97,7 @@ def ask_for_stack(pid: int, file: Path) -> str:
         os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(_WRITTEN)
         now = file.stat().st_size
         if now > before and now == size:
             break

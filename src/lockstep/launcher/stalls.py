@@ -253,7 +253,9 @@ class Watcher:
             activity = processes.activity(sight.pid)
             before, used = self._used or (0, {})
             spent = processes.cpu_seconds(sight.pid) - used.get(rank, math.inf)
-            works = spent > _WORKS * (1 + self._clock() - before)
+            # on a busy host a rank may be ready to run, and get little of a processor
+            ready = activity == "running"
+            works = ready or spent > _WORKS * (1 + self._clock() - before)
         frames = self._frames(sight.pid, stack_of(self._directory, rank))
         where = processes.users_line(frames)
         if sight.view.phase == "data" or any(_LOADER in frame.filename for frame in frames):
