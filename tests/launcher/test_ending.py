@@ -70,10 +70,20 @@ def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
     assert f'  File "{__file__}", line {LINE + 2}, in upload\n    GO.wait()' in held.stack
 
 
-def test_without_a_thread_it_is_an_exit_handler() -> None:
-    held = ending.waits_for()
-    assert "exit handler" in held.what
-    assert "test_without_a_thread_it_is_an_exit_handler" in held.stack
+def test_without_a_thread_it_is_an_exit_handler_or_lockstep_itself_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[Held | None] = []
+    for package in (ending.PACKAGE, threading.__file__):
+        monkeypatch.setattr(ending, "PACKAGE", package)
+        watch = threading.Thread(target=lambda: held.append(ending.waits_for()), daemon=True)
+        watch.start()
+        watch.join()
+    handler, slow = held
+    assert handler is not None
+    assert slow is None
+    assert "exit handler" in handler.what
+    assert "test_without_a_thread_it_is_an_exit_handler" in handler.stack
 
 
 # -- the launcher's side -------------------------------------------------------------------------
@@ -112,9 +122,11 @@ def test_a_rank_that_cannot_say_it_is_looked_at(
 ) -> None:
     stack = "Thread 0x1 (most recent call first):\n  File x"
     monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: stack)
+    monkeypatch.setattr(processes, "state", lambda pid: processes.RUNNING)
     launcher = Launcher(tmp_path)
     launcher.over(1)
-    assert launcher.look() == []
+    assert [launcher.look() for _ in range(3)] == [[], [], []]  # it may only be slow
+    monkeypatch.setattr(processes, "state", lambda pid: "sleeping")
     launcher.over(0)
     (said,) = launcher.look()
     assert said.startswith(f"{stack}\nrank 1 (pid ")

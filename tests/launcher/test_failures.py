@@ -160,7 +160,7 @@ def test_the_code_of_a_ranks_error_survives_and_any_other_failure_has_one() -> N
 
 def through_ours(error: BaseException) -> None:
     """Raise it in a frame of this package."""
-    file = failures._PACKAGE + "launcher/made_up.py"
+    file = failures.PACKAGE + "launcher/made_up.py"
     exec(compile("raise error", file, "exec"), {"error": error})
 
 

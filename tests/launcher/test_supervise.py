@@ -40,11 +40,14 @@ _ALONE = f"{ending.never_joined(2)}\n"
 _LAUNCHER = """
 import sys
 from pathlib import Path
+from lockstep.config.launching import Launch
 from lockstep.launcher.rank import Target
 from lockstep.launcher.supervise import supervise
 options = eval(sys.argv[2])
 if __name__ == "__main__":
-    sys.exit(supervise(Target(script=sys.argv[1], args=sys.argv[3:]), **options).exit_code)
+    launch = Launch(grace=0.5)
+    target = Target(script=sys.argv[1], args=sys.argv[3:])
+    sys.exit(supervise(target, launch=launch, **options).exit_code)
 """
 
 

@@ -67,7 +67,8 @@ def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) 
         run.metrics.touch()
         (tmp_path / "timeline.json.77.unfinished").touch()  # its writer was killed
     with RunDirectory.claim(tmp_path, "x") as run:
-        assert run.begun and not list(tmp_path.glob("*.unfinished"))
+        assert run.begun
+        assert not list(tmp_path.glob("*.unfinished"))
         take_over(run, Settings(task="x", epochs=3, workers=4))
         place = f"unfinished run {tmp_path}"
         with refused("another-training", place=place, differences="epochs was 3 and is 5"):

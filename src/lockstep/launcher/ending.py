@@ -25,7 +25,7 @@ from pathlib import Path
 from traceback import extract_stack
 
 from lockstep.launcher import processes
-from lockstep.launcher.failures import named
+from lockstep.launcher.failures import PACKAGE, named
 from lockstep.launcher.processes import shown
 from lockstep.launcher.stalls import stack_of
 from lockstep.runtime import status
@@ -35,6 +35,7 @@ PATIENCE = 5.0
 """Seconds that a process may take to end before it is reported."""
 # seconds; a rank that still runs then and has not reported why cannot report
 _LAUNCHERS_PATIENCE = 8.0
+_WORKS = 10  # times as long for a rank that is running: it may only be slow
 _LOOK_SECONDS = 1.0
 _ADVICE = (
     "The run waits, as plain Python does; press Ctrl-C to end it. Join the thread in the program,"
@@ -67,9 +68,12 @@ def announce(tell: Callable[[Held], object]) -> None:
     queued = processes.queued_seconds(os.getpid())
 
     def watch() -> None:
-        time.sleep(PATIENCE)
-        time.sleep(processes.queued_seconds(os.getpid()) - queued)
-        tell(waits_for())
+        held = None
+        while held is None:
+            time.sleep(PATIENCE)
+            time.sleep(processes.queued_seconds(os.getpid()) - queued)
+            held = waits_for()
+        tell(held)
 
     threading.Thread(target=watch, name="lockstep-ending", daemon=True).start()
 
@@ -88,9 +92,10 @@ def leave(directory: Path, rank: int, held: Held) -> None:
     write_whole(_file(directory, rank), json.dumps(asdict(held)))
 
 
-def waits_for() -> Held:
+def waits_for() -> Held | None:
     """Return what keeps this process from ending. In Python's order: threads, then processes, else
-    an exit handler.
+    an exit handler. None while Lockstep itself flushes files or collects objects: on a busy host
+    that takes seconds.
     """
     frames = sys._current_frames()
     stacks = {
@@ -121,6 +126,8 @@ def waits_for() -> Held:
             ),
             shown(main),
         )
+    if main[-1].filename.startswith(PACKAGE):
+        return None
     return Held("an exit handler, or the end of a library", shown(main))
 
 
@@ -190,21 +197,18 @@ class Endings:
         """
         view = status.read(status.file_of(self._directory, rank))
         now = self._looked - processes.queued_seconds(pid)
-        if (
-            view is None
-            or view.phase != "end"
-            or now - self._over.setdefault(rank, now) < _LAUNCHERS_PATIENCE
-        ):
+        if view is None or view.phase != "end":
             return
-        if waits(self._directory, rank):
+        over = now - self._over.setdefault(rank, now)
+        state = processes.state(pid)
+        patience = _LAUNCHERS_PATIENCE * (_WORKS if state == processes.RUNNING else 1)
+        if over < patience or waits(self._directory, rank):
             return
-        if processes.state(pid) == processes.STOPPED:
+        if state == processes.STOPPED:
             held = Held("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
         else:
-            held = Held(
-                "something that it cannot name",
-                processes.ask_for_stack(pid, stack_of(self._directory, rank)),
-            )
+            stack = processes.ask_for_stack(pid, stack_of(self._directory, rank))
+            held = Held("native code, which lets no thread of Python say what it does", stack)
         leave(self._directory, rank, held)
 
 

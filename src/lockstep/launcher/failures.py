@@ -46,8 +46,8 @@ Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _IN_A_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_TORCH_CALLS = os.path.join(_PACKAGE, "launcher", "torch_calls.py")
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH_CALLS = os.path.join(PACKAGE, "launcher", "torch_calls.py")
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to"
     r" recv|recvValue failed",
@@ -320,7 +320,7 @@ def readable_stack(dump: str) -> str:
     return "\n".join(
         line
         for line in lines
-        if not (_PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line
+        if not (PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line
     )
 
 
@@ -350,7 +350,7 @@ def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> N
 
 def _is_ours(file: str) -> bool:
     return (
-        file.startswith(_PACKAGE)
+        file.startswith(PACKAGE)
         or "runpy" in file
         or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
     )

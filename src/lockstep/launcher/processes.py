@@ -19,6 +19,7 @@ import psutil
 from lockstep.launcher.failures import is_users
 
 STACK_SIGNAL = signal.SIGUSR2
+RUNNING: str = psutil.STATUS_RUNNING
 STOPPED: str = psutil.STATUS_STOPPED
 DISK: str = psutil.STATUS_DISK_SLEEP
 DEAD: str = psutil.STATUS_ZOMBIE
