@@ -17,8 +17,6 @@ from lockstep.tools.timing.output_files import check_writable
 from tests.cli.command import Command, command
 from tests.refused import refused
 
-# -- collectives ---------------------------------------------------------------------------------
-
 
 def test_collectives_prints_a_table_and_writes_json(tmp_path: Path, lockstep: Command) -> None:
     ended = lockstep(
@@ -56,8 +54,6 @@ def test_sizes_go_up_by_four() -> None:
         with refused("wrong-value", value=text):
             bench._sizes(text)
 
-
-# -- train ---------------------------------------------------------------------------------------
 
 TASK = """
 from tests.training import toy
@@ -112,9 +108,6 @@ def test_train_says_what_trained_something_else_and_exits_with_1(
     )
     report = json.loads((tmp_path / "figures.json").read_text())
     assert report["workers"] == 2  # without GPUs
-
-
-# -- scaling -------------------------------------------------------------------------------------
 
 
 def test_weak_scaling_with_json_and_a_picture(tmp_path: Path, lockstep: Command) -> None:

@@ -86,9 +86,6 @@ def test_without_a_thread_it_is_an_exit_handler_or_lockstep_itself_is_slow(
     assert "test_without_a_thread_it_is_an_exit_handler" in handler.stack
 
 
-# -- the launcher's side -------------------------------------------------------------------------
-
-
 class Launcher:
     """One that looks at three ranks in `folder`, whose pages say that their programs are over."""
 
@@ -133,8 +130,6 @@ def test_a_rank_that_cannot_say_it_is_looked_at(
     assert ending.waits(tmp_path, 1)
     assert not ending.waits(tmp_path, 0)
 
-
-# -- for real ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import threading

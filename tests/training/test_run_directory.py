@@ -8,6 +8,7 @@ import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -160,6 +161,15 @@ def test_a_mount_that_is_read_only_is_noticed(tmp_path: Path) -> None:
                 run.check()
         finally:
             subprocess.run(["umount", run.path], capture_output=True)
+
+
+def test_a_signal_during_the_claim_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "force", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.claim(tmp_path / "runs" / "one", "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:

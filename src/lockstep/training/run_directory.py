@@ -132,7 +132,7 @@ class RunDirectory:
             if not fresh and (chosen / RESULT).exists():
                 raise UsageError("run-finished", path=str(chosen))
         except BaseException:
-            cls(chosen, lock, made_here=made_here).release()
+            cls(chosen, lock, made_here=made_here, above=above).release()
             raise
         return cls(chosen, lock, made_here=made_here, above=above)
 
