@@ -435,16 +435,20 @@ def stepping_the_scheduler(
     world: lockstep.World, folder: Path, stop: int, where: str
 ) -> list[float]:
     """Learning rates by epoch, from the first that is not over, until step `stop`; an epoch has 4
-    steps. `where` the loop steps its scheduler: at the beginning or at the end of an epoch.
+    steps. `where` the loop steps its scheduler: at the beginning or at the end of an epoch, or
+    in the Stepper.
     """
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-    stepper = lockstep.Stepper(model, optimizer)
+    itself = where == "stepper"
+    by_epoch: Any = {"scheduler": scheduler, "scheduler_per": "epoch"} if itself else {}
+    stepper = lockstep.Stepper(model, optimizer, **by_epoch)
     data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
     loader = lockstep.Loader(data, global_batch=4, micro_batch=2, seed=0)
-    checkpoints = lockstep.Checkpoints(folder, stepper, loader, scheduler=scheduler, every=1)
+    loops = None if itself else scheduler
+    checkpoints = lockstep.Checkpoints(folder, stepper, loader, scheduler=loops, every=1)
     checkpoints.resume()
     rates = []
     for epoch in loader.epochs(6):
@@ -467,7 +471,13 @@ def stepping_the_scheduler(
 
 def test_a_scheduler_that_the_loop_steps_goes_on_where_it_was(tmp_path: Path) -> None:
     # the epoch of the last step is not among the rates
-    for stop, where, over in ((10, "end", 2), (10, "beginning", 2), (8, "beginning", 1)):
+    for stop, where, over in (
+        (10, "end", 2),
+        (10, "beginning", 2),
+        (8, "beginning", 1),
+        (10, "stepper", 2),
+        (8, "stepper", 1),
+    ):
         folder = tmp_path / f"{where} {stop}"
         assert on_team(stepping_the_scheduler, 2, (folder, stop, where))[0] == RATES[:over]
         assert on_team(stepping_the_scheduler, 3, (folder, 0, where)) == [RATES[2:]] * 3

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "bf16", "fp16", "tf32"]
 Mode = Literal["max", "min"]
 Unused = Literal["error", "zeros", "skip"]
+SchedulerPer = Literal["step", "epoch"]
 Record = Mapping[str, Any]
 UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
@@ -120,7 +121,7 @@ class Task:
     """(optimizer, number of scheduler steps) -> scheduler. The number is that of all optimizer
     steps in the training, or of all epochs with scheduler_per="epoch".
     """
-    scheduler_per: Literal["step", "epoch"] = "step"
+    scheduler_per: SchedulerPer = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
     average: Callable[[nn.Module], AveragedModel] | None = None
     """model -> torch's AveragedModel of it, for EMA or SWA. Evaluations use the average in place of
@@ -194,7 +195,7 @@ class Task:
             ("precision", PRECISIONS),
             ("callbacks_on", ("first", "all")),
             ("unused", UNUSED),
-            ("scheduler_per", ("step", "epoch")),
+            ("scheduler_per", get_args(SchedulerPer)),
             ("average_per", ("step", "epoch")),
         ):
             knob.chosen(f"Task.{name}", getattr(self, name), choices, error=TaskError)

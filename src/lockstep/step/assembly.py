@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -13,13 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoints.identity import weights
-from lockstep.checks.start import model_fields
+from lockstep.checks.start import compare_start, model_fields, optimizer_fields
 from lockstep.checks.trainable import check_trained
 from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.task import UNUSED, Unused
+from lockstep.config.task import UNUSED, SchedulerPer, Unused
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers, replicate
@@ -46,6 +46,7 @@ class StepperOptions:
     clip: float | None
     scaler: GradScaler | None
     scheduler: LRScheduler | None
+    scheduler_per: SchedulerPer
     seed: int
     bucket_mb: float | None
     unused: Unused
@@ -59,6 +60,9 @@ class StepperOptions:
                 "wrong-value", name="clip", value=self.clip, expected="a number above 0"
             )
         knob.chosen("unused", self.unused, UNUSED)
+        knob.chosen("scheduler_per", self.scheduler_per, get_args(SchedulerPer))
+        if self.scheduler is None and self.scheduler_per != "step":
+            raise UsageError("no-scheduler", scheduler_per=self.scheduler_per)
         check_checks(self.checks)
 
     @property
@@ -86,6 +90,12 @@ class StepperOptions:
         if self.average is not None:
             check_trained(self.average, world.device)
             replicate(self.average.module, world.group)
+
+    def compare(self, model: nn.Module, optimizer: Optimizer, alike: Group) -> None:
+        """Raise ReplicaDivergence if the ranks of `alike` start from different set-ups."""
+        if self.checks != "off":
+            fields = {**optimizer_fields(optimizer), "clip": self.clip, "seed": self.seed}
+            compare_start(*set_up_of(model, alike, fields))
 
     def averaged(self) -> list[tuple[str, Tensor]]:
         """The tensors of the averaged model, under the names that replica comparisons use."""

@@ -11,10 +11,13 @@ import math
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.config import knob
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LambdaLR
+    from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+    from lockstep.data.windows import Window
 
 Rule = Literal["linear", "sqrt"]
 
@@ -62,3 +65,11 @@ def warmup(optimizer: Optimizer, steps: int, start: float = 0.1) -> LambdaLR:
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: min(1.0, start + (1 - start) * step / steps))
+
+
+def follow_epoch(scheduler: LRScheduler, window: Window | None) -> None:
+    """Step a scheduler of epochs to the epoch of `window`. Raises UsageError if that is unknown."""
+    if window is None:
+        raise UsageError("epochs-unknown", kind="list of batches")
+    while scheduler.last_epoch < window.cut.epoch:
+        scheduler.step()

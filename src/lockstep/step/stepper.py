@@ -25,14 +25,14 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
 from lockstep.checks.nonfinite import NonFiniteTrace
-from lockstep.checks.start import compare_start, optimizer_fields, optimizer_numbers
+from lockstep.checks.start import compare_start, optimizer_numbers
 from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.config.documented import takes_fields
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.task import Unused
+from lockstep.config.task import SchedulerPer, Unused
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
@@ -40,8 +40,9 @@ from lockstep.gradients.exact import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import randomness, status
-from lockstep.step.assembly import StepperOptions, assemble, check_drawn, set_up_of
+from lockstep.step.assembly import StepperOptions, assemble, check_drawn
 from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.step.learning_rate import follow_epoch
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
 from lockstep.step.stepper_window import LossScale, OpenWindow, check_ended, samples_told, with_last
@@ -85,7 +86,9 @@ class Stepper:
         optimizer: an optimizer of the model's parameters.
         clip: maximum norm of the gradient. It is applied once, after the sum is divided.
         scaler: a `torch.amp.GradScaler`, for fp16.
-        scheduler: a learning rate scheduler, stepped after every applied update.
+        scheduler: a learning rate scheduler.
+        scheduler_per: when it steps: after every applied update, or where a Loader's next epoch
+            begins.
         seed: seed of the random numbers of each forward (dropout). They depend on (seed, step,
             slot), and not on the rank.
         bucket_mb: MiB of gradients that are sent together; default 25. For a bare module.
@@ -129,6 +132,7 @@ class Stepper:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         scheduler: LRScheduler | None = None,
+        scheduler_per: SchedulerPer = "step",
         seed: int = 0,
         bucket_mb: float | None = None,
         unused: Unused = "error",
@@ -144,6 +148,7 @@ class Stepper:
             clip=clip,
             scaler=scaler,
             scheduler=scheduler,
+            scheduler_per=scheduler_per,
             seed=seed,
             bucket_mb=bucket_mb,
             unused=unused,
@@ -159,10 +164,7 @@ class Stepper:
         options.check(self.method)
         self.world = world or World.current()
         options.check_models(model, self.world)
-        if checks != "off":
-            alike = self.model_shard.replicas(self.world.group)
-            fields = {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
-            compare_start(*set_up_of(model, alike, fields))
+        options.compare(model, optimizer, self.model_shard.replicas(self.world.group))
         self.optimizer = optimizer
         self.replicas = ReplicaCheck() if checks == "full" else None
         # on a mesh the ranks that exchange facts hold different parts of the model, whose digests
@@ -170,7 +172,9 @@ class Stepper:
         compares = checks == "full" and self.model_shard.mesh is None
         self._overwritten = OverwrittenCheck() if compares else None
         self.steps, self._stop = 0, False
-        self._outcomes = Outcomes(self.world, scheduler, scaler)
+        self._outcomes = Outcomes(
+            self.world, scheduler if scheduler_per == "step" else None, scaler
+        )
         self.everyone = (
             model.group if isinstance(model, DistributedDataParallel) else self.world.group
         )
@@ -356,6 +360,8 @@ class Stepper:
             ours = check_window(window)
         if self.method.server and (ours is None or not ours.drawn):
             raise UsageError("slots-not-drawn")
+        if self._options.scheduler_per == "epoch" and self.scheduler is not None:
+            follow_epoch(self.scheduler, ours)
         self.reducer.reset(None if ours is None else ours.cut)
         self._outcomes.trace.begin()
         self.update.follow()
