@@ -96,7 +96,7 @@ def test_what_cannot_be_trained_is_refused(world: lockstep.World) -> None:
     lazy(torch.zeros(1, 6))
     stepper_for(lazy)
     with refused("no-scheduler", scheduler_per="epoch"):
-        lockstep.Stepper(model, sgd, scheduler_per="epoch")
+        stepper_for(model, scheduler_per="epoch")
     # a scheduler wraps the optimizer's step, which is no closure
     with_scheduler = torch.optim.AdamW(model.parameters())
     torch.optim.lr_scheduler.LambdaLR(with_scheduler, lambda step: 1.0)
