@@ -233,8 +233,9 @@ def _unlike(mine: Any, theirs: Any, tolerance: float) -> str:
     if mine is None or theirs is None or isinstance(mine, bool):
         return "" if mine is theirs else f": {mine} and {theirs}"
     one, other = torch.as_tensor(mine), torch.as_tensor(theirs)
-    if one.shape != other.shape:
+    if one.shape != other.shape or one.is_sparse != other.is_sparse:
         return f": shapes {list(one.shape)} and {list(other.shape)}"
+    one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
     wide = torch.complex128 if one.is_complex() else torch.float64
     one, other = one.to(wide), other.to(wide)
     bound = tolerance * (1 + float(other.abs().nan_to_num().max())) if other.numel() else 0.0

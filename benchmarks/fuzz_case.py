@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from fuzz_models import BLOCKS, CLASSES, OPTIMIZERS, SCHEDULES, WIDTH, WORDS, Net, SparseNet, converted
+from fuzz_models import BLOCKS, CLASSES, CYCLED, FUSED, OPTIMIZERS, SCHEDULES, WIDTH, WORDS, Net, SparseNet, converted
 
 STEPPERS = ("stepper, loader", "stepper, lists")
 WRAPPERS = ("wrapper", "sharded optimizer", "hook", "backend")
 _DOORS = (*STEPPERS * 4, *WRAPPERS, "wrapper", "wrapper")
-_FUSED = ("sgd", "adam", "adagrad")  # the beginnings of names
 Windows = tuple[tuple[tuple[range, ...], ...], ...]
 """The samples of each micro-batch, by step and rank."""
 
@@ -185,7 +184,7 @@ def drawn(seed: int) -> Case:
     door = chance.choice(_DOORS)
     idle = chance.random() < 0.4
     stepper = door in STEPPERS
-    options = _stepper_options(chance, door) if stepper else _wrapper_options(chance, door)
+    options = _stepper_options(chance, door, ranks) if stepper else _wrapper_options(chance, door)
     values = _training(chance, door, options)
     sizes, windows = _windows(chance, door, ranks, idle=idle)
     steps, samples = len(windows), 1 + max(
@@ -207,8 +206,10 @@ def drawn(seed: int) -> Case:
 def _training(chance: Random, door: str, options: dict[str, Any]) -> dict[str, Any]:
     dtype = chance.choice((torch.float64,) * 6 + (torch.float32,) * 3 + (torch.bfloat16,))
     optimizer = chance.choice(tuple(OPTIMIZERS))
-    if optimizer in ("lbfgs", "sparse adam") and chance.random() < 0.7:
-        optimizer = "sgd, momentum"  # mostly refused
+    divided = options.get("update") in ("sharded", "server")
+    refused = ("lbfgs", "sparse adam", *(("adafactor", "muon") if divided else ()))
+    if optimizer in refused and chance.random() < 0.8:
+        optimizer = "sgd, momentum"
     if optimizer == "rprop" and dtype is not torch.float64:
         optimizer = "adamw"  # it looks at signs
     blocks = tuple(chance.choice(BLOCKS) for _ in range(chance.randrange(4)))
@@ -228,25 +229,26 @@ def _training(chance: Random, door: str, options: dict[str, Any]) -> dict[str, A
         flags["foreach"] = chance.random() < 0.5
     plain = not has_sparse and "complex" not in blocks
     # torch 2.13: fused SGD with momentum of bfloat16 on a CPU is wrong
-    if optimizer.startswith(_FUSED) and plain and dtype is not torch.bfloat16:
-        if chance.random() < 0.4 and optimizer != "adagrad":
-            flags = {"fused": True}
+    if optimizer in FUSED and plain and dtype is not torch.bfloat16 and chance.random() < 0.4:
+        flags = {"fused": True}
+    schedules = [name for name in SCHEDULES if name != "one cycle" or optimizer in CYCLED]
     return {
         "dtype": dtype,
         "optimizer": optimizer,
         "blocks": blocks,
         "flags": flags,
-        "groups": chance.choice((1, 1, 2)),
-        "schedule": chance.choice((None, *SCHEDULES)),
+        "groups": 1 if optimizer == "lbfgs" else chance.choice((1, 1, 2)),
+        "schedule": chance.choice((None, *schedules)),
         "clip": chance.choice((None, None, 0.05, 1.0, float("inf"))),
         "weighing": chance.choice(("count", "count", "shares", "tensor", "mean")),
         "penalty": "checkpoint, reentrant" not in blocks
+        and "attention" not in blocks  # torch has no second derivative of it
         and optimizer != "sparse adam"
         and chance.random() < 0.08,
     }
 
 
-def _stepper_options(chance: Random, door: str) -> dict[str, Any]:
+def _stepper_options(chance: Random, door: str, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     reduces = ("native", "central", "ring", "tree", "halving_doubling", "shared_memory")
     kind = chance.choice(("plain", "plain", "sharded", "exact", "exact", "local", "compress", "server"))
@@ -260,7 +262,7 @@ def _stepper_options(chance: Random, door: str) -> dict[str, Any]:
     if kind == "exact":
         found["exact"] = True
         found["reduce"] = chance.choice(("auto", "auto", "native", "shared_memory"))
-        if chance.random() < 0.3:
+        if ranks > 1 and chance.random() < 0.3:
             found["witness"] = chance.choice((0.5, 1.0))
     elif kind == "local":
         found["sync_every"] = chance.choice((1, 2, 3))
@@ -269,11 +271,13 @@ def _stepper_options(chance: Random, door: str) -> dict[str, Any]:
         found["compress"] = chance.choice(("bf16", "fp16", "int8", "powersgd:2"))
     elif kind == "server":
         found["update"], found["staleness"] = "server", 0
+    found["unused"] = chance.choice(("error", "zeros", "zeros", "skip", "skip"))
+    if kind == "server" and chance.random() < 0.95:
+        found["unused"] = "zeros"
     if chance.random() < 0.04:  # most likely refused
         found |= chance.choice(
             ({"exact": True}, {"compress": "bf16"}, {"sync_every": 2}, {"reduce": "ring"}, {"update": "sharded"})
         )
-    found["unused"] = chance.choice(("error", "zeros", "zeros", "skip", "skip"))
     found["checks"] = chance.choice(("full", "full", "start", "off"))
     found["trace_nonfinite"] = chance.random() < 0.2
     if chance.random() < 0.5:
@@ -358,26 +362,37 @@ def _events(
     """What happens on the way."""
     frozen: dict[int, tuple[int, bool]] = {}
     blocks, stepper = values["blocks"], door in STEPPERS
-    if blocks and steps > 2 and door not in ("hook", "backend") and chance.random() < 0.3:
+    server = options.get("update") == "server"
+    if blocks and steps > 2 and door not in ("hook", "backend") and not server and chance.random() < 0.3:
         block = chance.randrange(len(blocks))
         first = chance.randrange(steps - 1)
         frozen[first] = (block, False)
         if chance.random() < 0.7:
             frozen[chance.randrange(first + 1, steps)] = (block, blocks[block] != "frozen")
-    if frozen or "branches" in blocks:
+    # static_graph promises that no backward differs. With a gradient in the loss torch's wrapper
+    # averages nothing then, silently, and ours raises static-graph-changed.
+    if frozen or "branches" in blocks or values["penalty"]:
         options.pop("static_graph", None)
     own = stepper and not options.keys() & {"reduce", "bucket_mb", "exact", "compress", "sync_every"}
-    own = own and options.get("update") != "server"
+    own = own and not server
+    alone = options.get("sync_every") is not None or server
     resumes = stepper and not any(name in options for name in ("sync_every", "compress", "witness"))
-    resumes = resumes and options.get("update") != "server" and "dropout" not in blocks
+    resumes = resumes and not server and "dropout" not in blocks
+    reload = chance.randrange(1, steps) if resumes and steps > 1 and chance.random() < 0.15 else None
     shares = stepper and values["weighing"] in ("shares", "tensor")
     return {
         "frozen": frozen,
-        "by_hand": not stepper or chance.random() < 0.3,
-        "reload": chance.randrange(1, steps) if resumes and steps > 1 and chance.random() < 0.15 else None,
-        "average": stepper and chance.random() < 0.1,
+        "by_hand": not stepper or (not server and chance.random() < 0.3),
+        "reload": reload,
+        "average": stepper
+        and reload is None
+        and (not alone or chance.random() < 0.05)
+        and chance.random() < 0.1,
         # torch has no kernel that scales complex gradients
-        "scaled": stepper and "complex" not in blocks and chance.random() < 0.1,
+        "scaled": stepper
+        and "complex" not in blocks
+        and (not alone or chance.random() < 0.05)
+        and chance.random() < 0.1,
         "wrapped": own and chance.random() < 0.4,
         "poisoned": (chance.randrange(samples),) if stepper and chance.random() < 0.06 else (),
         "empty": chance.randrange(steps) if shares and chance.random() < 0.15 else None,

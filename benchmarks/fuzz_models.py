@@ -309,6 +309,10 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sparse adam": (torch.optim.SparseAdam, {"lr": 0.01, "eps": 1e-3}),
 }
 
+FUSED = ("sgd", "sgd, momentum", "sgd, nesterov", "adam", "adam, amsgrad", "adamw", "adagrad")
+CYCLED = ("sgd, momentum", "sgd, nesterov", "adam", "adamw", "nadam", "radam", "adamax", "rmsprop")
+"""Those with a momentum that a schedule may change."""
+
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.3),

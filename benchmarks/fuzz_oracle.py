@@ -55,12 +55,17 @@ class Replica:
         self.average = case.average_of(self.model)
         self.data = case.data()
         self.trained: list[nn.Parameter] = []
+        self.zeros: dict[nn.Parameter, Tensor] = {}
+        """The gradients that the loop sets to zero, and not to None, before a step."""
 
     def begin(self, step: int) -> None:
         self.case.freeze(self.model, step)
-        self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
-        if self.case.set_to_none:
-            self.model.zero_grad()
+        self.zeros = {}
+        if not self.case.set_to_none:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    self.zeros[parameter] = torch.zeros_like(parameter.grad)
+        self.model.zero_grad()
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
 
     def window(self, micros: Sequence[range]) -> tuple[float, float]:
@@ -201,8 +206,10 @@ def averaged(case: Case) -> Trace:
                 losses += float(loss) if rank == 0 else 0.0
             if rank > 0:
                 write(replica.model, left)
-        if errors and case.set_to_none and any(each.grad is None for each in replica.trained):
+        if errors and any(each.grad is None for each in replica.trained):
             raise Unused
+        for parameter, zeros in replica.zeros.items():
+            parameter.grad = zeros if parameter.grad is None else parameter.grad
         found: dict[str, Any] = {"loss": losses}
         norm = replica.divide(case.ranks, case.clip)
         if case.clip is not None:
