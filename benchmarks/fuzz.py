@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from fuzz_case import WRAPPERS, Case, drawn
+from fuzz_case import Case, drawn
 from fuzz_doors import train
 from fuzz_oracle import Trace, Unused, oracle
 from lockstep.errors import LockstepError, UnusedParameters, UsageError
@@ -183,7 +182,7 @@ def _judged(case: Case, found: Sequence[Outcome], alone: Outcome | None) -> tupl
     codes = {each.code for each in found}
     if codes != {""}:
         (code,) = codes if len(codes) == 1 else ("; ".join(sorted(codes)),)
-        wrong = len(codes) > 1 or ((code == "unused-parameters") != unused and _foreseen(case))
+        wrong = len(codes) > 1 or (code == "unused-parameters" and not unused and _foreseen(case))
         return ("different" if wrong else "refused"), code
     if unused:
         return ("different", "no UnusedParameters") if _foreseen(case) else ("equal", "")
@@ -193,15 +192,13 @@ def _judged(case: Case, found: Sequence[Outcome], alone: Outcome | None) -> tupl
         return "different", "the ranks have different bits"
     if expected is None:
         return "different", f"only plain torch fails: {torchs}"
-    difference = None
+    text = None
     if not case.approximate and not (case.keyed and not case.local):
-        difference = _difference(trace, expected, case.tolerance, "the oracle")
-    if difference is None and alone is not None and alone.trace is not None:
+        text = difference(trace, expected, case.tolerance)
+    if text is None and alone is not None and alone.trace is not None:
         exact = case.options.get("exact", False)
-        difference = _difference(
-            trace, alone.trace, 0.0 if exact else case.tolerance, "one rank"
-        )
-    return ("equal", "") if difference is None else ("different", difference)
+        text = difference(trace, alone.trace, 0.0 if exact else case.tolerance, "one rank")
+    return ("equal", "") if text is None else ("different", text)
 
 
 def _foreseen(case: Case) -> bool:
@@ -209,9 +206,12 @@ def _foreseen(case: Case) -> bool:
     return case.options.get("update") != "server"
 
 
-def _difference(ours: Trace, other: Trace, tolerance: float, who: str) -> str | None:
+def difference(ours: Trace, other: Trace, tolerance: float, who: str = "the oracle") -> str | None:
     """Return the first difference, or None."""
-    pairs = [(f"step {step}", *both) for step, both in enumerate(zip(ours.steps, other.steps, strict=False))]
+    pairs = [
+        (f"step {step}", *both)
+        for step, both in enumerate(zip(ours.steps, other.steps, strict=False))
+    ]
     for where, mine, theirs in [*pairs, ("the end", ours.end, other.end)]:
         for name in mine.keys() & theirs.keys():
             text = _unlike(mine[name], theirs[name], tolerance)
@@ -264,7 +264,11 @@ def main() -> None:
     begin, _, end = parser.parse_args().seeds.partition(":")
     seeds, start = range(int(begin), int(end)), time.monotonic()
     counts = report(seeds)
-    refused = {name.removeprefix("refused "): count for name, count in sorted(counts.items()) if name.startswith("refused ")}
+    refused = {
+        name.removeprefix("refused "): count
+        for name, count in sorted(counts.items())
+        if name.startswith("refused ")
+    }
     codes = ", ".join(f"{count} {name}" for name, count in refused.items())
     print(
         f"{len(seeds)} seeds in {time.monotonic() - start:.0f} s: {counts['equal']} equal,"

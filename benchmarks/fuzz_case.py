@@ -16,11 +16,23 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from fuzz_models import BLOCKS, CLASSES, CYCLED, FUSED, OPTIMIZERS, SCHEDULES, WIDTH, WORDS, Net, SparseNet, converted
+from fuzz_models import (
+    BLOCKS,
+    CLASSES,
+    CYCLED,
+    FUSED,
+    OPTIMIZERS,
+    SCHEDULES,
+    WIDTH,
+    WORDS,
+    Net,
+    SparseNet,
+    converted,
+)
 
 STEPPERS = ("stepper, loader", "stepper, lists")
-WRAPPERS = ("wrapper", "sharded optimizer", "hook", "backend")
-_DOORS = (*STEPPERS * 4, *WRAPPERS, "wrapper", "wrapper")
+WRAPPERS = ("wrapper", "join", "sharded optimizer", "hook", "backend")
+_DOORS = (*STEPPERS * 4, *WRAPPERS, "wrapper")
 Windows = tuple[tuple[tuple[range, ...], ...], ...]
 """The samples of each micro-batch, by step and rank."""
 
@@ -66,6 +78,8 @@ class Case:
     average: bool
     scaled: bool
     wrapped: bool
+    by_all: bool
+    """With join(), whether the mean is over all ranks, and not over those with inputs."""
     poisoned: tuple[int, ...]
     """Samples whose loss is nan."""
     empty: int | None
@@ -85,8 +99,11 @@ class Case:
 
     @property
     def approximate(self) -> bool:
-        """Whether gradients are compressed so much that only the ranks can be compared."""
-        return str(self.options.get("compress", "")).startswith(("int8", "powersgd"))
+        """Whether only the ranks can be compared: gradients are compressed too much, or parts of
+        the model synchronize when their buckets do.
+        """
+        text = f"{self.options.get('compress')} {self.options.get('outer')}"
+        return any(word in text for word in ("int8", "powersgd", "fragments"))
 
     @property
     def keyed(self) -> bool:
@@ -136,7 +153,7 @@ class Case:
         """Freeze or unfreeze what changes before this step."""
         if step in self.frozen:
             block, trains = self.frozen[step]
-            model.blocks[block].requires_grad_(trains)  # type: ignore[index,union-attr,operator]
+            model.blocks[block].requires_grad_(trains)  # type: ignore[index]
 
     # -- what it is trained on --------------------------------------------------------------------
 
@@ -163,7 +180,9 @@ class Case:
         given = Batch(*batch)
         x = given.x.detach().clone().requires_grad_(self.penalty)
         output = model(x, given.words)
-        each = F.cross_entropy(output.float() if self.dtype is torch.bfloat16 else output, given.y, reduction="none")
+        each = F.cross_entropy(
+            output.float() if self.dtype is torch.bfloat16 else output, given.y, reduction="none"
+        )
         each = each * given.factors.to(each.dtype)
         if self.penalty:
             (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
@@ -186,9 +205,13 @@ def drawn(seed: int) -> Case:
     stepper = door in STEPPERS
     options = _stepper_options(chance, door, ranks) if stepper else _wrapper_options(chance, door)
     values = _training(chance, door, options)
-    sizes, windows = _windows(chance, door, ranks, idle=idle)
-    steps, samples = len(windows), 1 + max(
-        number for ranks_ in windows for micros in ranks_ for each in micros for number in each
+    sizes, windows = _windows(chance, door, ranks, idle=idle, local="sync_every" in options)
+    steps, samples = (
+        len(windows),
+        1
+        + max(
+            number for ranks_ in windows for micros in ranks_ for each in micros for number in each
+        ),
     )
     values |= _events(chance, door, values, options, steps, samples)
     return Case(
@@ -221,6 +244,8 @@ def _training(chance: Random, door: str, options: dict[str, Any]) -> dict[str, A
         blocks = tuple(each for each in blocks if each != "checkpoint, reentrant")
     if optimizer == "sparse adam":
         blocks = ()
+    if optimizer == "adafactor":  # it divides by the number of elements, and takes no complex ones
+        blocks = tuple(each for each in blocks if each not in ("odd", "complex"))
     has_sparse = any("sparse" in each for each in blocks)
     if has_sparse and door not in STEPPERS:  # torch's optimizers of sparse gradients
         optimizer = chance.choice(("sgd", "adagrad"))
@@ -251,7 +276,9 @@ def _training(chance: Random, door: str, options: dict[str, Any]) -> dict[str, A
 def _stepper_options(chance: Random, door: str, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     reduces = ("native", "central", "ring", "tree", "halving_doubling", "shared_memory")
-    kind = chance.choice(("plain", "plain", "sharded", "exact", "exact", "local", "compress", "server"))
+    kind = chance.choice(
+        ("plain", "plain", "sharded", "exact", "exact", "local", "compress", "server")
+    )
     if kind in ("exact", "server") and door != "stepper, loader" and chance.random() < 0.95:
         kind = chance.choice(("plain", "sharded"))
     if kind in ("plain", "sharded", "local") and chance.random() < 0.6:
@@ -266,7 +293,18 @@ def _stepper_options(chance: Random, door: str, ranks: int) -> dict[str, Any]:
             found["witness"] = chance.choice((0.5, 1.0))
     elif kind == "local":
         found["sync_every"] = chance.choice((1, 2, 3))
-        found["outer"] = chance.choice((None, "average", "nesterov", "average:after=2", "nesterov:lr=0.5"))
+        found["outer"] = chance.choice(
+            (
+                None,
+                "average",
+                "nesterov",
+                "average:after=2",
+                "nesterov:lr=0.5",
+                "nesterov:fragments=2",
+            )
+        )
+        if found["sync_every"] == 1 and "fragments" in str(found["outer"]):
+            found["sync_every"] = 2
     elif kind == "compress":
         found["compress"] = chance.choice(("bf16", "fp16", "int8", "powersgd:2"))
     elif kind == "server":
@@ -276,7 +314,13 @@ def _stepper_options(chance: Random, door: str, ranks: int) -> dict[str, Any]:
         found["unused"] = "zeros"
     if chance.random() < 0.04:  # most likely refused
         found |= chance.choice(
-            ({"exact": True}, {"compress": "bf16"}, {"sync_every": 2}, {"reduce": "ring"}, {"update": "sharded"})
+            (
+                {"exact": True},
+                {"compress": "bf16"},
+                {"sync_every": 2},
+                {"reduce": "ring"},
+                {"update": "sharded"},
+            )
         )
     found["checks"] = chance.choice(("full", "full", "start", "off"))
     found["trace_nonfinite"] = chance.random() < 0.2
@@ -289,6 +333,8 @@ def _wrapper_options(chance: Random, door: str) -> dict[str, Any]:
     found: dict[str, Any] = {"find_unused_parameters": chance.random() < 0.7}
     if chance.random() < 0.5:
         found["bucket_cap_mb"] = chance.choice((1e-5, 2e-4, 1e-3))
+    elif chance.random() < 0.2:
+        found["bucket_cap_mb_list"] = [1e-5, 2e-4]
     if door in ("hook", "backend"):
         return found | {"find_unused_parameters": True}
     reduces = ("native", "central", "ring", "tree", "halving_doubling", "shared_memory")
@@ -303,24 +349,41 @@ def _wrapper_options(chance: Random, door: str) -> dict[str, Any]:
 
 
 def _windows(
-    chance: Random, door: str, ranks: int, *, idle: bool
+    chance: Random, door: str, ranks: int, *, idle: bool, local: bool
 ) -> tuple[dict[str, Any], Windows]:
     """Return the Loader's sizes, and the samples of each micro-batch, by step and rank."""
     if door == "stepper, loader":
         slots = chance.randrange(1, max(2, ranks)) if idle else chance.randrange(1, 9)
         micro = chance.randrange(1, 5)
         # the last micro-batch of a step may be smaller
-        total = max(micro, slots * micro - (chance.randrange(micro) if chance.random() < 0.3 else 0))
+        total = max(
+            micro, slots * micro - (chance.randrange(micro) if chance.random() < 0.3 else 0)
+        )
         samples = chance.randrange(total, total * 4 + 1)
-        sizes = {"samples": samples, "global_batch": total, "micro_batch": micro, "epochs": chance.choice((1, 1, 2))}
+        sizes = {
+            "samples": samples,
+            "global_batch": total,
+            "micro_batch": micro,
+            "epochs": chance.choice((1, 1, 2)),
+        }
+        if chance.random() < 0.15:
+            sizes["drop_last"], samples = True, samples - samples % total
+        if ranks > 1 and chance.random() < 0.1 and not local:
+            sizes["balance"] = [chance.choice((1, 2, 3)) for _ in range(ranks)]
         return sizes, _of_loader(samples, total, micro, ranks) * sizes["epochs"]
     begin, windows = 0, []
-    for _ in range(chance.randrange(3, 7)):
+    steps = chance.randrange(3, 7)
+    # join(): a rank has inputs for some of the steps, one rank for all
+    ends = [chance.randrange(1, steps + 1) for _ in range(ranks)]
+    ends[chance.randrange(ranks)] = steps
+    for step in range(steps):
         busy = [True] * ranks
         even = chance.randrange(1, 4)
         if door in STEPPERS and idle:
             busy = [chance.random() < 0.5 for _ in range(ranks)]
             busy[chance.randrange(ranks)] = True
+        if door == "join":
+            busy, even = [step < last for last in ends], 1
         window = []
         for rank in range(ranks):
             micros = []
@@ -341,7 +404,10 @@ def _of_loader(samples: int, total: int, micro: int, ranks: int) -> Windows:
     windows = []
     for start in range(0, samples, total):
         stop = min(start + total, samples)
-        cut = [range(start + slot * micro, min(start + slot * micro + micro, stop)) for slot in range(slots)]
+        cut = [
+            range(start + slot * micro, min(start + slot * micro + micro, stop))
+            for slot in range(slots)
+        ]
         shares, begin = [], 0
         for rank in range(ranks):
             count = each + (rank < more)
@@ -363,7 +429,13 @@ def _events(
     frozen: dict[int, tuple[int, bool]] = {}
     blocks, stepper = values["blocks"], door in STEPPERS
     server = options.get("update") == "server"
-    if blocks and steps > 2 and door not in ("hook", "backend") and not server and chance.random() < 0.3:
+    if (
+        blocks
+        and steps > 2
+        and door not in ("hook", "backend", "join")
+        and not server
+        and chance.random() < 0.3
+    ):
         block = chance.randrange(len(blocks))
         first = chance.randrange(steps - 1)
         frozen[first] = (block, False)
@@ -373,12 +445,20 @@ def _events(
     # averages nothing then, silently, and ours raises static-graph-changed.
     if frozen or "branches" in blocks or values["penalty"]:
         options.pop("static_graph", None)
-    own = stepper and not options.keys() & {"reduce", "bucket_mb", "exact", "compress", "sync_every"}
+    own = stepper and not options.keys() & {
+        "reduce",
+        "bucket_mb",
+        "exact",
+        "compress",
+        "sync_every",
+    }
     own = own and not server
     alone = options.get("sync_every") is not None or server
     resumes = stepper and not any(name in options for name in ("sync_every", "compress", "witness"))
     resumes = resumes and not server and "dropout" not in blocks
-    reload = chance.randrange(1, steps) if resumes and steps > 1 and chance.random() < 0.15 else None
+    reload = (
+        chance.randrange(1, steps) if resumes and steps > 1 and chance.random() < 0.15 else None
+    )
     shares = stepper and values["weighing"] in ("shares", "tensor")
     return {
         "frozen": frozen,
@@ -393,6 +473,7 @@ def _events(
         and "complex" not in blocks
         and (not alone or chance.random() < 0.05)
         and chance.random() < 0.1,
+        "by_all": chance.random() < 0.5,
         "wrapped": own and chance.random() < 0.4,
         "poisoned": (chance.randrange(samples),) if stepper and chance.random() < 0.06 else (),
         "empty": chance.randrange(steps) if shares and chance.random() < 0.15 else None,

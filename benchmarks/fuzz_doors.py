@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 import lockstep
-import lockstep.backend
+import lockstep.backend  # noqa: F401 - torch finds the backend then
 from fuzz_case import STEPPERS, Case
 from fuzz_models import OPTIMIZERS
 from fuzz_oracle import Trace, buffers_of, copied
 from lockstep.step.step_result import StepResult
-
-_TORCHS = nn.parallel.DistributedDataParallel
 
 
 def train(case: Case, world: lockstep.World) -> Trace:
@@ -81,13 +79,10 @@ class SteppedTraining:
         return self._trace
 
     def _loader(self) -> lockstep.Loader:
-        sizes = self._case.sizes
-        return lockstep.Loader(
-            Subset(self._data, range(sizes["samples"])),
-            global_batch=sizes["global_batch"],
-            micro_batch=sizes["micro_batch"],
-            shuffle=False,
-        )
+        sizes = dict(self._case.sizes)
+        data = Subset(self._data, range(sizes.pop("samples")))
+        del sizes["epochs"]
+        return lockstep.Loader(data, shuffle=False, **sizes)
 
     def _windows(self) -> Iterator[Iterable[Any]]:
         case = self._case
@@ -96,7 +91,8 @@ class SteppedTraining:
                 yield from epoch
             return
         for window in case.windows:
-            yield [self._data[list(samples)] for samples in window[self._world.rank]]
+            batches = [self._data[list(samples)] for samples in window[self._world.rank]]
+            yield iter(batches) if case.seed % 2 else batches
 
     def _compute(self, window: Iterable[Any]) -> StepResult:
         mean = self._case.weighing == "mean"
@@ -164,46 +160,61 @@ class SteppedTraining:
 
 def wrapped(case: Case, world: lockstep.World, group: dist.ProcessGroup | None) -> Trace:
     """A loop with a wrapper: ours, or torch's with our hook or our backend."""
-    trace, data = Trace(), case.data()
-    model = case.model(seed=world.rank)
+    trace, model = Trace(), case.model(seed=world.rank)
     wrapper: Any
     if case.door in ("hook", "backend"):
-        wrapper = _TORCHS(model, process_group=group, **case.options)
+        wrapper = nn.parallel.DistributedDataParallel(model, process_group=group, **case.options)
         if case.door == "hook":
             wrapper.register_comm_hook(None, lockstep.shared_memory_hook)
     else:
         wrapper = lockstep.DistributedDataParallel(model, world=world, **case.options)
     optimizer = _optimizer(case, model)
     schedule = case.schedule_of(optimizer)
-    for step, window in enumerate(case.windows):
-        case.freeze(model, step)
-        optimizer.zero_grad(set_to_none=case.set_to_none)
-        if case.set_to_none:
-            model.zero_grad()
-        losses, micros = 0.0, window[world.rank]
-        for place, samples in enumerate(micros):
-            with nullcontext() if place == len(micros) - 1 else wrapper.no_sync():
-                loss, _ = case.loss(wrapper, data[list(samples)])
-                loss.backward()
-            losses += float(loss)
-        found: dict[str, Any] = {}
-        if world.rank == 0:
-            found["loss"] = losses
-        if case.clip is not None:
-            found["norm"] = float(_clip(model, case.clip))
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        found["rates"] = [group["lr"] for group in optimizer.param_groups]
-        trace.steps.append(found | {"model": parameters(model)})
+    joining = (
+        wrapper.join(divide_by_initial_world_size=case.by_all)
+        if case.door == "join"
+        else nullcontext()
+    )
+    with joining:
+        for step, window in enumerate(case.windows):
+            micros = window[world.rank]
+            if not micros:
+                break
+            found = _averaged_step(case, step, micros, wrapper, optimizer)
+            if schedule is not None:
+                schedule.step()
+            if case.door != "join":  # whose ranks take different numbers of steps
+                found["rates"] = [group["lr"] for group in optimizer.param_groups]
+                found["model"] = parameters(model)
+                found = found if world.rank == 0 else {"model": found["model"]}
+                trace.steps.append(found)
     trace.end["model"] = parameters(model)
-    if world.rank == 0:
-        trace.end["buffers"] = buffers_of(model)
     if isinstance(optimizer, lockstep.ShardedOptimizer):
         optimizer.consolidate_state_dict(to=0)
-    if world.rank == 0:
+    if world.rank == 0 and case.door != "join":
+        trace.end["buffers"] = buffers_of(model)
         trace.end["state"] = optimizer.state_dict()["state"]
     return trace
+
+
+def _averaged_step(
+    case: Case, step: int, micros: Sequence[range], wrapper: Any, optimizer: Optimizer
+) -> dict[str, Any]:
+    data, model = case.data(), wrapper.module
+    case.freeze(model, step)
+    optimizer.zero_grad(set_to_none=case.set_to_none)
+    if case.set_to_none:
+        model.zero_grad()  # of parameters that the optimizer does not hold, too
+    found: dict[str, Any] = {"loss": 0.0}
+    for place, samples in enumerate(micros):
+        with nullcontext() if place == len(micros) - 1 else wrapper.no_sync():
+            loss, _ = case.loss(wrapper, data[list(samples)])
+            loss.backward()
+        found["loss"] += float(loss)
+    if case.clip is not None:
+        found["norm"] = float(_clip(model, case.clip))
+    optimizer.step()
+    return found
 
 
 def _optimizer(case: Case, model: nn.Module) -> Optimizer:
@@ -215,9 +226,7 @@ def _optimizer(case: Case, model: nn.Module) -> Optimizer:
 
 def _clip(model: nn.Module, clip: float) -> torch.Tensor:
     """torch's own, which takes no sparse gradients."""
-    sparse = [
-        each for each in model.parameters() if each.grad is not None and each.grad.is_sparse
-    ]
+    sparse = [each for each in model.parameters() if each.grad is not None and each.grad.is_sparse]
     if not sparse:
         return nn.utils.clip_grad_norm_(model.parameters(), clip)
     gradients = [each.grad for each in model.parameters() if each.grad is not None]

@@ -38,6 +38,18 @@ class Dense(Block):
         return torch.tanh(self.inner(x))
 
 
+class Wide(Block):
+    """Enough parameters that each rank has a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 50), nn.Tanh(), nn.Linear(50, WIDTH))
+
+    def run(self, x: Tensor, words: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
 class Twice(Dense):
     """One layer, used twice in a forward."""
 
@@ -133,7 +145,7 @@ class ConvChannelsLast(Conv):
 
 
 class Recurrent(Block):
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
+    def __init__(self, cell: type[nn.GRU] | type[nn.LSTM]) -> None:
         super().__init__()
         self.cell = cell(2, WIDTH, batch_first=True)
 
@@ -196,7 +208,8 @@ class Checkpointed(Dense):
         return found
 
     def run(self, x: Tensor, words: Tensor) -> Tensor:
-        return self.more(super().run(x, words))
+        found: Tensor = self.more(super().run(x, words))
+        return found
 
 
 class Dropped(Dense):
@@ -212,6 +225,9 @@ def bags(words: Tensor) -> Tensor:
 
 _BLOCKS: dict[str, Callable[[], Block]] = {
     "dense": Dense,
+    "wide": Wide,
+    "wide again": Wide,
+    "wide, too": Wide,
     "twice": Twice,
     "tied": Tied,
     "frozen": Frozen,
@@ -219,7 +235,9 @@ _BLOCKS: dict[str, Callable[[], Block]] = {
     "branches": Branches,
     "odd": Odd,
     "batch norm": lambda: Norm(lambda: nn.BatchNorm1d(WIDTH), (WIDTH, 3)),
-    "batch norm, mean of all": lambda: Norm(lambda: nn.BatchNorm1d(WIDTH, momentum=None), (WIDTH, 3)),
+    "batch norm, mean of all": lambda: Norm(
+        lambda: nn.BatchNorm1d(WIDTH, momentum=None), (WIDTH, 3)
+    ),
     "batch norm, bare": lambda: Norm(lambda: nn.BatchNorm1d(WIDTH, affine=False), (WIDTH, 3)),
     "layer norm": lambda: Norm(lambda: nn.LayerNorm(WIDTH), (WIDTH,)),
     "group norm": lambda: Norm(lambda: nn.GroupNorm(2, WIDTH), (WIDTH,)),
@@ -283,7 +301,8 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             return tensor.to(wide)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return model._apply(convert)
+    model._apply(convert)
+    return model
 
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
@@ -291,7 +310,10 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
     "sgd, momentum": (SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "sgd, nesterov": (SGD, {"lr": 0.05, "momentum": 0.8, "nesterov": True}),
-    "sgd, dampening, maximize": (SGD, {"lr": 1e-3, "momentum": 0.8, "dampening": 0.3, "maximize": True}),
+    "sgd, dampening, maximize": (
+        SGD,
+        {"lr": 1e-3, "momentum": 0.8, "dampening": 0.3, "maximize": True},
+    ),
     "adam": (ADAM, {"lr": 0.01, "eps": 1e-3}),
     "adam, amsgrad": (ADAM, {"lr": 0.01, "eps": 1e-3, "amsgrad": True, "weight_decay": 0.02}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}),

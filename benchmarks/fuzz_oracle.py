@@ -73,7 +73,9 @@ class Replica:
         Return the sums of losses and weights; the buffers move by the weighted mean.
         """
         starts = buffers_of(self.model)
-        moved = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in starts.items()}
+        moved = {
+            name: torch.zeros_like(value, dtype=torch.float64) for name, value in starts.items()
+        }
         losses = weights = 0.0
         for samples in micros:
             loss, weight = self.case.loss(self.model, self.data[list(samples)])
@@ -99,7 +101,10 @@ class Replica:
 
     def apply(self, losses: float, weights: float) -> dict[str, Any]:
         """Divide, clip and step."""
-        found: dict[str, Any] = {"loss": losses / weights if weights else math.nan, "weight": weights}
+        found: dict[str, Any] = {
+            "loss": losses / weights if weights else math.nan,
+            "weight": weights,
+        }
         if weights:
             self.missing()
         finite = math.isfinite(losses)
@@ -119,7 +124,11 @@ class Replica:
         """Divide the gradients, and clip them by their common norm, which is returned."""
         gradients = [each.grad for each in self.trained if each.grad is not None]
         for parameter in self.trained:
-            if parameter.grad is not None and parameter.grad.is_sparse and self.case.door in STEPPERS:
+            if (
+                parameter.grad is not None
+                and parameter.grad.is_sparse
+                and self.case.door in STEPPERS
+            ):
                 parameter.grad = parameter.grad.to_dense()
         gradients = [each.grad for each in self.trained if each.grad is not None]
         for gradient in gradients:
@@ -191,7 +200,8 @@ def summed(case: Case) -> Trace:
 
 def averaged(case: Case) -> Trace:
     """A wrapper: the gradients of all ranks over the number of ranks. Each rank's forwards start
-    from rank 0's buffers, so these are what rank 0's forwards leave.
+    from rank 0's buffers, so these are what rank 0's forwards leave. With join() some ranks have
+    no micro-batches in the last steps.
     """
     replica, trace = Replica(case), Trace()
     errors = not (case.options["find_unused_parameters"] or case.options.get("static_graph"))
@@ -211,7 +221,8 @@ def averaged(case: Case) -> Trace:
         for parameter, zeros in replica.zeros.items():
             parameter.grad = zeros if parameter.grad is None else parameter.grad
         found: dict[str, Any] = {"loss": losses}
-        norm = replica.divide(case.ranks, case.clip)
+        active = sum(map(bool, window)) if case.door == "join" and not case.by_all else case.ranks
+        norm = replica.divide(active, case.clip)
         if case.clip is not None:
             found["norm"] = norm
         replica.optimizer.step()
@@ -249,7 +260,7 @@ class Outer:
 
     def __init__(self, case: Case, ranks: Sequence[Replica]) -> None:
         self._case, self._ranks = case, ranks
-        kind, _, rest = (case.options["outer"] or "average").partition(":")
+        kind, _, rest = (case.options.get("outer") or "average").partition(":")
         given = dict(part.split("=") for part in rest.split(",") if part)
         self.after = int(given.get("after", 0))
         self._lr, self._momentum = float(given.get("lr", 0.7)), 0.9
@@ -269,12 +280,14 @@ class Outer:
         first = self._ranks[0]
         losses, weights = first.window([each for micros in window for each in micros])
         for replica in self._ranks[1:]:
-            for mine, other in zip(first.model.parameters(), replica.model.parameters(), strict=True):
+            for mine, other in zip(
+                first.model.parameters(), replica.model.parameters(), strict=True
+            ):
                 other.grad = None if mine.grad is None else mine.grad.clone()
             write(replica.model, buffers_of(first.model))
-        found = [replica.apply(losses, weights) for replica in self._ranks][0]
+        found = [replica.apply(losses, weights) for replica in self._ranks]
         self._begin()
-        return found | first.told()
+        return found[0] | first.told()
 
     def alone(self, rank: int, losses: float, weights: float) -> dict[str, Any]:
         replica = self._ranks[rank]
@@ -306,7 +319,10 @@ class Outer:
                 self._momenta[name] = momentum * self._momentum + movement
                 movement = (movement + self._momenta[name] * self._momentum) * self._lr
             start -= movement
-        moved = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in self._buffers.items()}
+        moved = {
+            name: torch.zeros_like(value, dtype=torch.float64)
+            for name, value in self._buffers.items()
+        }
         for weight, replica in zip(self._since, self._ranks, strict=True):
             for name, buffer in replica.model.named_buffers():
                 moved[name] += (buffer - self._buffers[name]).double() * weight
