@@ -201,19 +201,15 @@ def drawn(seed: int) -> Case:
     chance = Random(seed)
     ranks = chance.choice((1, 2, 2, 3, 3, 4))
     door = chance.choice(_DOORS)
-    idle = chance.random() < 0.4
+    idle = chance.random() < 0.45
     stepper = door in STEPPERS
     options = _stepper_options(chance, door, ranks) if stepper else _wrapper_options(chance, door)
     values = _training(chance, door, options)
     sizes, windows = _windows(chance, door, ranks, idle=idle, local="sync_every" in options)
-    steps, samples = (
-        len(windows),
-        1
-        + max(
-            number for ranks_ in windows for micros in ranks_ for each in micros for number in each
-        ),
-    )
-    values |= _events(chance, door, values, options, steps, samples)
+    samples = sizes.get("samples", 0)
+    for window in windows:
+        samples = max(samples, *(each.stop for micros in window for each in micros))
+    values |= _events(chance, door, values, options, len(windows), samples)
     return Case(
         seed=seed,
         ranks=ranks,

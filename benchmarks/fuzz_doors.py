@@ -202,9 +202,7 @@ def _averaged_step(
 ) -> dict[str, Any]:
     data, model = case.data(), wrapper.module
     case.freeze(model, step)
-    optimizer.zero_grad(set_to_none=case.set_to_none)
-    if case.set_to_none:
-        model.zero_grad()  # of parameters that the optimizer does not hold, too
+    model.zero_grad(set_to_none=case.set_to_none)
     found: dict[str, Any] = {"loss": 0.0}
     for place, samples in enumerate(micros):
         with nullcontext() if place == len(micros) - 1 else wrapper.no_sync():
