@@ -59,7 +59,6 @@ class Outcome:
 def outcomes(cases: Sequence[Case]) -> list[Outcome]:
     """Train cases, until one ends the world."""
     found: list[Outcome] = []
-    warnings.simplefilter("ignore")
     alike = True
     while alike and len(found) < len(cases):
         try:
@@ -87,7 +86,8 @@ def _in_one_world(cases: Sequence[Case], world: lockstep.World, found: list[Outc
 
 def _outcome(case: Case, world: lockstep.World) -> Outcome:
     try:
-        trace = train(case, world)
+        with warnings.catch_warnings(action="ignore"):
+            trace = train(case, world)
     except (UsageError, UnusedParameters) as error:
         return Outcome(code=error.code, error="" if error.code else str(error))
     except Exception as error:
