@@ -174,7 +174,7 @@ def _windows(
             micro, slots * micro - (chance.randrange(micro) if chance.random() < 0.3 else 0)
         )
         samples = chance.randrange(total, total * 4 + 1)
-        sizes = {
+        sizes: dict[str, Any] = {
             "samples": samples,
             "global_batch": total,
             "micro_batch": micro,
