@@ -175,6 +175,8 @@ def _judged(case: Case, found: Sequence[Outcome], alone: Outcome | None) -> tupl
     except Exception as error:
         expected = None
         torchs = f"torch: {type(error).__name__}: {error}"
+    if unused and case.local and any(each.code == "unused-parameters" for each in found):
+        return "refused", "unused-parameters"  # a rank that steps alone says it alone
     errors = sorted({each.error for each in found if each.error}, key=len)
     if errors:
         if expected is None and not unused:
@@ -214,7 +216,7 @@ def difference(ours: Trace, other: Trace, tolerance: float, who: str = "the orac
         for step, both in enumerate(zip(ours.steps, other.steps, strict=False))
     ]
     for where, mine, theirs in [*pairs, ("the end", ours.end, other.end)]:
-        for name in mine.keys() & theirs.keys():
+        for name in [name for name in mine if name in theirs]:
             pair = mine[name], theirs[name]
             if name == "state":
                 pair = _with_elements(pair[0]), _with_elements(pair[1])
