@@ -91,6 +91,31 @@ def test_swapping_the_import_gives_the_same_weights() -> None:
         compare(ours, theirs)
 
 
+def penalized(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return zoo.loss_sum(output, y) + slope.square().sum()
+
+
+def with_penalty(world: lockstep.World, option: str) -> list[Tensor]:
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model, **{option: True})
+    for number in range(2):
+        model.zero_grad()
+        penalized(ddp, *zoo.batch(world.rank, number)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_a_gradient_in_the_loss_is_no_backward(option: str) -> None:
+    model = zoo.build("mlp")
+    for rank in range(2):
+        (penalized(model, *zoo.batch(rank, 1)) / 2).backward()
+    for ours in on_team(with_penalty, 2, (option,)):
+        compare(ours, gradients(model))
+
+
 HOOKS: dict[str, Callable[[Any, Any], Any]] = {
     "mean": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,

@@ -17,8 +17,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,9 +261,15 @@ class AutogradHooks:
 
     def backward_begins(self, *_: object) -> None:
         """Have `end_of_backward` called at the end of the outermost backward, which has begun.
-        Reentrant checkpointing may run other backwards inside it.
+        Reentrant checkpointing may run other backwards inside it. What torch.autograd.grad runs,
+        as for a gradient penalty, is none.
         """
-        if self.closing and not self.open and self.end_of_backward is not None:
+        if (
+            self.closing
+            and not self.open
+            and self.end_of_backward is not None
+            and _accumulates(torch._C._current_autograd_node())
+        ):
             self._began = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
@@ -320,6 +327,23 @@ class StaticGraph:
             return LateGradient("late-gradient", parameter=name)
         count, times = self._count[number] + 1, self._times[number]
         return LateGradient("static-graph-changed", parameter=name, count=count, times=times)
+
+
+def _accumulates(output: Any) -> bool:
+    """Whether the running backward adds to the `.grad` of a leaf behind this node."""
+    seen, rest = {None}, [output]
+    while rest:
+        node = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            # the error: torch.autograd.grad asks for this leaf
+            with suppress(RuntimeError):
+                if torch._C._will_engine_execute_node(node):
+                    return True
+        rest += [following for following, _ in node.next_functions]
+    return False
 
 
 def _inside_checkpoint() -> bool:

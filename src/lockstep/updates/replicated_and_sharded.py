@@ -136,9 +136,10 @@ class OwnStep(Update):
         else:
             norm = self._updated.norm(self._summed, divisor) / before.double()
             # The scaler checks elements. A norm that overflows while no element does must become
-            # visible in them, so the factor is nan.
+            # visible in them, so the factor is nan. Between gradients a flat tensor has zeros, which
+            # must stay: nan there would be in the norm of every later step.
             factor = torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor
-            _multiply(self._summed.flats(), factor)
+            _multiply([gradient for _, gradient in self._summed.named()], factor)
         scaler.unscale_(self._updated.optimizer)
         scaler.step(self._updated.optimizer)
         scaler.update()
