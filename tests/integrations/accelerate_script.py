@@ -133,7 +133,7 @@ def gathers_and_noise() -> None:
     accelerator = LockstepAccelerator()
     lockstep.seed(3)
     batches = accelerator.prepare(loader(micro_batch=4, shuffle=False))
-    accelerator.prepare(net())
+    model = accelerator.prepare(net())
     rank, before = accelerator.process_index, torch.get_rng_state()
     seen, names, copied = [], [], 0
     for x, _, index in batches:
@@ -144,6 +144,9 @@ def gathers_and_noise() -> None:
         seen += accelerator.gather_for_metrics(index).tolist()
         names += accelerator.gather_for_metrics([f"{number}" for number in index.tolist()])
         copied += not batches.weight
+    for _ in zip(batches, accelerator.prepare(loader(micro_batch=4)), strict=True):
+        assert model.require_backward_grad_sync == accelerator.sync_gradients
+    assert model.require_backward_grad_sync
     assert torch.equal(torch.get_rng_state(), before)
     assert sorted(seen) == sorted(map(int, names)) == list(range(83))
     assert copied == 7 * rank  # rank 1 has one micro-batch of each full step, and of the last

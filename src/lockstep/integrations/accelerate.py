@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,6 +87,9 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         self._check = ReplicaCheck()
         self._step = -1  # nothing has begun
         self._at: _Walked | None = None  # the loader that is iterated now
+        self._averaged: list[
+            DistributedDataParallel
+        ] = []  # models that LocalSGD does not keep apart
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
         if self.distributed_type not in _TYPES or self.parallelism_config is not None:
@@ -210,19 +213,23 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             self.check_replicas(f"after step {step}")
         status.step(step + 1)
 
-    @contextmanager
-    def walking(self, batches: _Walked) -> Iterator[None]:
-        """In the block, `batches` is at the batch that it yields now."""
+    def walk(self, batches: _Walked) -> None:
+        """Note that `batches` yields its next batch, and enter the batch's random stream."""
+        if self._at is None:  # else the loop takes two loaders in turn
+            self._averaged = self._synchronized()
+            self._restore_random = randomness.kept(devices=True)
         self._at, self.sync_gradients = batches, batches.closes
-        with ExitStack() as stack:
-            stack.enter_context(randomness.preserved(devices=True))
-            randomness.step(batches.loader.recipe["seed"], batches.step, batches.slot)
-            for model in () if batches.closes else self.trained:
-                stack.enter_context(model.no_sync())  # afterwards as LocalSGD has set it
-            try:
-                yield
-            finally:
-                self._at, self.sync_gradients = None, True
+        for model in self._averaged:
+            model.require_backward_grad_sync = batches.closes
+        randomness.step(batches.loader.recipe["seed"], batches.step, batches.slot)
+
+    def leave(self, batches: _Walked) -> None:
+        """Note that the loop is done with the batch of `batches`."""
+        if self._at is batches:
+            self._at, self.sync_gradients = None, True
+            for model in self._averaged:
+                model.require_backward_grad_sync = True
+            self._restore_random()
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if not all(each.closes for each in self._loaders):
@@ -252,8 +259,11 @@ class _Walked(RankBatches):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
-            with self._accelerator.walking(self):
+            self._accelerator.walk(self)
+            try:
                 yield batch
+            finally:
+                self._accelerator.leave(self)
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         self._accelerator.begin(window.step)
