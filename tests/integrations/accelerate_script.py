@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -125,6 +126,69 @@ def with_our_loader(
     return found
 
 
+def gathers_and_noise() -> None:
+    """Three micro-batches for two ranks, and a short last step: as many batches on all ranks, every
+    sample once in `gather_for_metrics`, and noise that belongs to the micro-batch.
+    """
+    accelerator = LockstepAccelerator()
+    lockstep.seed(3)
+    batches = accelerator.prepare(loader(micro_batch=4, shuffle=False))
+    model = accelerator.prepare(net())
+    rank, before = accelerator.process_index, torch.get_rng_state()
+    seen, names, copied = [], [], 0
+    for x, _, index in batches:
+        noise = torch.rand(3)
+        with lockstep.stream("step", batches.step, batches.slot):
+            assert torch.equal(noise, torch.rand(3))
+        assert len(accelerator.gather(batches.weight + x.new_zeros(()))) == 2
+        seen += accelerator.gather_for_metrics(index).tolist()
+        names += accelerator.gather_for_metrics([f"{number}" for number in index.tolist()])
+        copied += not batches.weight
+    for _ in zip(batches, accelerator.prepare(loader(micro_batch=4)), strict=True):
+        assert model.require_backward_grad_sync == accelerator.sync_gradients
+    assert model.require_backward_grad_sync
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(seen) == sorted(map(int, names)) == list(range(83))
+    assert copied == 7 * rank  # rank 1 has one micro-batch of each full step, and of the last
+    assert accelerator.gather(torch.full((1 + rank, 2), rank)).tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+def local_sgd() -> None:
+    """Replicas that differ between the averages of LocalSGD, with a Loader too, are compared again
+    afterwards.
+    """
+    accelerator = LockstepAccelerator()
+    bare = net()
+    model, optimizer, batches = accelerator.prepare(bare, trained(bare)[0], loader())
+    equal = []
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local:
+        for batch in batches:
+            accelerator.backward(loss_of(model, batch, weighing=False))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            first, second = accelerator.gather(bare[0].weight.detach()[None])
+            if accelerator.sync_gradients:
+                equal.append(torch.equal(first, second))
+    assert equal == [False, True] * 3 + [False]  # two batches a step, an average every fourth
+    accelerator.end_training()
+
+
+def their_loader_is_checked() -> None:
+    accelerator = LockstepAccelerator()
+    bare = net()
+    plain = DataLoader(data(), batch_size=4)
+    model, optimizer, batches = accelerator.prepare(bare, trained(bare)[0], plain)
+    with refused("replicas-differ", ReplicaDivergence, parameter="0.weight"):
+        for number, batch in enumerate(batches):
+            assert number < 2
+            accelerator.backward(loss_of(model, batch, weighing=False))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                bare[0].weight[0, 0] += 1e-3 * accelerator.process_index
+
+
 def refusals(folder: Path) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
@@ -170,12 +234,6 @@ def refusals(folder: Path) -> None:
     accelerator.wait_for_everyone()
     with refused("saved-with-other-loaders", saved=0, here=1):
         accelerator.load_state(folder / "changed")
-    model.eval()
-    uneven = accelerator.prepare(loader(global_batch=12, micro_batch=4))
-    reason = "in an evaluation its ranks have unequal numbers of batches"
-    with refused("trainer-loader", reason=reason):
-        next(iter(uneven))
-    model.train()
     if accelerator.process_index == 1:
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1e-3
@@ -194,6 +252,9 @@ def main(folder: Path) -> None:
     if world.size == 2:
         parity(world)
         refusals(folder)
+        gathers_and_noise()
+        local_sgd()
+        their_loader_is_checked()
         found["weighing"] = with_our_loader(folder / "weighing", weighing=True)
         found["whole"] = with_our_loader(folder / "saved")
     else:

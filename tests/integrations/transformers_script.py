@@ -5,10 +5,12 @@ python transformers_script.py FOLDER
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -31,9 +34,10 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import lockstep
-from lockstep.errors import ReplicaDivergence
+from lockstep.errors import LockstepWarning, ReplicaDivergence
 from lockstep.integrations.transformers import LockstepTrainer, LockstepTraining
 from tests.refused import refused
 
@@ -50,6 +54,8 @@ class Text(Dataset[dict[str, Tensor]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= SAMPLES:
+            raise IndexError(index)  # ends an iteration
         tokens = torch.randint(0, 40, (LENGTH,), generator=torch.Generator().manual_seed(index))
         tokens[0] = index
         labels = tokens.clone()
@@ -196,6 +202,10 @@ class Stream(IterableDataset[Any]):
 
 
 class Unweighted(LockstepTrainer):
+    """The mean of each micro-batch, which the Trainer would divide by their number."""
+
+    loss_is_scaled_for_ga = False
+
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
         return model(**inputs).loss
 
@@ -214,43 +224,57 @@ class Own(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-class Sampled(LockstepTrainer):
+WEIGHTS = [float(index % 3) for index in range(SAMPLES)]
+
+
+class Pairs(BatchSampler):
+    """Batches with a rule: two neighbours. Every second epoch has fewer."""
+
+    def __init__(self) -> None:
+        super().__init__(SequentialSampler(range(SAMPLES)), 2, drop_last=False)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), len(self) - 8 * (self.epoch % 2))
+
+
+class Sampled(Trainer):
     def _get_train_sampler(self, *more: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
+        return WeightedRandomSampler(WEIGHTS, SAMPLES)
 
 
 class Balanced(Trainer):
     """A loader of its own: a weighted sampler and another batch size."""
 
     def get_train_dataloader(self) -> Any:
-        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+        sampler = WeightedRandomSampler(WEIGHTS, SAMPLES)
         loader = DataLoader(self.train_dataset, batch_size=5, sampler=sampler)
         return self.accelerator.prepare(loader)
 
 
-class LargeBatches(Trainer):
+class Paired(Trainer):
     def get_train_dataloader(self) -> Any:
-        return self._get_dataloader(
-            dataset=self.train_dataset,
-            description="Training",
-            batch_size=5,
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
+        return DataLoader(self.train_dataset, batch_sampler=Pairs())
 
 
-class OtherCollation(Trainer):
-    def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
-        return super()._get_dataloader(*arguments, **options)
+class OwnStep(Trainer):
+    def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
 
 
-class Measured(Trainer):
-    """Measures the loader that it inherits, and returns it."""
+class NoSamples(LockstepTrainer):
+    def get_batch_samples(self, *arguments: Any) -> Any:
+        return Trainer.get_batch_samples(self, *arguments)
 
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        self.length = len(loader)
-        return loader
+
+class NoStep(LockstepTrainer):
+    def training_step(self, *arguments: Any) -> Any:
+        return Trainer.training_step(self, *arguments)
 
 
 def synchronized(kind: type[Trainer]) -> type[Trainer]:
@@ -274,6 +298,104 @@ def reported_loss(folder: Path) -> None:
     assert abs(reported - sum(losses) / STEPS) < 1e-5 * reported, (reported, losses)
 
 
+def samples_of(kind: type[Trainer], folder: Path, **options: Any) -> list[list[int]]:
+    """The samples of each step, of both ranks."""
+    seeing = type("Seen", (Seeing, kind), {})
+    trainer = seeing(gpt2(), arguments(folder, max_steps=11, **options), train_dataset=Text())
+    trainer.train()
+    ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(ranks, trainer.seen)
+    return [first + second for first, second in zip(*ranks, strict=True) if first + second]
+
+
+def own_loaders(folder: Path) -> None:
+    """Samplers, batch samplers and batch sizes of a Trainer class: their batches in their order, as
+    in one process.
+    """
+    group = MICRO_BATCH * MICRO_BATCHES
+    for kind, options, expected in (
+        (Sampled, {}, {"order": WeightedRandomSampler(WEIGHTS, SAMPLES), "global_batch": group}),
+        (Balanced, {}, {"order": WeightedRandomSampler(WEIGHTS, SAMPLES), "global_batch": 30}),
+        (Paired, {}, {"order": Pairs(), "micro_batches": MICRO_BATCHES}),
+        (
+            Trainer,
+            {"train_sampling_strategy": "group_by_length"},
+            {
+                "order": LengthGroupedSampler(group, lengths=[LENGTH] * SAMPLES),
+                "global_batch": group,
+            },
+        ),
+    ):
+        sizes = {"micro_batch": expected["global_batch"] // 6} if "global_batch" in expected else {}
+        loader = lockstep.Loader(Text(), seed=SEED, rank=0, size=1, **expected, **sizes)
+        windows = islice(chain.from_iterable(loader.epochs(9)), 11)
+        samples = [
+            [int(row[0]) for batch in window for row in batch["input_ids"]] for window in windows
+        ]
+        assert samples_of(kind, folder, **options) == samples, kind
+
+
+def called_hooks(kinds: tuple[type[Trainer], ...], last: bool, folder: Path) -> set[str]:
+    """The methods of transformers' Trainer that a training calls, where each is overridden: in a
+    base class, or (`last`) in the class itself.
+    """
+    called: set[str] = set()
+
+    def noting(name: str) -> Any:
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            called.add(name)
+            return getattr(super(overriding, self), name)(*arguments, **options)
+
+        return method
+
+    names = [
+        name
+        for name, value in vars(Trainer).items()
+        if inspect.isfunction(value) and not name.startswith("__")
+    ]
+    methods = {name: noting(name) for name in names}
+    overriding: Any = type("Overriding", kinds if last else (Trainer,), methods)
+    kind = overriding if last else type("Combined", (*kinds[:-1], overriding), {})
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    given = arguments(folder, max_steps=3, **options)
+    data = Subset(Text(), range(1, 12))
+    trainer = kind(gpt2(), given, train_dataset=Text(), eval_dataset=data)
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    trainer.predict(data)
+    return called
+
+
+def hooks(folder: Path) -> None:
+    """Whatever method of transformers' Trainer a class overrides is called as without Lockstep."""
+    theirs = called_hooks((Trainer,), False, folder / "theirs")
+    assert len(theirs) > 40
+    for last in (False, True):
+        ours = called_hooks((LockstepTraining, Trainer), last, folder / f"ours-{last}")
+        assert not theirs - ours, theirs - ours
+
+
+def other_checkpoints(folder: Path) -> None:
+    """A checkpoint of transformers' own Trainer, with a warning; and the newest complete one."""
+    for kind, steps in ((Trainer, 2), (LockstepTrainer, 6)):
+        given = arguments(folder, max_steps=steps, save_strategy="steps", save_steps=2)
+        trainer = kind(gpt2(), given, train_dataset=Text())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=steps > 2)
+        own = [str(each.message) for each in caught if each.category is LockstepWarning]
+        assert len(own) == (steps > 2 and given.process_index == 0), own
+    trainer.accelerator.wait_for_everyone()
+    if given.process_index == 0:
+        (folder / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
+    trainer.accelerator.wait_for_everyone()
+    again = LockstepTrainer(gpt2(), given, train_dataset=Text())
+    again.train(resume_from_checkpoint=True)
+    assert again._initial_global_step == 4
+    for one, other in zip(trainer.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def refusals(folder: Path) -> None:
     def trained(kind: type[Trainer] = LockstepTrainer, /, data: Any = None, **options: Any) -> Any:
         callbacks = options.pop("callbacks", None)
@@ -289,7 +411,7 @@ def refusals(folder: Path) -> None:
         ("ignore_data_skip", True),
         ("auto_find_batch_size", True),
         ("average_tokens_across_devices", False),
-        ("train_sampling_strategy", "group_by_length"),
+        ("train_sampling_strategy", "batch_rebalance"),
     ):
         with refused("keyword-without-meaning", name=name, value=value):
             trained(**{name: value})
@@ -301,21 +423,18 @@ def refusals(folder: Path) -> None:
     with refused("trainer-loader", reason="its data set is a stream"):
         trained(data=Stream())
     for kind, method in (
-        (Sampled, "Sampled._get_train_sampler"),
-        (synchronized(Balanced), "Balanced.get_train_dataloader"),
-        (synchronized(LargeBatches), "LargeBatches.get_train_dataloader"),
-        (synchronized(OtherCollation), "OtherCollation._get_dataloader"),
+        (NoSamples, "NoSamples.get_batch_samples"),
+        (NoStep, "NoStep.training_step"),
+        (synchronized(OwnStep), "OwnStep.training_step"),
     ):
-        with refused("trainer-own-loader", method=method):
+        with refused("trainer-loss-not-weighted", method=method):
             trained(kind)
-    assert (
-        trained(synchronized(Measured)).length == 5 * 3
-    )  # 5 steps an epoch, 3 batches of this rank each
     weighted = synchronized(Own)
     by_keyword = weighted(model=gpt2(), args=arguments(folder, max_steps=3), train_dataset=Text())
     assert by_keyword.args.max_steps == 3
-    with refused("trainer-loss-not-weighted", trainer="Unweighted"):
-        trained(Unweighted)
+    weights = [list(trained(kind).model.parameters()) for kind in (LockstepTrainer, Unweighted)]
+    for one, other in zip(*weights, strict=True):  # compute_loss without super() is weighted too
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     again = trained(weighted, dataloader_num_workers=1, dataloader_drop_last=True)
     assert again.state.epoch == 1
     again.train_dataset = Subset(again.train_dataset, range(16))
@@ -340,6 +459,9 @@ def main(folder: Path) -> None:
     if world.size == 2:
         parity(folder / "parity")
         reported_loss(folder / "reported")
+        own_loaders(folder / "loaders")
+        hooks(folder / "hooks")
+        other_checkpoints(folder / "other")
         refusals(folder)
     (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(results))
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from lockstep.checkpoints.manifest import believed
 from lockstep.checks.divergence import ReplicaCheck
@@ -28,14 +29,19 @@ from lockstep.data.window_loader import WindowLoader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.integrations.batches import RankBatches
-from lockstep.runtime import extras, status
+from lockstep.runtime import extras, randomness, status
 from lockstep.runtime.disk import write_whole
 from lockstep.step.comm_hook import shared_memory_hook
 from lockstep.world.world import World, init
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import DDPCommunicationHookType, DistributedType, InitProcessGroupKwargs
+    from accelerate.utils import (
+        DDPCommunicationHookType,
+        DistributedType,
+        InitProcessGroupKwargs,
+        recursively_apply,
+    )
 except ImportError as error:
     raise extras.missing(
         "lockstep.integrations.accelerate", f"Accelerate ({error})", "accelerate"
@@ -51,9 +57,11 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
 
     A Loader given to `prepare` controls gradient accumulation. At the last micro-batch of a global
     batch, gradients are averaged over the ranks, and the optimizer and schedulers step. `backward`
-    takes the mean loss of a batch; the gradient is that of the mean over the global batch.
+    takes the mean loss of a batch; the gradient is that of the mean over the global batch. What
+    the loop draws for a batch (dropout, noise) depends on the micro-batch and not on the rank.
     `save_state` and `load_state` keep the Loader's position. Replicas are compared after the first
-    two steps, then every 100, before each save and in `end_training`.
+    two steps, then every 100, before each save and in `end_training`. While LocalSGD or `no_sync`
+    keeps them apart, they are not. `gather` takes unequal numbers of rows.
 
     Args:
         weigh: batch -> the number of items that its loss is a mean over, if these are not samples
@@ -77,8 +85,11 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         self._loaders: list[_Walked] = []
         self._scheduling: list[Any] = []
         self._check = ReplicaCheck()
-        self._step = 0
+        self._step = -1  # nothing has begun
         self._at: _Walked | None = None  # the loader that is iterated now
+        self._averaged: list[
+            DistributedDataParallel
+        ] = []  # models that LocalSGD does not keep apart
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
         if self.distributed_type not in _TYPES or self.parallelism_config is not None:
@@ -138,8 +149,31 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         at = self._at
+        if at is None and self.sync_gradients and self._synchronized():
+            self.begin(self._step + 1)
         factor = 1.0 if at is None else at.weight * self.num_processes / at.total
         super().backward(loss * factor, **options)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather as Accelerate does. The ranks may have unequal numbers of rows.
+
+        Args:
+            tensor: as for Accelerate.
+        """
+        return gather_rows(super().gather, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as Accelerate does. A copied batch of a Loader (weight 0) adds no rows.
+
+        Args:
+            input_data: as for Accelerate.
+            use_gather_object: as for Accelerate.
+        """
+        if self._at is not None and not self._at.weight:
+            input_data = without_rows(input_data)
+            # Accelerate would take a list without objects for one of tensors
+            use_gather_object |= isinstance(input_data, list) and not input_data
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, RankBatches):
@@ -157,27 +191,45 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         super().end_training()
 
     def check_replicas(self, when: str) -> None:
-        """Compare the weights of all ranks now, bit for bit. Every rank must call it.
+        """Compare the weights of all ranks now, bit for bit. Every rank must call it. Models that
+        LocalSGD or `no_sync` keeps apart are left out.
 
         Args:
             when: the first words of the error message.
         """
-        named = [list(self.unwrap_model(each).named_parameters()) for each in self.trained]
+        models = map(self.unwrap_model, self._synchronized())
+        named = [list(model.named_parameters()) for model in models]
         self._check.compare([(self.world.group, each) for each in named], self._step, when)
 
+    def _synchronized(self) -> list[DistributedDataParallel]:
+        return [model for model in self.trained if model.require_backward_grad_sync]
+
     def begin(self, step: int) -> None:
-        """Begin step number `step`, counted from 0. Every rank calls it."""
+        """Begin step number `step`, counted from 0. Every rank calls it: at the first batch of a
+        Loader's step, else at a backward that synchronizes.
+        """
         self._step = step
-        if step and self._check.due(step):
+        if step and self._synchronized() and self._check.due(step):
             self.check_replicas(f"after step {step}")
         status.step(step + 1)
 
-    def walk(self, batches: _Walked | None) -> None:
-        """Note that `batches` yields its next batch; None: no loader is iterated."""
-        self._at = batches
-        self.sync_gradients = batches is None or batches.closes
-        for model in self.trained:
-            model.require_backward_grad_sync = self.sync_gradients
+    def walk(self, batches: _Walked) -> None:
+        """Note that `batches` yields its next batch, and enter the batch's random stream."""
+        if self._at is None:  # else the loop takes two loaders in turn
+            self._averaged = self._synchronized()
+            self._restore_random = randomness.kept(devices=True)
+        self._at, self.sync_gradients = batches, batches.closes
+        for model in self._averaged:
+            model.require_backward_grad_sync = batches.closes
+        randomness.step(batches.loader.recipe["seed"], batches.step, batches.slot)
+
+    def leave(self, batches: _Walked) -> None:
+        """Note that the loop is done with the batch of `batches`."""
+        if self._at is batches:
+            self._at, self.sync_gradients = None, True
+            for model in self._averaged:
+                model.require_backward_grad_sync = True
+            self._restore_random()
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if not all(each.closes for each in self._loaders):
@@ -206,23 +258,12 @@ class _Walked(RankBatches):
         self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[Any]:
-        evaluates = not any(model.training for model in self._accelerator.trained)
-        if evaluates and self._accelerator.trained and not self._even():
-            self.refuse("in an evaluation its ranks have unequal numbers of batches")
-        try:
-            for batch in super().__iter__():
-                self._accelerator.walk(self)
+        for batch in super().__iter__():
+            self._accelerator.walk(self)
+            try:
                 yield batch
-        finally:
-            self._accelerator.walk(None)
-
-    def _even(self) -> bool:
-        """Whether all ranks have equally many batches, in the first step and in the last."""
-        plan, size = self.loader.plan, self.loader.size
-        return all(
-            len({len(plan.cut(step).filled(rank, size)) for rank in range(size)}) == 1
-            for step in (0, len(self) - 1)
-        )
+            finally:
+                self._accelerator.leave(self)
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         self._accelerator.begin(window.step)
@@ -237,6 +278,38 @@ def summed(weights: Sequence[float], world: World) -> float:
     total = torch.tensor(sum(weights), dtype=torch.float64)
     world.control.all_reduce(total, place="for the weight of a step").wait()
     return total.item() or 1.0
+
+
+def gather_rows(gather: Callable[[Any], Any], data: Any) -> Any:
+    """Gather tensors in nested containers, whose first dimension may differ between ranks.
+
+    Args:
+        gather: Accelerate's gather, for equal shapes.
+        data: tensors in lists, tuples and dictionaries, nested alike on all ranks.
+    """
+
+    def gathered(tensor: Tensor) -> Tensor:
+        rows = _rows(tensor)
+        counts = gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+        if len(set(counts)) == 1:
+            result: Tensor = gather(tensor)
+            return result
+        missing = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
+        parts = gather(torch.cat([rows, missing])).split(max(counts))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    return recursively_apply(gathered, data, error_on_other_type=True)
+
+
+def without_rows(data: Any) -> Any:
+    """Return `data` with no rows in its tensors, or no objects if it is a list without tensors."""
+    if isinstance(data, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
+        return []
+    return recursively_apply(lambda tensor: _rows(tensor)[:0], data)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor[None]
 
 
 def share_memory(model: DistributedDataParallel, world: World) -> None:

@@ -14,7 +14,8 @@ from lockstep.errors import UsageError
 class RankBatches:
     """This rank's batches; each iteration is one epoch. Its state is the Loader's position.
 
-    A rank that has no sample in a short last step gets one of rank 0's batches, with weight 0.
+    All ranks get the same number of batches in a step, because their loops may gather values of
+    each. A rank with fewer gets copies of one of its batches, or of rank 0's, with weight 0.
 
     Raises:
         UsageError: the Loader's data set is a stream.
@@ -28,6 +29,8 @@ class RankBatches:
     """Weight of all batches of the current step, on all ranks."""
     step = 0
     """The step's number over all epochs, counted from 0."""
+    slot = 0
+    """The current batch's number in its step. A copy has the number of its original."""
     closes = True
     """Whether the current batch is this rank's last one of its step."""
 
@@ -61,11 +64,15 @@ class RankBatches:
         rank, size = self.loader.rank, self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
             weights, self.total = self.begin(window)
-            self.step = window.step
+            self.step, cut = window.step, window.cut
             batches = window if len(window) else window.turned(size - rank, rank, size)
-            for number, self.weight in enumerate(weights or [0.0]):
-                self.closes = number + 1 >= len(weights)
-                yield batches[number]
+            count = max(len(cut.filled(other, size)) for other in range(size))
+            for number in range(count):
+                own = number < len(weights)
+                index = number if own else 0
+                self.weight, self.slot = weights[number] if own else 0.0, batches.slots[index]
+                self.closes = number + 1 == count
+                yield batches[index]
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         """Return the weight of each of the window's batches, and their sum over all ranks."""

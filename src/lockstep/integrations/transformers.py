@@ -12,27 +12,47 @@ With several ranks, each computes its share of the micro-batches, and the loss c
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.keyed import KeyedDataset, Keys, worker_setup
 from lockstep.data.loader import Loader
-from lockstep.errors import UsageError
-from lockstep.integrations.accelerate import check_ranks, refuse, share_memory, summed
+from lockstep.data.windows import Window
+from lockstep.errors import LockstepWarning, UsageError
+from lockstep.integrations.accelerate import (
+    check_ranks,
+    gather_rows,
+    refuse,
+    share_memory,
+    summed,
+)
 from lockstep.runtime import extras, randomness, status
 from lockstep.world.world import World, init
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import sort_checkpoints
 except ImportError as error:
     raise extras.missing(
         "lockstep.integrations.transformers", f"transformers ({error})", "transformers"
@@ -40,7 +60,8 @@ except ImportError as error:
 extras.warn_untested("transformers", "5.23", "5.24")
 _log = logging.getLogger(__name__)
 _HOST = "transformers.Trainer"
-_ORDERS = ("random", "sequential")
+_ORDERS = ("random", "sequential", "group_by_length")
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # while enable_jit_checkpoint writes
 _OWN_CLASS = "use transformers' own Trainer"
 
 
@@ -64,10 +85,6 @@ def _check(args: TrainingArguments) -> None:
         refuse("train_sampling_strategy", str(order), f"use one of {', '.join(_ORDERS)}")
 
 
-def _refuse_loader(method: Callable[..., Any]) -> NoReturn:
-    raise UsageError("trainer-own-loader", method=method.__qualname__)
-
-
 class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     """A base class that makes a Trainer with several ranks train as one process would. Name it
     first: `class Mine(LockstepTraining, SFTTrainer)`.
@@ -77,17 +94,18 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     the loss's weights do not depend on the number of ranks. A resume continues with the next
     sample.
 
+    A training loader of your own (`get_train_dataloader`), its sampler, batch sampler and batch
+    size are used: its batches are the micro-batches. What the class computes in `compute_loss` is
+    the mean over one micro-batch; `num_items_in_batch` is that micro-batch's number.
+
     Args:
         arguments, options: as for the other base class.
 
     Raises:
-        UsageError: options with another meaning; a stream; a Trainer class with a training loader
-            or a sampler of its own; the checkpoint of another training.
+        UsageError: options with another meaning; a stream; a Trainer class whose methods do not
+            call these ones; the checkpoint of another training.
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
-
-    # transformers' flag that compute_loss has scaled the loss for gradient accumulation
-    loss_is_scaled_for_ga: bool | None = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         positional = list(arguments)
@@ -102,80 +120,114 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         self.world: World = init(device=args.device)
         check_ranks(_HOST, args.world_size, self.world)
         self._micro_batches = args.gradient_accumulation_steps
-        args.gradient_accumulation_steps = -(-self._micro_batches // self.world.size)
-        args.average_tokens_across_devices = False  # compute_loss does it
+        args.average_tokens_across_devices = False  # the weights do it
         self._filled = range(0)  # this rank's slots of the current step
         self._counts: list[float] = []  # number of items that each batch's loss is a mean over
         self._total = 0.0  # sum of these numbers over all ranks
         self._place = 0  # index of the current batch among this rank's batches of the step
-        self._factor: float | None = None
+        self._factor = 1.0  # of the current batch's gradient
+        self._backward_called = False
         self._hooked: nn.Module | None = None
+        self._divided: _DataLoader | None = None
         super().__init__(*positional, **options)
         self.add_callback(LockstepCallback())
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[..., Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> DataLoader[Any]:
-        """For a training, return a loader of this rank's micro-batches, with the Trainer's data
-        set, collator and workers.
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        backward = accelerator.backward
+
+        def weighted(loss: Tensor, **options: Any) -> None:
+            self._backward_called = True
+            backward(loss * self._factor, **options)
+
+        accelerator.backward = weighted
+        accelerator.gather = partial(gather_rows, accelerator.gather)
+
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Train as transformers' Trainer does. `resume_from_checkpoint=True` takes the newest
+        checkpoint that is complete.
+
+        Args:
+            resume_from_checkpoint: as for the Trainer.
+            arguments, options: as for the Trainer.
         """
-        theirs: DataLoader[Any] = super()._get_dataloader(
-            dataset, description, batch_size, sampler_fn, is_training, dataloader_key
-        )
-        if not is_training:
-            return theirs
-        if isinstance(theirs.dataset, IterableDataset):
-            raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
-        args, kind = self.args, type(self)
-        if kind._get_train_sampler is not Trainer._get_train_sampler:
-            _refuse_loader(kind._get_train_sampler)
-        parent: Any = super(LockstepTraining, kind)
-        if parent._get_dataloader is not Trainer._get_dataloader:
-            _refuse_loader(parent._get_dataloader)
-        if sampler_fn != self._get_train_sampler or batch_size != args.train_batch_size:
-            _refuse_loader(kind.get_train_dataloader)
-        micro_batch = args.per_device_train_batch_size
-        self._loader = Loader(
-            theirs.dataset,
-            global_batch=micro_batch * self._micro_batches,
-            micro_batch=micro_batch,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.train_sampling_strategy == "random",
-            drop_last=args.dataloader_drop_last,
-        )
-        if args.should_log:
-            idle = self._micro_batches < self.world.size
-            _log.log(logging.WARNING if idle else logging.INFO, self._loader.describe())
-        return _DataLoader(self._loader, args.gradient_accumulation_steps, theirs)
+        self.args.gradient_accumulation_steps = self._micro_batches
+        self._counts = []
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_checkpoint()
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def _newest_checkpoint(self) -> str | bool:
+        """Return the newest checkpoint with a readable state, which the Trainer writes last; True
+        if there is none.
+        """
+        for folder in reversed(sort_checkpoints(str(self.args.output_dir))):
+            try:
+                if Path(folder, _UNFINISHED).exists():
+                    raise ValueError(f"{_UNFINISHED} is there")
+                json.loads(Path(folder, TRAINER_STATE_NAME).read_text())
+            except (OSError, ValueError) as error:
+                if self.args.should_log:
+                    reason = f"{folder} is incomplete ({error}); an older checkpoint is tried."
+                    warnings.warn(reason, LockstepWarning, stacklevel=3)
+            else:
+                return str(folder)
+        return True
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        if not isinstance(dataloader, _DataLoader):  # it was not made by _get_dataloader
-            _refuse_loader(type(self).get_train_dataloader)
-        return super().set_initial_training_values(args, dataloader)
+        # only the loop accumulates a rank's share: samplers read the number of the whole step
+        args.gradient_accumulation_steps = -(-self._micro_batches // self.world.size)
+        return super().set_initial_training_values(args, self._divide(dataloader))
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        divided = self._divide(train_dataloader)
+        return super()._prepare_for_training(max_steps, divided, resume_from_checkpoint)
+
+    def _divide(self, theirs: Any) -> _DataLoader:
+        """Return a loader of this rank's share of the batches of `theirs`."""
+        if isinstance(theirs, _DataLoader):
+            return theirs
+        if self._divided is not None and self._divided.theirs is theirs:
+            return self._divided
+        if not isinstance(theirs, DataLoader):
+            reason = f"get_train_dataloader returned a {type(theirs).__name__}, and no DataLoader"
+            raise UsageError("trainer-loader", host=_HOST, reason=reason)
+        if isinstance(theirs.dataset, IterableDataset):
+            raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loader = _loader_of(theirs, self._micro_batches, seed, args.dataloader_drop_last)
+        if args.should_log:
+            idle = self._micro_batches < self.world.size
+            _log.log(logging.WARNING if idle else logging.INFO, loader.describe())
+        self._divided = _DataLoader(loader, args.gradient_accumulation_steps, theirs)
+        return self._divided
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return int(args.per_device_train_batch_size * self._micro_batches)
+        total: int = super().get_total_train_batch_size(args) * self._micro_batches
+        return total // (args.gradient_accumulation_steps * self.world.size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """Return this rank's batches of a step, and None: `_counts` has a count for each batch."""
-        cut, batches = self._loader.plan.cut(self.state.global_step), []
-        self._filled = cut.filled(self.world.rank, self.world.size)
+        self._check_called()
+        assert self._divided is not None
+        window, batches = self._divided.keys.window(self.state.global_step), []
+        self._filled = window.slots
         self._counts, self._place = [], 0
         for number in range(num_batches):
             one, count = super().get_batch_samples(epoch_iterator, 1, device)
+            if not one:
+                break
             batches += one
             if number >= len(self._filled):
                 count = 0
             elif count is None:
-                count = len(cut.positions(self._filled[number]))
+                count = window.counts[number]
             self._counts.append(float(count))
         self._total = summed(self._counts, self.world)
         return batches, None
@@ -186,38 +238,59 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if isinstance(model, DistributedDataParallel) and model is not self._hooked:
             self._hooked = model
             share_memory(model, self.world)
+        if self._place >= len(self._counts):
+            raise _not_called(type(self).get_batch_samples, "super().get_batch_samples()")
         count = self._counts[self._place]
         slot = self._filled[self._place] if self._place < len(self._filled) else 0
         # so the loss is the mean over this batch's count, also for models that divide by `items`
         items = torch.tensor(max(count, 1.0), device=self.args.device)
-        self._factor = count * self.world.size / self._total
+        self.current_gradient_accumulation_steps = 1  # the loss is divided by nothing else
+        factor = self._factor = count * self.world.size / self._total
+        self._backward_called = False
         with randomness.preserved(devices=True):
             randomness.step(self.args.seed, self.state.global_step, slot)
-            loss = super().training_step(model, inputs, items)
-        if self._factor is not None:
-            raise UsageError("trainer-loss-not-weighted", trainer=type(self).__name__)
+            loss: Tensor = super().training_step(model, inputs, items)
+        self._factor = 1.0
+        if not self._backward_called:
+            parent: Any = super()
+            raise _not_called(parent.training_step, "self.accelerator.backward(loss)")
         self._place += 1
-        return loss
+        return loss * factor
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        result: Any = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
-        if self._factor is None:  # this is an evaluation
-            return result
-        factor, self._factor = self._factor, None
-        return (result[0] * factor, *result[1:]) if return_outputs else result * factor
+    def _check_called(self) -> None:
+        """Raise UsageError if the last step had batches and none came to `training_step`."""
+        if self._counts and not self._place:
+            raise _not_called(type(self).training_step, "super().training_step()")
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
+        self._check_called()
         # of the steps after the last log, the Trainer would report this rank's share of the loss
         self._tr_loss: Tensor = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*arguments, **options)
+
+
+def _not_called(method: Any, needed: str) -> UsageError:
+    return UsageError("trainer-loss-not-weighted", method=method.__qualname__, needed=needed)
+
+
+def _loader_of(theirs: DataLoader[Any], micro_batches: int, seed: int, drop_last: bool) -> Loader:
+    """Return a Loader whose micro-batches are the batches of a DataLoader in one process."""
+    batches: Any = theirs.batch_sampler or theirs.sampler
+    while hasattr(batches, "batch_sampler"):  # Accelerate has divided it among the ranks
+        batches = batches.batch_sampler
+    options: dict[str, Any] = {"seed": seed, "drop_last": drop_last}
+    if type(batches) is not BatchSampler:
+        return Loader(theirs.dataset, order=batches, micro_batches=micro_batches, **options)
+    sampler: Any = batches.sampler
+    permutes = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if permutes and sampler.num_samples == len(sampler.data_source):
+        options["shuffle"] = True
+    elif type(sampler) is SequentialSampler:
+        options["shuffle"] = False
+    else:
+        options["order"] = sampler
+    size = batches.batch_size
+    return Loader(theirs.dataset, global_batch=size * micro_batches, micro_batch=size, **options)
 
 
 class LockstepTrainer(LockstepTraining, Trainer):
@@ -249,10 +322,19 @@ class LockstepCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         loader = more["train_dataloader"].loader
         place = loader.state_dict()
-        saved = state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"]
+        # the Trainer's own checkpoints lack it, and a save expects it
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        saved = entry["attributes"]["fingerprint"]
         self.fingerprint = place["fingerprint"]
-        if state.global_step and saved["fingerprint"] is not None:  # this is a resumed training
-            loader.load_state_dict({**place, "fingerprint": saved["fingerprint"]})
+        if state.global_step and saved is not None:
+            loader.load_state_dict({**place, "fingerprint": saved})
+        elif state.global_step and args.should_log:
+            warnings.warn(
+                "the checkpoint is of transformers' own Trainer: the order and the number of samples"
+                f" of a step differ from here on: {loader.describe()}.",
+                LockstepWarning,
+                stacklevel=2,
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         status.step(state.global_step + 1)
@@ -283,20 +365,33 @@ class _KeysOfRank(Sampler[Keys]):
     """
 
     def __init__(self, loader: Loader, count: int) -> None:
-        self._loader, self._count, self._epoch = loader, count, 0
+        self.loader, self._count, self._epoch = loader, count, 0
+        self._first: int | None = None  # the number of the epoch's first step
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch, self._first = epoch, None
 
     def __len__(self) -> int:
-        return len(self._loader) * self._count
+        return len(self.loader) * self._count
+
+    def window(self, step: int) -> Window:
+        """Return this rank's part of step `step`, without its batches."""
+        loader, epoch = self.loader, self._epoch
+        if self._first is None:  # the epoch begins, or a resume has skipped its first steps
+            self._first = min(step, epoch * len(loader))
+        cut = loader.batch_plan.plan(epoch).at(step - self._first, epoch, step)
+        counts = partial(loader.batch_plan.counts, cut)
+        return Window(cut, loader.rank, loader.size, lambda: None, counts)
 
     def __iter__(self) -> Iterator[Keys]:
-        loader, epoch, steps = self._loader, self._epoch, range(len(self._loader))
+        loader, epoch = self.loader, self._epoch
+        plan = loader.batch_plan.plan(epoch)
+        # the Trainer takes as many steps of every epoch as epoch 0 has
+        steps = range(min(len(loader), plan.steps_per_epoch))
         mine = loader.batch_plan.indices(epoch, steps, loader.share)
         first = loader.batch_plan.indices(epoch, steps, range(1))
         for place, other in zip(steps, first, strict=True):
-            filled = len(loader.plan.at(place, epoch, place).filled(loader.rank, loader.size))
+            filled = len(plan.at(place, epoch, place).filled(loader.rank, loader.size))
             found = [*islice(mine, filled), *[other] * (self._count - filled)]
             yield from ((epoch, each) for each in found)
 
@@ -307,23 +402,29 @@ class _DataLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: Loader, count: int, theirs: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.loader, self.theirs, self.keys = loader, theirs, _KeysOfRank(loader, count)
         seed = loader.recipe["seed"]
         super().__init__(
             KeyedDataset(theirs.dataset, seed, theirs.collate_fn, loader.rank),
             # any object may be a batch's indices: DataLoader passes it to __getitems__
-            batch_sampler=_KeysOfRank(loader, count),  # type: ignore[arg-type]
+            batch_sampler=self.keys,  # type: ignore[arg-type]
             collate_fn=_made,
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
             prefetch_factor=theirs.prefetch_factor,
             persistent_workers=theirs.persistent_workers,
             multiprocessing_context=theirs.multiprocessing_context,
-            worker_init_fn=worker_setup(),
+            timeout=theirs.timeout,
+            worker_init_fn=partial(_set_up, theirs.worker_init_fn, worker_setup()),
         )
 
     def set_epoch(self, epoch: int) -> None:
-        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        self.keys.set_epoch(epoch)
+
+
+def _set_up(theirs: Any, ours: Any, worker: int) -> None:
+    for function in filter(None, (theirs, ours)):
+        function(worker)
 
 
 def _made(batch: Any) -> Any:
