@@ -24,7 +24,8 @@ STOPPED: str = psutil.STATUS_STOPPED
 DISK: str = psutil.STATUS_DISK_SLEEP
 DEAD: str = psutil.STATUS_ZOMBIE
 _PATIENCE = 5.0  # seconds to wait for a stack to be written
-_WRITTEN = 0.1  # seconds without a further line, after which it is: busy hosts interrupt the writer
+# seconds without growth after which a stack is complete: a busy host interrupts its writer
+_WRITTEN = 0.1
 _ASLEEP_IN = {
     "nanosleep": "sleep",
     "futex": "wait for another thread",

@@ -119,6 +119,7 @@ class RunDirectory:
         chosen = path if isinstance(path, Path) else Path(path) if path else unused(name)
         above = [folder for folder in chosen.parents if not folder.exists()]
         made_here, lock = _locked(chosen)
+        claimed = cls(chosen, lock, made_here=made_here, above=above)
         try:
             with _sentences(chosen):
                 _sign(lock)
@@ -129,12 +130,12 @@ class RunDirectory:
                         disk.force(folder.parent)
                 if fresh:
                     _set_aside(chosen)
-            if not fresh and (chosen / RESULT).exists():
+            if not fresh and claimed.result.exists():
                 raise UsageError("run-finished", path=str(chosen))
         except BaseException:
-            cls(chosen, lock, made_here=made_here, above=above).release()
+            claimed.release()
             raise
-        return cls(chosen, lock, made_here=made_here, above=above)
+        return claimed
 
     @classmethod
     def of_launcher(cls, path: Path) -> RunDirectory:
