@@ -213,7 +213,7 @@ def averaged(case: Case) -> Trace:
             for samples in micros:
                 loss, _ = case.loss(replica.model, replica.data[list(samples)])
                 loss.backward()
-                losses += float(loss) if rank == 0 else 0.0
+                losses += loss.item() if rank == 0 else 0.0
             if rank > 0:
                 write(replica.model, left)
         if errors and any(each.grad is None for each in replica.trained):

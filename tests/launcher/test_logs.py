@@ -52,6 +52,23 @@ def test_which_rank_writes_to_the_console_and_what_is_in_its_log(tmp_path: Path)
             path.unlink()
 
 
+_FORKED = """
+import os, sys
+from lockstep.launcher import logs
+read, write = os.pipe()
+os.dup2(write, 1)
+logs.redirect(0, "all", None)
+sys.stdout.reconfigure(encoding="ascii", errors="backslashreplace")
+print("\xfc")
+assert os.read(read, 99) == b"\\\\xfc\\n"
+"""
+
+
+def test_a_program_may_set_up_its_streams_though_the_server_wrote_to_a_file(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        subprocess.run([sys.executable, "-c", _FORKED], stdout=file, check=True)
+
+
 def test_redraws_and_colours_stay_out_of_the_copy() -> None:
     copies = {
         "loss 0.1\n": "loss 0.1\n",

@@ -181,7 +181,10 @@ def test_work_that_the_others_waited_for_is_learnt_from(plain: Pages) -> None:
 
 def test_ranks_that_still_start_have_ten_times_as_long_unless_one_has_ended(plain: Pages) -> None:
     plain.pages[0].call(b"init_process_group at a.py:1", status.EVERYBODY, False)
-    assert plain.after(99) is None
+    assert plain.after(9) is None
+    early = plain.stall(3)
+    assert (early.rank, early.works) == (1, True)  # said, and the run goes on
+    assert plain.after(86) is None
     assert plain.stall(3).rank == 1
     plain.pages[1].enter(INDEX["end"], 1)
     plain.after(1)

@@ -47,7 +47,7 @@ def assert_no_failure(scenario: Scenario, seeds: Iterable[int]) -> None:
 
 
 def assert_found(scenario: Scenario, within: int, words: str) -> None:
-    """That many seeds show the fault that was planted, in these words."""
-    seed, why = first_failure(scenario, range(within))
-    assert seed >= 0
-    assert words in why.splitlines()[-1]
+    """One of that many seeds shows the fault that was planted, in these words."""
+    with threads():
+        failures = (failure(scenario, seed) for seed in range(within))
+        assert any(words in why.splitlines()[-1] for why in failures if why)

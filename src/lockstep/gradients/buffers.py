@@ -147,8 +147,8 @@ class MovingBuffers:
         self._touched: set[int] = set()
         self._seen: list[tuple[int, int]] = []
         self._find()
-        self._left = self._written()
-        """What `_written` returned when the last step had ended."""
+        self._left = self._versions()
+        """What `_versions` returned when the last step had ended; empty within a step."""
 
     def _buffer(self, number: int) -> Tensor:
         module, name = self._owners[number]
@@ -179,12 +179,12 @@ class MovingBuffers:
         movements are added along the tree of exact mode.
         """
         if self._kinds and all(kind.same() for kind in self._kinds):
-            restored = self._written() == self._left
+            restored = self._forwards_outside()
             for kind in self._kinds:
                 kind.begin(restored=restored)
         else:
             self._find()
-        self._left = []
+        self._left = ()
         if len(self._moved) != max(1, slots):
             starts = self.starts
             wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
@@ -199,25 +199,26 @@ class MovingBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Between steps, undo what forwards outside of a window have done to the statistics."""
-        if (
-            self._left
-            and self._written() == self._left
-            and all(kind.same() for kind in self._kinds)
-        ):
+        if self._forwards_outside() and all(kind.same() for kind in self._kinds):
             for kind in self._kinds:
                 kind.restore()
-            self._left = self._written()
+            self._left = self._versions()
 
-    def _written(self) -> list[int]:
-        """The versions of the moving buffers. The running mean's stands for all statistics of a
-        BatchNorm: its kernel leaves the version as it is.
+    def _versions(self) -> tuple[list[int], list[int]]:
+        """The versions of the moving buffers, apart from BatchNorm's counters, and of the counters.
+        A forward of BatchNorm in training mode counts, and leaves the other versions as they are.
         """
-        return [self._marker(number)._version for kind in self._kinds for number in kind.numbers]
+        versions: tuple[list[int], list[int]] = [], []
+        for kind in self._kinds:
+            for number in kind.numbers:
+                counts = self._owners[number][1] == "num_batches_tracked"
+                versions[counts].append(self._buffer(number)._version)
+        return versions
 
-    def _marker(self, number: int) -> Tensor:
-        module = self._owners[number][0]
-        mean = module.running_mean if isinstance(module, _NormBase) else None
-        return self._buffer(number) if mean is None else mean
+    def _forwards_outside(self) -> bool:
+        """Whether forwards have moved statistics since the last step, and nothing else has."""
+        written, counted = self._versions()
+        return bool(self._left) and written == self._left[0] and counted != self._left[1]
 
     def _find(self) -> None:
         """Look up the moving buffers again."""
@@ -322,7 +323,7 @@ class MovingBuffers:
             self._write(kind, kind.starts)
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
-        self._left = self._written()
+        self._left = self._versions()
 
     def _agree(self, take_from_first: bool) -> None:
         """Agree on which buffers move: those that any rank's forward has written to so far."""

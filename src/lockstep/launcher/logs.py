@@ -41,6 +41,7 @@ def redirect(
     *,
     pipes: Path | None = None,
     c_to_log: bool = False,
+    escaped: bool = False,
 ) -> None:
     """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into
     each other's lines.
@@ -53,10 +54,11 @@ def redirect(
         pipes: for "joined": the directory in which the launcher has made the ranks' pipes.
         c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries
             with verbose logs.
+        escaped: print as \\xfc what the locale's encoding lacks. A user's script keeps Python's way.
     """
     if pipes is not None:
         connect(pipes, rank)
-    whole_lines()
+    whole_lines("backslashreplace" if escaped else None)
     on_console = console != "first" or rank == 0
     if not on_console:
         handle = _opened(os.devnull if directory is None else log_of(directory, rank))
@@ -79,13 +81,21 @@ def _opened(file: str | Path) -> int:
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def whole_lines() -> None:
+def whole_lines(errors: str | None = None) -> None:
     """Make this process print whole lines, each as it ends: ranks share a terminal, a file or a
     notebook's cell. `python -u` would write parts of lines.
+
+    The streams are new ones: those that a fork inherits remember whether the descriptor of the
+    server was a file, and `reconfigure` in the user's program would seek in a pipe.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
+            stream.flush()
+            new = open(  # noqa: SIM115 - stays open
+                stream.fileno(), "w", 1, stream.encoding, errors or stream.errors, closefd=False
+            )
+            setattr(sys, name, new)
 
 
 class Tee:

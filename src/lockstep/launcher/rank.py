@@ -46,7 +46,6 @@ from lockstep.runtime import launched, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.private import sockets_into
-from lockstep.runtime.streams import escape_what_is_not_printable
 
 
 class Program(Protocol):
@@ -201,14 +200,13 @@ class Rank:
             preemption.listen()
         if self.debug and place is not None:
             logs.switch_debug_on(self.rank, place)
-        if self.work.ours:
-            escape_what_is_not_printable()
         logs.redirect(
             self.rank,
             self.console,
             place,
             pipes=None if self.pipes is None else Path(self.pipes),
             c_to_log=self.debug,
+            escaped=self.work.ours,
         )
         sockets_into(records)
         status.open_page(records, self.rank)

@@ -210,7 +210,7 @@ class Averaging:
             root=root,
             buffers=self._shares_buffers,
         )
-        self.uneven, self.authoritative_rank = None, root
+        self.uneven, self.authoritative_rank, self._left = None, root, None
 
 
 class Uneven(JoinHook):

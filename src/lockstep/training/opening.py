@@ -52,7 +52,11 @@ def world_for(world: World | None, device: Device) -> Iterator[World]:
     knobs(Config)["device"].check(device)
     if world is None and not dist.is_initialized():
         with init(backend=backend_of(device)) as own:
-            yield own
+            try:
+                yield own
+            except SystemExit:  # a task that calls sys.exit() fails, whatever the code
+                own.close(failed=True)
+                raise
         return
     world = world or World.current()
     if device not in ("auto", world.device.type):
