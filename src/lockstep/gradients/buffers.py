@@ -147,8 +147,8 @@ class MovingBuffers:
         self._touched: set[int] = set()
         self._seen: list[tuple[int, int]] = []
         self._find()
-        self._left = self._versions()
-        """What `_versions` returned when the last step had ended; empty within a step."""
+        self._left: tuple[list[int], list[int]] | None = self._versions()
+        """What `_versions` returned when the last step had ended; None within a step."""
 
     def _buffer(self, number: int) -> Tensor:
         module, name = self._owners[number]
@@ -184,7 +184,7 @@ class MovingBuffers:
                 kind.begin(restored=restored)
         else:
             self._find()
-        self._left = ()
+        self._left = None
         if len(self._moved) != max(1, slots):
             starts = self.starts
             wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
@@ -217,8 +217,10 @@ class MovingBuffers:
 
     def _forwards_outside(self) -> bool:
         """Whether forwards have moved statistics since the last step, and nothing else has."""
+        if self._left is None:
+            return False
         written, counted = self._versions()
-        return bool(self._left) and written == self._left[0] and counted != self._left[1]
+        return written == self._left[0] and counted != self._left[1]
 
     def _find(self) -> None:
         """Look up the moving buffers again."""
