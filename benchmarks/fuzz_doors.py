@@ -208,7 +208,7 @@ def _averaged_step(
         with nullcontext() if place == len(micros) - 1 else wrapper.no_sync():
             loss, _ = case.loss(wrapper, data[list(samples)])
             loss.backward()
-        found["loss"] += float(loss)
+        found["loss"] += loss.item()
     if case.clip is not None:
         found["norm"] = float(_clip(model, case.clip))
     optimizer.step()

@@ -94,7 +94,8 @@ def _stepper_options(chance: Random, door: str, ranks: int) -> dict[str, Any]:
     kind = chance.choice(
         ("plain", "plain", "sharded", "exact", "exact", "local", "compress", "server")
     )
-    if kind in ("exact", "server") and door != "stepper, loader" and chance.random() < 0.95:
+    loops = kind in ("exact", "server") and door != "stepper, loader"
+    if loops and (chance.random() < 0.95 or kind == "server"):
         kind = chance.choice(("plain", "sharded"))
     if kind in ("plain", "sharded", "local") and chance.random() < 0.6:
         found["reduce"] = chance.choice(_REDUCES)

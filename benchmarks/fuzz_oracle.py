@@ -85,7 +85,7 @@ class Replica:
             for name, buffer in self.model.named_buffers():
                 moved[name] += (buffer - starts[name]).double() * float(weight)
             write(self.model, starts)
-            losses, weights = losses + float(loss), weights + float(weight)
+            losses, weights = losses + loss.item(), weights + float(weight)
         if weights > 0:
             write(self.model, moved_by(starts, moved, weights))
         return losses, weights
@@ -311,6 +311,9 @@ class Outer:
         total = sum(self._since)
         named = [dict(replica.model.named_parameters()) for replica in self._ranks]
         for name, start in self._start.items() if total else ():
+            if not named[0][name].requires_grad:  # frozen: it stays, and its momentum ends
+                self._momenta.pop(name, None)
+                continue
             movement = torch.zeros_like(start)
             for weight, parameters in zip(self._since, named, strict=True):
                 movement += (start - parameters[name]) * (weight / total)
