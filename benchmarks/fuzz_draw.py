@@ -48,9 +48,10 @@ def _training(chance: Random, door: str, options: dict[str, Any]) -> dict[str, A
     refused = ("lbfgs", "sparse adam", *(("adafactor", "muon") if divided else ()))
     if optimizer in refused and chance.random() < 0.8:
         optimizer = "sgd, momentum"
-    if optimizer == "rprop" and dtype is not torch.float64:
-        optimizer = "adamw"  # it looks at signs
     blocks = tuple(chance.choice(BLOCKS) for _ in range(chance.randrange(4)))
+    zeros = any("norm" in block for block in blocks)  # gradients that are 0 but for rounding
+    if optimizer == "rprop" and (zeros or dtype is not torch.float64):
+        optimizer = "adamw"  # rprop looks at signs
     if dtype is torch.bfloat16:
         blocks = tuple(each for each in blocks if each not in ("complex",))
     if door != "stepper, loader" or "sync_every" in options:  # noise that one rank draws too

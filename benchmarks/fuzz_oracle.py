@@ -292,8 +292,8 @@ class Outer:
     def alone(self, rank: int, losses: float, weights: float) -> dict[str, Any]:
         replica = self._ranks[rank]
         found = replica.apply(losses, weights)
-        if weights == 0 and replica.schedule is not None and not self._case.by_hand:
-            replica.schedule.step()  # an idle rank follows the learning rate
+        if not (found["applied"] or replica.schedule is None or self._case.by_hand):
+            replica.schedule.step()  # ranks that step alone have one learning rate
         self._since[rank] += weights if found["applied"] else 0.0
         return found
 

@@ -120,10 +120,10 @@ class Outcomes:
         (step, outcome, facts, alone), self._open = self._open, None
         reason = outcome.reason
         self.applied += reason is None
+        if self._scheduler is not None and (reason is None or alone):
+            # ranks that step alone have one learning rate, also where one has nothing to apply
+            self._scheduler.step()
         if reason is None or (alone and facts.weight == 0):
-            # a rank that steps alone without micro-batches still follows the learning rate
-            if self._scheduler is not None:
-                self._scheduler.step()
             return
         if self._scaler is not None and facts.weight:
             return  # with a loss scale, overflows are expected
