@@ -30,11 +30,11 @@ from functools import partial
 from pathlib import Path
 
 import namespaces
-from lockstep.collectives.network import Network
 from lockstep.config.knob import pairs
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import Task
 from lockstep.runtime.cores import cores
+from lockstep.schedules.network import Network
 from lockstep.tools.plan.curve import predicted
 from lockstep.tools.plan.networks import connection
 from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking

@@ -26,6 +26,7 @@ ROOMS = [
     "updates",
     "step",
     "model_parallel",
+    "schedules",
     "training",
     "tools",
     "tasks",

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.knob import GROUPS, Field, knobs
-from lockstep.config.launching import Cluster, Launch, RunChoice
-from lockstep.config.settings import Config
+from lockstep.config.launching import Launch
+from lockstep.training.settings import Config
 
 _HEAD = """# Options
 

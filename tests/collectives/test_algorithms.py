@@ -14,7 +14,7 @@ from lockstep.collectives.algorithms import (
     choose_algorithm,
     schedule,
 )
-from lockstep.collectives.prove import prove
+from lockstep.schedules.prove import prove
 from tests.collectives.numbers import KINDS
 from tests.refused import refused
 

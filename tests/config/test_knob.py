@@ -14,13 +14,14 @@ from typing import Annotated, Any
 
 import pytest
 
+from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config import knob
 from lockstep.config.documented import field_docstrings
 from lockstep.config.knob import GROUPS, Knob, knobs
-from lockstep.config.launching import Cluster, Launch, RunChoice
+from lockstep.config.launching import Launch
 from lockstep.config.mesh import Mesh
-from lockstep.config.settings import Config, Settings
 from lockstep.errors import TaskError, UsageError
+from lockstep.training.settings import Config, Settings
 from tests.cli.command import taken
 from tests.refused import refused
 

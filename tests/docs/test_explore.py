@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.network import Network
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.network import Network
 from lockstep.tools.plan.given_step import GivenStep, rows
 from lockstep.tools.plan.networks import TCP
 from lockstep.tools.show.schedule_picture import rounds

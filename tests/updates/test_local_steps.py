@@ -292,7 +292,7 @@ def nine_steps(world: World) -> tuple[list[float], list[int], list[int]]:
         if world.rank == 1 and step == 0:
             stepper.request_stop()
         if world.rank == 1 and step == 7:  # a step that this rank alone skips
-            for x, y in stepper.micro_batches([batch(world.rank, step, 2)]):
+            for x, _ in stepper.micro_batches([batch(world.rank, step, 2)]):
                 stepper.backward(model(x).sum() * math.nan, weight=2)
             result = stepper.step()
         else:

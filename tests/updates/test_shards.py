@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.gradients.layout import plan
-from lockstep.updates.norm import SplitNorm, block_sums, norm_of
+from lockstep.model_parallel.split_norm import SplitNorm
+from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of
 from tests.gradients.test_layout import entries
 from tests.refused import refused

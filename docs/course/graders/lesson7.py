@@ -7,7 +7,7 @@ from types import ModuleType
 from grading import check, close
 
 from lockstep.collectives.algorithms.reducing import ring
-from lockstep.collectives.network import Network
+from lockstep.schedules.network import Network
 
 
 def grade(lesson: ModuleType) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import JsonFile, at_least_one
-from lockstep.config.launching import Cluster
+from lockstep.cli.choices import Cluster
 from lockstep.errors import ExitCode
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.arguments import task_of
+from lockstep.cli.choices import RunChoice
 from lockstep.cli.completion import tasks
 from lockstep.cli.options import GivenNames, Only, option_name
 from lockstep.config import knob
 from lockstep.config.knob import Knob
-from lockstep.config.launching import RunChoice
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, warn_if_busy

@@ -13,8 +13,9 @@ import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import at_least_one
+from lockstep.cli.choices import Cluster
 from lockstep.cli.options import Says
-from lockstep.config.launching import Cluster, Launch
+from lockstep.config.launching import Launch
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:

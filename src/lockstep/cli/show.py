@@ -187,7 +187,7 @@ def _algorithm(name: str) -> Callable[..., None]:
     ) -> None:
         at_least_one(workers=workers, ranks_per_node=ranks_per_node)
         from lockstep.collectives.algorithms import schedule
-        from lockstep.collectives.prove import prove
+        from lockstep.schedules.prove import prove
         from lockstep.tools.show import schedule_picture as picture
 
         if ranks_per_node is not None and name != "hierarchical":

@@ -39,13 +39,13 @@ from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.sharded_parameters import shard_parameters, take_part
 from lockstep.model_parallel.split import ModelNames, TiedStages, cut
 from lockstep.model_parallel.split_form import SplitForm, open_devices, sha256
+from lockstep.model_parallel.split_norm import SplitNorm
 from lockstep.model_parallel.stages import stage_module
 from lockstep.model_parallel.tensor import plan_of, split_tensors
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, as_float32, enter_stream, outputs
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.stepper import Begin, Count, Stepper
-from lockstep.updates.norm import SplitNorm
 from lockstep.world.world import World
 
 

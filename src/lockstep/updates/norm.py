@@ -85,31 +85,3 @@ float64, 0-d. A collective.
 def whole_norm(summed: InBuckets, divisor: float) -> Tensor:
     """The norm if the gradients are those of the whole model."""
     return norm_of(summed.blocks()) / divisor
-
-
-class SplitNorm:
-    """The norm if every rank of `replica` has a part of the model. `counted(name)`: whether this
-    rank's part of a parameter counts, because no element may count twice.
-    """
-
-    def __init__(self, replica: Group, counted: Callable[[str], bool]) -> None:
-        self._replica, self._counted = replica, counted
-
-    def __call__(self, summed: InBuckets, divisor: float) -> Tensor:
-        """Each rank brings its own `divisor`: along the data axis ranks may sum differently, and
-        some have divided already.
-        """
-        squares = torch.zeros((), dtype=torch.float64, device=summed.device)
-        for name, gradient in summed.named():
-            if self._counted(name):
-                squares += (
-                    torch.linalg.vector_norm(
-                        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
-                    )
-                    .double()
-                    .square()
-                )
-        squares /= divisor**2
-        for group in (*summed.spread, self._replica):
-            group.all_reduce(squares, place="for the gradient's norm").wait()
-        return squares.sqrt()

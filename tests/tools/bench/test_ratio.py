@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.collectives.network import Link
+from lockstep.schedules.network import Link
 from lockstep.tools.bench.ratio import CommunicationRatio, sum_of
 from tests.refused import refused
 

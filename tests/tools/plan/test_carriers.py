@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
+from lockstep.schedules.network import Link, Network
 from lockstep.tools.plan.carriers import NOTHING, cost
 
 WRITTEN: list[tuple[Kind, str]] = [

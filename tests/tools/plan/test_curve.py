@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.collectives.network import Link, Network
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.network import Link, Network
 from lockstep.tools.plan.curve import PlanRow, describe, plan_rows
 from lockstep.tools.plan.work import PlanScaling
 from tests.tools.timing.profiles import ALONE, profile

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.collectives.network import Link, Network
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.network import Link, Network
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves, laid_out

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lockstep.collectives.network import Link, Network
+from lockstep.schedules.network import Link, Network
 from lockstep.tools.plan.networks import LINKS, TCP, bits_per_second, connection, link_named
 from tests.refused import refused
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.network import Link, Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.network import Link, Network
 from lockstep.tools.plan.simulate import expected_maximum, simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.collectives.network import Link
 from lockstep.config import knob
 from lockstep.errors import UsageError
+from lockstep.schedules.network import Link
 from lockstep.tools.plan.networks import link_named
 
 SIGNIFICANT = 0.1

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lockstep.config import knob
 from lockstep.config.parallelism import Reduce
-from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.data.windows import ENDLESS, Plan, Window, counted, shares
@@ -33,6 +32,7 @@ from lockstep.tools.bench.task_source import Source, made, source_of
 from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
 from lockstep.training.opening import backend_of, computing
+from lockstep.training.settings import Device, Settings
 from lockstep.world.world import init
 
 WARM_UP = 3  # steps

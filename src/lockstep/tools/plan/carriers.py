@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind, Round, Schedule, together
+from lockstep.schedules.network import Link, Network
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.collectives.network import Network
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.network import Network
 from lockstep.tools.plan.simulate import Predicted, simulate, spent
 from lockstep.tools.plan.work import PlanScaling, heard, samples_of, slots_of, work_of
 from lockstep.tools.timing.output_files import megabytes, percent, table

@@ -24,10 +24,10 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.collectives.network import Network
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
+from lockstep.schedules.network import Network
 from lockstep.tools.plan.communication import TalkingRanks, talk
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.output_files import milliseconds

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.collectives.prove import Proof, prove
 from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
+from lockstep.schedules.prove import Proof, prove
 from lockstep.tools.drawing import (
     ARROW,
     CARD,

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoints.identity import sha256, weights
-from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset
 from lockstep.data.windows import ENDLESS, Window
@@ -37,6 +36,7 @@ from lockstep.tools.verify.trace import (
 from lockstep.training.loop import Training
 from lockstep.training.opening import computing, world_for
 from lockstep.training.resolve import resolve
+from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 _SAMPLES_FOR_NOISE = 8

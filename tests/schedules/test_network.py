@@ -8,8 +8,8 @@ from math import ceil, log2
 import pytest
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
+from lockstep.schedules.network import Link, Network
 from tests.refused import refused
 
 A, B = 3e-6, 1e-9  # seconds of latency, seconds per byte

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.prove import prove, written
 from lockstep.collectives.schedule import Kind, Round, Schedule, together
 from lockstep.errors import ScheduleError
+from lockstep.schedules.prove import prove, written
 from tests.collectives.numbers import NAMED, ROOTED, counts_right, mutants, schedules
 from tests.refused import refused
 

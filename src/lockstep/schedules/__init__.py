@@ -1,0 +1,1 @@
+"""What a schedule of a collective does: a proof of its result, and its time on a modelled network."""
