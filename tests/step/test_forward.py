@@ -4,7 +4,6 @@ the loss.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 from lockstep.config.task import Precision
 from lockstep.errors import TaskError
-from lockstep.step.forward import Forward, as_float32, grad_scaler, matmul_precision
+from lockstep.step.forward import Forward, as_float32
 from tests.refused import refused
 from tests.training import toy
 
@@ -96,22 +95,6 @@ def test_only_half_precision_is_made_float32() -> None:
     assert found["a"][0].dtype == found["a"][1][0].dtype == torch.float32
     assert found["a"][1][1] == "text"
     assert found["b"].dtype == torch.float64
-
-
-def test_only_fp16_scales() -> None:
-    precisions: list[Precision] = ["fp32", "bf16", "fp16", "tf32"]
-    scalers = [grad_scaler(precision, CPU) for precision in precisions]
-    assert [scaler is not None for scaler in scalers] == [False, False, True, False]
-
-
-def test_tf32_is_put_back_also_after_an_exception() -> None:
-    before = torch.get_float32_matmul_precision()
-    with suppress(ZeroDivisionError), matmul_precision("tf32"):
-        assert torch.get_float32_matmul_precision() == "high"
-        raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == before
-    with matmul_precision("fp32"):
-        assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_module_that_is_called_sees_its_inputs() -> None:

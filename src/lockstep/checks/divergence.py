@@ -97,22 +97,14 @@ class ReplicaCheck:
         """
         if not self._drift:
             return False
-        shares = {}
-        for name, tensor in named:
-            wide = torch.complex128 if tensor.is_complex() else torch.float64
-            largest = tensor.detach().to(wide).abs().amax().reshape(1) if tensor.numel() else None
-            if largest is not None:
-                group.all_reduce(largest, "max", place=_PLACE).wait()
-                gap = _distance(group, tensor, 0)[1]
-                shares[name] = gap / float(largest) if gap else 0.0
-        if not all(share <= self._drift for share in shares.values()):
+        share, name = max((_share(group, each), name) for name, each in named if each.numel() > 0)
+        if not share <= self._drift:
             return False
-        name = max(shares, key=shares.__getitem__)
         if not self.drifted and group.rank == 0:
             warnings.warn(
-                f"{when} the replicas differ by rounding: {name!r} by {shares[name]:.1g} of its"
-                " largest value. Code that moves the weights and moves them back must restore a"
-                " copy. If they shall differ, checks='start' compares them no more.",
+                f"{when} the replicas differ by rounding: {name!r} by {share:.1g} of its largest"
+                " value. Code that moves the weights and moves them back must restore a copy. If they"
+                " shall differ, checks='start' compares them no more.",
                 LockstepWarning,
                 stacklevel=4,
             )
@@ -181,6 +173,17 @@ def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
     found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
     group.all_reduce(found, "max", place=_PLACE).wait()
     return int(found[0]), float(found[1])
+
+
+def _share(group: Group, tensor: Tensor) -> float:
+    """Return the largest difference from rank 0's values, as a share of the largest value. A
+    collective.
+    """
+    gap = _distance(group, tensor, 0)[1]
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    largest = tensor.detach().to(wide).abs().amax().reshape(1)
+    group.all_reduce(largest, "max", place=_PLACE).wait()
+    return gap / float(largest) if 0 < gap < math.inf else gap
 
 
 class OverwrittenCheck:

@@ -8,7 +8,7 @@ over a batch need more than the 8 or 11 bits of half precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from lockstep.config.task import Precision, Task, first_part
 from lockstep.data.rows import Piece, Rows
 from lockstep.data.windows import counted
 from lockstep.errors import TaskError, UsageError
-from lockstep.runtime import randomness, status
-from lockstep.step.data_parallel import DistributedDataParallel
-from lockstep.world.world import World
+from lockstep.runtime import randomness
 
 _NO_STEP = -1  # step number for the random streams of evaluation; no training step has it
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,25 +145,6 @@ def as_float32(output: Any) -> Any:
     return output
 
 
-def grad_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a GradScaler for fp16, whose range is too small for small gradients; else None."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
-
-
-@contextmanager
-def matmul_precision(precision: Precision) -> Iterator[None]:
-    """With tf32, allow float32 matrix products to round their factors to 10 bits within the
-    block. The old setting is restored.
-    """
-    before = torch.get_float32_matmul_precision()
-    if precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def _is_sample(part: Any) -> bool:
     """Whether `part` looks like a single sample: a tuple with a number and an array or tensor."""
     if not isinstance(part, (tuple, list)):
@@ -182,52 +161,6 @@ def _shape(found: Any) -> str:
         parts = (f"{name!r}: {type(value).__name__}" for name, value in found.items())
         return f"dict of {', '.join(parts)}"
     return kind
-
-
-def bare(model: Any) -> nn.Module:
-    """Return the module, or the `.module` of a wrapper. For Lockstep's wrapper it averages
-    BatchNorm's statistics first, which is a collective.
-    """
-    if isinstance(model, DistributedDataParallel):
-        if not model.is_copy:
-            model.sync_buffers()
-        model = model.module
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    if not isinstance(model, nn.Module):
-        raise UsageError("not-a-module", kind=type(model).__name__)
-    return model
-
-
-def device_of(model: nn.Module, world: World) -> torch.device:
-    """Return the device for the model's inputs: that of its first parameter, or this rank's
-    device if the model has no parameters.
-    """
-    return next((parameter.device for parameter in model.parameters()), world.device)
-
-
-class Call:
-    """`call(batch)` returns the model's output for a batch of a data set.
-
-    `inputs(batch)` returns the positional arguments as a tuple, or the keyword arguments as a dict.
-    By default the only argument is the batch itself if it is a tensor, or the first element of a
-    tuple or list.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Callable[[Any], Any] | None = None) -> None:
-        self.model = model
-        self._inputs = inputs
-
-    def __call__(self, batch: Any) -> Any:
-        positional, keywords = arguments(
-            self._default(batch) if self._inputs is None else self._inputs(batch)
-        )
-        return self.model(*positional, **keywords)
-
-    def _default(self, batch: Any) -> Any:
-        if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and batch):
-            return first_part(batch)
-        raise UsageError("batch-needs-inputs", kind=type(batch).__name__)
 
 
 def arguments(
@@ -248,13 +181,6 @@ def arguments(
     )
 
 
-def as_arguments(batch: Any) -> Any:
-    """Use the whole batch as the model's arguments: a tensor as the only argument, a tuple as the
-    positional arguments, a dict as the keywords.
-    """
-    return (batch,) if isinstance(batch, Tensor) else batch
-
-
 def enter_stream(seed: int, piece: Piece) -> None:
     """Enter the random stream of an evaluation batch's forward."""
     randomness.step(seed, _NO_STEP, piece.number)
@@ -267,18 +193,3 @@ def outputs(forward: Callable[[Any], Any], rows: Rows, seed: int) -> Iterator[tu
     for piece in rows:
         enter_stream(seed, piece)
         yield piece, forward(piece.batch)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this block every module is in eval mode, without gradients. Afterwards the modes and
-    random states are restored.
-    """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with randomness.preserved(), torch.no_grad(), status.inside("evaluate"):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

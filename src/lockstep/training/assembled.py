@@ -25,13 +25,14 @@ from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness
-from lockstep.step.forward import Forward, grad_scaler
+from lockstep.step.forward import Forward
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.inference.evaluation import Evaluation, OwnRows
 from lockstep.training.metrics import finite
+from lockstep.training.opening import grad_scaler
 from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in

@@ -13,11 +13,11 @@ from lockstep.checkpoints.identity import sha256, weights
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
-from lockstep.step.forward import matmul_precision
 from lockstep.training.anatomy import AnatomyFile, begins, starts
 from lockstep.training.assembled import AssembledTraining
 from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
+from lockstep.training.opening import matmul_precision
 from lockstep.training.progress import Facts
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory

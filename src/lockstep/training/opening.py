@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.config.knob import knobs
+from lockstep.config.task import Precision
 from lockstep.errors import ExitCode, PeerFailed, UsageError
 from lockstep.training.run_directory import RunDirectory, claimed
 from lockstep.training.settings import Config, Device, Settings
@@ -44,6 +45,25 @@ def intra_op_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """With tf32, allow float32 matrix products to round their factors to 10 bits within the
+    block. The old setting is restored.
+    """
+    before = torch.get_float32_matmul_precision()
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def grad_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return a GradScaler for fp16, whose range is too small for small gradients; else None."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 @contextmanager

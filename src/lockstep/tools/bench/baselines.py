@@ -31,9 +31,10 @@ from lockstep.data.windows import Window
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness
 from lockstep.step.data_parallel import DistributedDataParallel
-from lockstep.step.forward import Forward, grad_scaler
+from lockstep.step.forward import Forward
 from lockstep.step.stepper import Stepper
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
+from lockstep.training.opening import grad_scaler
 from lockstep.world.world import World
 
 WINDOWS = 4

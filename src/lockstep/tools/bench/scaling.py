@@ -26,12 +26,11 @@ from lockstep.data.windows import ENDLESS, Plan, Window, counted, shares
 from lockstep.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import busy, cores, processor
-from lockstep.step.forward import matmul_precision
 from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
 from lockstep.tools.bench.task_source import Source, made, source_of
 from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
-from lockstep.training.opening import backend_of, computing
+from lockstep.training.opening import backend_of, computing, matmul_precision
 from lockstep.training.settings import Device, Settings
 from lockstep.world.world import init
 

@@ -25,14 +25,13 @@ from lockstep.config.task import Task
 from lockstep.data.windows import Plan, counted
 from lockstep.errors import UsageError
 from lockstep.launcher.launch import launch
-from lockstep.step.forward import matmul_precision
 from lockstep.tools.bench import baselines
 from lockstep.tools.bench.baselines import Feed, feed, too_few
 from lockstep.tools.timing.in_turns import largest, take_turns
 from lockstep.tools.timing.machine import Peak, kind_of_device
 from lockstep.tools.timing.output_files import milliseconds, table
 from lockstep.training.metrics import finite
-from lockstep.training.opening import backend_of
+from lockstep.training.opening import backend_of, matmul_precision
 from lockstep.training.settings import Device
 from lockstep.world.world import World, init
 

@@ -28,14 +28,13 @@ from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import cores
-from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
 from lockstep.tools.timing.in_turns import take_turns, trial
 from lockstep.tools.timing.profile import PhaseTimes, Profile, laid_out
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.journal import Journal
 from lockstep.training.loop import Training
-from lockstep.training.opening import backend_of
+from lockstep.training.opening import backend_of, matmul_precision
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.settings import Device, Settings
 from lockstep.world.world import World, init

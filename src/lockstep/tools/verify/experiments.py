@@ -28,12 +28,12 @@ from lockstep.data.keyed import KeyedDataset
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.start import FOR_TRAININGS
 from lockstep.runtime import randomness
-from lockstep.step.forward import Forward, matmul_precision
+from lockstep.step.forward import Forward
 from lockstep.tools.verify.spy import CLOCK, Seen, watching
 from lockstep.tools.verify.trace import Difference, Slot, alike, digest_of, sketch, tolerance_at
 from lockstep.tools.verify.tracing import Start, Traced
 from lockstep.training.build import model_of
-from lockstep.training.opening import computing, intra_op_threads, world_for
+from lockstep.training.opening import computing, intra_op_threads, matmul_precision, world_for
 from lockstep.training.resolve import resolve
 from lockstep.training.settings import Settings
 from lockstep.world.world import World

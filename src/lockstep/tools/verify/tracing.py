@@ -20,7 +20,6 @@ from lockstep.data.keyed import KeyedDataset
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.start import FOR_TRAININGS
-from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
 from lockstep.tools.verify.equal_noise import samples_with_equal_noise
 from lockstep.tools.verify.trace import (
@@ -34,7 +33,7 @@ from lockstep.tools.verify.trace import (
     sketch,
 )
 from lockstep.training.loop import Training
-from lockstep.training.opening import computing, world_for
+from lockstep.training.opening import computing, matmul_precision, world_for
 from lockstep.training.resolve import resolve
 from lockstep.training.settings import Settings
 from lockstep.world.world import World

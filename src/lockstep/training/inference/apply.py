@@ -48,10 +48,10 @@ def apply(job: InferenceJob) -> None:
     from lockstep.checkpoints import files
     from lockstep.checkpoints.pieces import read_all
     from lockstep.runtime import randomness
-    from lockstep.step.forward import Forward, matmul_precision
+    from lockstep.step.forward import Forward
     from lockstep.training.inference.evaluation import Evaluation
     from lockstep.training.inference.prediction import run
-    from lockstep.training.opening import world_for
+    from lockstep.training.opening import matmul_precision, world_for
     from lockstep.training.resolve import resolve
 
     task = resolve(job.task, job.overrides)

@@ -32,7 +32,8 @@ from lockstep.collectives.broadcast_json import bytes_of, everybodys
 from lockstep.config.task import Task
 from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
-from lockstep.step.forward import Call, Forward, bare, checked_sums, device_of, evaluating, outputs
+from lockstep.step.forward import Forward, checked_sums, outputs
+from lockstep.training.inference.model_call import Call, bare, device_of, evaluating
 from lockstep.world.world import World
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
-from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
+from lockstep.step.forward import outputs
 from lockstep.training.inference.apply import check_out
+from lockstep.training.inference.model_call import Call, as_arguments, bare, device_of, evaluating
 from lockstep.training.inference.prediction_files import (
     NpyFile,
     RowLayout,
