@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from dataclasses import dataclass
@@ -84,11 +85,10 @@ def run(
         raise UsageError("nothing-to-run")
     at_least_one(workers=workers)
     _check(launch, log, on_ray=cluster.ray is not None)
-    from lockstep.launcher.logs import directory_for_logs
     from lockstep.launcher.rank import rank_here
 
     target = _target(command[0], command[1:], module=module)
-    script = _Script(target=target, logs=directory_for_logs(log), launch=launch)
+    script = _Script(target=target, logs=_folder(log), launch=launch)
     if cluster.ray is not None:
         many.refuse_beside_ray(cluster)
         raise typer.Exit(script.on_ray(cluster.ray, many.ranks_on_ray(workers)))
@@ -118,6 +118,21 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
             restarts=launch.max_restarts,
             what="a script is restarted on a Ray cluster only",
         )
+
+
+def _folder(asked: Path | None) -> Path | None:
+    """Create the directory that --log names. Raises UsageError if that fails."""
+    if asked is None:
+        return None
+    try:
+        asked.mkdir(parents=True, exist_ok=True)
+        if not os.access(asked, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(
+            "cannot-make-folder", option="--log", folder=str(asked), reason=error.strerror
+        ) from error
+    return asked.absolute()
 
 
 def _target(name: str, args: list[str], *, module: bool) -> Target:

@@ -5,7 +5,6 @@ They are in the directory that was asked for, or in one that is kept only if a r
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
-from lockstep.errors import UsageError
 from lockstep.launcher.console import connect
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
@@ -167,21 +165,6 @@ def log_place(asked: Path | None) -> Iterator[LogPlace]:
             (place.path / _MARK).touch()
         else:
             shutil.rmtree(place.path, ignore_errors=True)
-
-
-def directory_for_logs(asked: Path | None) -> Path | None:
-    """Create the directory that --log names. Raises UsageError if that fails."""
-    if asked is None:
-        return None
-    try:
-        asked.mkdir(parents=True, exist_ok=True)
-        if not os.access(asked, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise UsageError(
-            "cannot-make-folder", option="--log", folder=str(asked), reason=error.strerror
-        ) from error
-    return asked.absolute()
 
 
 def log_of(directory: Path, rank: int) -> Path:
