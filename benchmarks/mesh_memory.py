@@ -33,9 +33,9 @@ def rank(
     import gc
 
     from lockstep.config.mesh import Mesh
+    from lockstep.config.settings import Settings
     from lockstep.tasks import text
     from lockstep.training.loop import Training
-    from lockstep.training.settings import Settings
 
     pipeline: dict[str, Any] = (
         {"schedule": schedule, "split": "parameters"} if mesh and "pipeline" in mesh else {}

@@ -51,7 +51,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_import_and_help_do_not_import_torch() -> None:
     code = (
-        "import sys, lockstep, lockstep.cli, lockstep.training.settings, lockstep.launcher.supervise;"
+        "import sys, lockstep, lockstep.cli, lockstep.config.settings, lockstep.launcher.supervise;"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

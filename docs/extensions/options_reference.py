@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.knob import GROUPS, Field, knobs
 from lockstep.config.launching import Launch
-from lockstep.training.settings import Config
+from lockstep.config.settings import Config
 
 _HEAD = """# Options
 

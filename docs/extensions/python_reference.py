@@ -42,7 +42,7 @@ MODULES = {
 BESIDE = {
     "configuration": (
         "Options and parts of a task",
-        ["lockstep.training.settings:Config", "lockstep.config.parts:Parts"],
+        ["lockstep.config.settings:Config", "lockstep.config.parts:Parts"],
     ),
     "results": (
         "Results",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
+from lockstep.config.settings import Settings
 from lockstep.tools.drawing import SERIES, Drawing
 from lockstep.tools.svg import Plot, figure
 from lockstep.tools.verify.tracing import train
-from lockstep.training.settings import Settings
 
 WORKERS = (1, 2, 4)
 STEPS = 100

@@ -18,9 +18,9 @@ from torch import Tensor
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.checkpoints.remote import Remote
+from lockstep.config.settings import Settings
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
 from lockstep.training.run_directory import claimed
-from lockstep.training.settings import Settings
 from tests.checkpoints.test_checkpoints import Run, chosen, stopped
 from tests.refused import refused
 from tests.teams import on_team

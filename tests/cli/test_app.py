@@ -18,7 +18,7 @@ from typer.main import get_command
 import lockstep as package
 from lockstep import cli
 from lockstep.cli import app
-from lockstep.training.settings import Settings
+from lockstep.config.settings import Settings
 from tests.cli.command import Answer, Command, in_a_fresh_interpreter
 from tests.tools.report.runs import make
 

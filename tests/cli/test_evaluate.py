@@ -13,9 +13,9 @@ import pytest
 
 import lockstep as package
 from lockstep.checkpoints import files, folders
+from lockstep.config.settings import Settings
 from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
-from lockstep.training.settings import Settings
 from tests.cli.command import Command
 from tests.training import toy
 

@@ -11,7 +11,7 @@ import pytest
 from lockstep.cli.choices import RunChoice
 from lockstep.cli.options import GivenNames, Only
 from lockstep.config.launching import Launch
-from lockstep.training.settings import Config
+from lockstep.config.settings import Config
 from tests.cli.command import taken
 from tests.refused import refused
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.cli.refusals import as_typed
+from lockstep.config.settings import Settings
 from lockstep.errors import TaskError, UsageError
-from lockstep.training.settings import Settings
 from tests.cli.command import in_a_fresh_interpreter
 
 REFUSED = """

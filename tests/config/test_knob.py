@@ -20,8 +20,8 @@ from lockstep.config.documented import field_docstrings
 from lockstep.config.knob import GROUPS, Knob, knobs
 from lockstep.config.launching import Launch
 from lockstep.config.mesh import Mesh
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import TaskError, UsageError
-from lockstep.training.settings import Config, Settings
 from tests.cli.command import taken
 from tests.refused import refused
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parts import Parts
+from lockstep.config.settings import Settings
 from lockstep.errors import TaskError, WorkerFailed
 from lockstep.model_parallel.split_form import open_devices
 from lockstep.testing import run_ranks
-from lockstep.training.settings import Settings
 from lockstep.training.train import train
 from lockstep.world.world import World
 from tests.model_parallel.layered import Turned

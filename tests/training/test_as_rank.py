@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.training.as_rank import train_as_rank
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.settings import Settings
 from lockstep.training.train import train
 from lockstep.world.world import World
 from tests.refused import refused

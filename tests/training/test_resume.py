@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.config.settings import Settings
 from lockstep.config.task import EarlyStopping
 from lockstep.errors import WorkerFailed
 from lockstep.testing import run_ranks
 from lockstep.training.metrics import forget_after
 from lockstep.training.resume import changed_since
-from lockstep.training.settings import Settings
 from lockstep.training.train import train
 from tests.refused import refused
 from tests.teams import on_team

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 import lockstep
+from lockstep.config.settings import Settings
 from lockstep.errors import LockstepError
 from lockstep.runtime import disk
 from lockstep.training.run_directory import RunDirectory, take_over
-from lockstep.training.settings import Settings
 from tests.refused import refused
 from tests.training.toy import task
 

@@ -20,12 +20,12 @@ import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
+from lockstep.config.settings import Settings
 from lockstep.config.task import EarlyStopping, Precision
 from lockstep.data.orders import Weighted
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, TaskError, UsageError
 from lockstep.training.loop import Training
 from lockstep.training.result import Result
-from lockstep.training.settings import Settings
 from lockstep.training.train import train
 from tests import zoo
 from tests.refused import refused

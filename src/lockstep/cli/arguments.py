@@ -14,8 +14,8 @@ import typer
 
 from lockstep.cli.completion import tasks
 from lockstep.config.knob import whole
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.training.settings import Settings
 
 if TYPE_CHECKING:
     from lockstep.launcher.supervise import Outcome

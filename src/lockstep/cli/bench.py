@@ -17,10 +17,10 @@ from lockstep.cli.choices import RunChoice
 from lockstep.cli.options import GroupedCommand, Only, command_of, spread
 from lockstep.config import knob
 from lockstep.config.knob import Knob
+from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
-from lockstep.training.settings import Config, Device, Settings
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.collectives import CollectiveTime

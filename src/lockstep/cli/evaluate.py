@@ -25,9 +25,9 @@ from lockstep.cli.arguments import (
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.cli.completion import runs
 from lockstep.cli.options import Only
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
 from lockstep.tools.timing.output_files import write_json
-from lockstep.training.settings import Config, Settings
 
 COMMAND = many.Command
 Run = Annotated[

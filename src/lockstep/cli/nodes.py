@@ -19,12 +19,12 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.cli.choices import Cluster
+    from lockstep.config.settings import Settings
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.rank import Target
     from lockstep.launcher.ray.actor import Job
     from lockstep.launcher.supervise import Outcome, Share, Workers
     from lockstep.training.run_directory import RunDirectory
-    from lockstep.training.settings import Settings
 
 T = TypeVar("T")
 RAY = "--ray"

@@ -15,9 +15,9 @@ from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.launching import Launch
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import busy, cores
-from lockstep.training.settings import Config, Settings
 
 if TYPE_CHECKING:
     from lockstep.launcher.failures import Failure

@@ -17,9 +17,9 @@ from lockstep.cli.arguments import JsonFile, counts_of, existing_run, fitted, ta
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.cli.completion import tasks
 from lockstep.cli.options import GivenNames, Only, Says, option_name
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import ExitCode, UsageError
 from lockstep.tools.timing.output_files import write_json
-from lockstep.training.settings import Config, Settings
 
 if TYPE_CHECKING:
     from lockstep.tools.verify.judge import Verified

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.settings import Settings
 from lockstep.training.run_directory import METRICS, RESULT
-from lockstep.training.settings import Settings
 from lockstep.training.timeline import Anatomy
 from lockstep.training.timeline import read as read_anatomy
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
 from lockstep.gradients.bucket_timeline import BucketTimes
@@ -38,7 +39,6 @@ from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.metrics import TelemetryFile
-from lockstep.training.settings import Settings
 from lockstep.training.timeline import FOLDER
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checks.start import compare_start
+from lockstep.config.settings import Settings
 from lockstep.errors import ReplicaDivergence, UsageError
 from lockstep.launcher import logs
 from lockstep.training import result
 from lockstep.training.opening import claimed_by_first, world_for
 from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory, claimed, finished_before
-from lockstep.training.settings import Settings
 from lockstep.training.train import train_as
 from lockstep.world.world import World
 

@@ -20,6 +20,7 @@ from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import check_storable, sha256, weights
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
+from lockstep.config.settings import Settings, check_parts
 from lockstep.config.task import EarlyStopping, Mode, Precision, Task
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window, counted
@@ -36,7 +37,6 @@ from lockstep.training.opening import grad_scaler
 from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
-from lockstep.training.settings import Settings, check_parts
 from lockstep.training.task_digest import compare_tasks, task_digests
 from lockstep.training.weight_average import average_of
 from lockstep.world.world import World

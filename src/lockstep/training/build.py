@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler
 
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Batches
 from lockstep.errors import TaskError
 from lockstep.training.resolve import wrong_type
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 

@@ -18,12 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import write_whole
 from lockstep.runtime.extras import missing
 from lockstep.training.logger_packages import KINDS, MLflow, TensorBoard, WandB, scalars
 from lockstep.training.result import Result
-from lockstep.training.settings import Settings
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
 """KILLED: stopped on request, and can be resumed."""

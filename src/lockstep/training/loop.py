@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from lockstep.checkpoints.identity import sha256, weights
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
@@ -22,7 +23,6 @@ from lockstep.training.progress import Facts
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import Untimed
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 

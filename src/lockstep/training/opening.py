@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.config.knob import knobs
+from lockstep.config.settings import Config, Device, Settings
 from lockstep.config.task import Precision
 from lockstep.errors import ExitCode, PeerFailed, UsageError
 from lockstep.training.run_directory import RunDirectory, claimed
-from lockstep.training.settings import Config, Device, Settings
 from lockstep.world.world import World, init
 
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.plain import encoded
 from lockstep.collectives.broadcast_json import said_by
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import processor
 from lockstep.training.metrics import finite
-from lockstep.training.settings import Settings
 from lockstep.training.task_digest import changes
 from lockstep.world.world import World
 

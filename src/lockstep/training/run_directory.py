@@ -25,10 +25,10 @@ from typing import IO, TYPE_CHECKING
 
 from lockstep.checkpoints.folders import sweep, written
 from lockstep.checkpoints.manifest import check
+from lockstep.config.settings import FILE, Settings
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 from lockstep.runtime import disk
 from lockstep.training.resolve import short_name
-from lockstep.training.settings import FILE, Settings
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
+from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepWarning, Preempted, UsageError
@@ -28,7 +29,6 @@ from lockstep.training.anatomy import AnatomyFile
 from lockstep.training.metrics import finite, forget_after
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.settings import Settings
 from lockstep.training.timeline import read
 
 State = Callable[[], dict[str, Any]]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.documented import takes_fields
+from lockstep.config.settings import Config, Settings
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
 from lockstep.training.loop import Training
@@ -13,7 +14,6 @@ from lockstep.training.opening import computing, run_directory_for, world_for
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import MoreWorkers
-from lockstep.training.settings import Config, Settings
 from lockstep.world.world import World
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lockstep.config.settings import Settings
 from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.settings import Settings
 
 
 def main(path: Path, place: str | None = None) -> None:

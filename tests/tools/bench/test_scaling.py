@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
 from lockstep.tools.bench import scaling
 from lockstep.tools.bench.scaling import global_batches, uneven
 from lockstep.tools.bench.speedup import ScalingRow, Turn
 from lockstep.tools.bench.task_source import Source, made, source_of
-from lockstep.training.settings import Settings
 from tests.refused import refused
 from tests.training import toy
 

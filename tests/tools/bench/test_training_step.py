@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.config.settings import Settings
 from lockstep.errors import TaskError
 from lockstep.tools.bench import baselines, training_step
 from lockstep.tools.bench.baselines import WeighedWindow, feed
 from lockstep.tools.bench.training_step import BASELINES, StepComparison, StepRow, measure
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 from tests.refused import refused
 from tests.teams import on_team

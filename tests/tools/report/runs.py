@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.settings import Settings
+from lockstep.config.settings import Settings
 from tests.training.synthetic import lines, noisy, planted, write
 
 MEMORY = {

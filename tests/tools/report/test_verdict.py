@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.config.settings import Settings
 from lockstep.tools.report.verdict import Verdict, verdict
-from lockstep.training.settings import Settings
 from tests.training.synthetic import BASE, anatomy, lines, noisy, planted
 
 QUIET = {**BASE, "data": 0.0001, "moving": 0.0001, "other": 0.0, "checks": 0.0}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lockstep.config.settings import Settings
 from lockstep.tools.verify.finished_runs import differences, summary
-from lockstep.training.settings import Settings
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.settings import Settings
 from lockstep.tools.verify.judge import Verified, verify
-from lockstep.training.settings import Settings
 from tests.tools.verify import amplifying, planted
 
 SOURCE = Path(planted.__file__)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lockstep.config import knob
 from lockstep.config.parallelism import Reduce
+from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.data.windows import ENDLESS, Plan, Window, counted, shares
@@ -31,7 +32,6 @@ from lockstep.tools.bench.task_source import Source, made, source_of
 from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
 from lockstep.training.opening import backend_of, computing, matmul_precision
-from lockstep.training.settings import Device, Settings
 from lockstep.world.world import init
 
 WARM_UP = 3  # steps

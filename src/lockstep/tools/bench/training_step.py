@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import knob
+from lockstep.config.settings import Device
 from lockstep.config.task import Task
 from lockstep.data.windows import Plan, counted
 from lockstep.errors import UsageError
@@ -32,7 +33,6 @@ from lockstep.tools.timing.machine import Peak, kind_of_device
 from lockstep.tools.timing.output_files import milliseconds, table
 from lockstep.training.metrics import finite
 from lockstep.training.opening import backend_of, matmul_precision
-from lockstep.training.settings import Device
 from lockstep.world.world import World, init
 
 BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100")

@@ -7,6 +7,7 @@ from math import isnan
 from typing import Any
 
 from lockstep.config.knob import knobs
+from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
 from lockstep.tools.recorded import Recorded, number
 from lockstep.tools.report import by_rank, history
@@ -14,7 +15,6 @@ from lockstep.tools.report.html import Numbers, Section, render
 from lockstep.tools.report.judged import Judged, RankTimes, judged
 from lockstep.tools.report.verdict import Verdict
 from lockstep.training.resolve import BUNDLED, short_name
-from lockstep.training.settings import Settings
 from lockstep.training.timeline import PHASES
 
 FILE = "report.html"

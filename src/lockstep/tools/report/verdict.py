@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
 from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
-from lockstep.training.settings import Settings
 from lockstep.training.timeline import Anatomy
 
 LEAST = 0.05

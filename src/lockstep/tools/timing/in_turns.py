@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.training.loop import Training
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 Way = Callable[[], object]

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.config.settings import Device
 from lockstep.errors import UsageError
-from lockstep.training.settings import Device
 
 if TYPE_CHECKING:
     import torch

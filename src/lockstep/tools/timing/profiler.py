@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import knob
+from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import UsageError
@@ -36,7 +37,6 @@ from lockstep.training.journal import Journal
 from lockstep.training.loop import Training
 from lockstep.training.opening import backend_of, matmul_precision
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.settings import Device, Settings
 from lockstep.world.world import World, init
 
 _WARM_UP = 3  # steps: the second one orders the buckets by arrival

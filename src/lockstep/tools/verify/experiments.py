@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoints.identity import weights
+from lockstep.config.settings import Settings
 from lockstep.config.task import Precision, Task
 from lockstep.data.device import to_device
 from lockstep.data.keyed import KeyedDataset
@@ -35,7 +36,6 @@ from lockstep.tools.verify.tracing import Start, Traced
 from lockstep.training.build import model_of
 from lockstep.training.opening import computing, intra_op_threads, matmul_precision, world_for
 from lockstep.training.resolve import resolve
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 _CLOCK_SECONDS = 1.1  # a seed made of whole seconds differs after that

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from lockstep.config.settings import Settings
 from lockstep.data.keyed import listed
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError, WorkerFailed
@@ -32,7 +33,6 @@ from lockstep.tools.verify.spy import (
 )
 from lockstep.tools.verify.trace import Difference, Trace, first_difference, read_again
 from lockstep.tools.verify.tracing import Start, hash_seed_is_fixed, one_hash_seed, train
-from lockstep.training.settings import Settings
 
 _KEYED = (
     "Draw from torch, numpy.random or random: they are seeded for every micro-batch and every"

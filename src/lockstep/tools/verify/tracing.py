@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoints.identity import sha256, weights
+from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset
 from lockstep.data.windows import ENDLESS, Window
@@ -35,7 +36,6 @@ from lockstep.tools.verify.trace import (
 from lockstep.training.loop import Training
 from lockstep.training.opening import computing, matmul_precision, world_for
 from lockstep.training.resolve import resolve
-from lockstep.training.settings import Settings
 from lockstep.world.world import World
 
 _SAMPLES_FOR_NOISE = 8

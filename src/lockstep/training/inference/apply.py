@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.settings import Device
 from lockstep.errors import TaskError, UsageError
-from lockstep.training.settings import Device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

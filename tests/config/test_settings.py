@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.knob import pairs
+from lockstep.config.settings import Settings
 from lockstep.gradients.layout import BUCKET
-from lockstep.training.settings import Settings
 from tests.refused import refused
 
 
