@@ -28,7 +28,7 @@ class Launch:
     """Seconds without progress before a stall is declared. Runs with slow steps get more."""
     on_corruption: Annotated[OnCorruption, Knob("faults")] = "abort"
     """When --witness finds a wrong result: end the run, or resume without that node (--ray)."""
-    grace: Annotated[float, Knob("faults", unit="SECONDS", least=0)] = 30
+    grace: Annotated[float, Knob("faults", unit="SECONDS", least=0)] = 60
     """Seconds that a script's own signal handlers have when the launcher is asked to stop."""
     debug: Annotated[bool, Knob("debug")] = False
     """Write messages of NCCL and torch, and a line for each collective, to the ranks' logs."""
