@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,24 @@ with private.run_directory():
         with private.run_directory() as other:
             assert directory.exists()
             assert other != directory
+
+
+def test_two_launchers_may_remove_a_killed_runs_directory_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    glob = Path.glob
+
+    def raced(folder: Path, pattern: str) -> Iterable[Path]:
+        found = glob(folder, pattern)
+        if pattern.startswith("rank-"):
+            shutil.rmtree(folder)
+            os.scandir(folder)
+        return found
+
+    monkeypatch.setattr(Path, "glob", raced)
+    with private.run_directory() as directory:
+        assert directory.is_dir()
+    assert not directory.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")

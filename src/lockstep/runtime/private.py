@@ -57,12 +57,9 @@ def _remove_run(directory: Path) -> None:
     """Remove a run's directory and what its loader workers left in /dev/shm; its processes have
     ended. Each loader worker has a file in it, with its pid in the name (stalls.stack_of).
     """
-    remove_torch_names(
-        [
-            int(file.suffixes[-2].removeprefix(".worker-"))
-            for file in directory.glob("rank-*.worker-*.now")
-        ]
-    )
+    with suppress(FileNotFoundError):  # another launcher removes it, too
+        files = list(directory.glob("rank-*.worker-*.now"))
+        remove_torch_names([int(file.suffixes[-2].removeprefix(".worker-")) for file in files])
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -654,8 +654,7 @@ class Stepper:
 
     def _alike(self) -> Sequence[tuple[Group, Named]]:
         """Return pairs of ranks and tensors that are equal on these ranks between steps."""
-        numbers = optimizer_numbers(self.optimizer, self.world.device)
-        return [*self.model_shard.alike(self.alike, self._replicated()), (self.alike, numbers)]
+        return self.model_shard.alike(self.alike, self._replicated())
 
     def _last_digests(self) -> Mapping[str, int]:
         """Return digests of what is equal on all ranks after the last step, by name and ranks.
@@ -667,6 +666,11 @@ class Stepper:
         return digests(self._alike())
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
-        others = [*self._buffers.named(), *self._options.averaged(), *self.update.replicated()]
-        named = [*self.model.named_parameters(), *others]
+        named = [
+            *self.model.named_parameters(),
+            *self._buffers.named(),
+            *self._options.averaged(),
+            *self.update.replicated(),
+            *optimizer_numbers(self.optimizer, self.world.device),
+        ]
         return [(name, each) for name, each in named if name not in self.reducer.ignored]
