@@ -21,6 +21,7 @@ import lockstep
 from lockstep.cli import refusals
 from lockstep.cli.options import GroupedCommand, spread
 from lockstep.errors import ExitCode, LockstepError, UsageError
+from lockstep.runtime.streams import plain
 
 SECTIONS = {  # of the help; a command has the name of its function
     "Train": {
@@ -161,7 +162,7 @@ def _greeting(ctx: Any) -> str:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)
+    print(plain(f"error: {sentence}"), file=sys.stderr)
     sys.exit(ExitCode.USAGE)
 
 
@@ -179,5 +180,5 @@ def main() -> None:
             sys.exit(ExitCode.USAGE)
         _refuse(str(refusals.of_parser(error, sys.argv[1:])))
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(plain(f"error: {error}"), file=sys.stderr)
         sys.exit(ExitCode.FAILED)

@@ -17,6 +17,7 @@ from lockstep.cli.completion import runs
 from lockstep.cli.options import GroupedCommand
 from lockstep.config.knob import chosen
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
+from lockstep.runtime.streams import plain
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.files import Checkpoint
@@ -52,6 +53,7 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     The best checkpoint is marked. This does not check the files; `lockstep checkpoints verify` does.
     """
     from lockstep.checkpoints.folders import best_name
+    from lockstep.tools.recorded import number
     from lockstep.tools.timing.output_files import table, write_json
 
     every = _every(run)
@@ -62,12 +64,12 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
             row["name"],
             f"{row['bytes'] / 2**20:.2f} MiB",
             row["written"],
-            ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items()),
+            ", ".join(f"{name} {number(value):.4f}" for name, value in row["metrics"].items()),
             "best" if row["best"] else "",
         ]
         for row in rows
     ]
-    print(table([""] * 5, shown, left=(0, 2, 3, 4)))
+    print(plain(table([""] * 5, shown, left=(0, 2, 3, 4))))
     write_json(json_file, rows)
 
 
@@ -85,7 +87,7 @@ def verify(run: Run) -> None:
             found = files.read(folder)
         except DamagedCheckpoint as error:
             damaged += 1
-            print(f"damaged: {error}")
+            print(plain(f"damaged: {error}"))
         else:
             size = (
                 f"{len(found.entries)} files,"
@@ -96,7 +98,7 @@ def verify(run: Run) -> None:
             )
             if found.witnessed is not None:
                 compared += f", witnessed at step {found.witnessed}"
-            print(f"whole: {folder.name} ({size}), replicas {compared}")
+            print(plain(f"whole: {folder.name} ({size}), replicas {compared}"))
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 
 
@@ -126,7 +128,7 @@ def diff(
     a, b = map(files.read, folders)
     differing = list(tensor_differences(a.tensors, b.tensors, ("A", "B")))
     for sentence in differing:
-        print(sentence)
+        print(plain(sentence))
     every = len(a.tensors | b.tensors)
     same = (
         f"{len(differing)} of {every} tensors differ"
@@ -283,7 +285,7 @@ def _row(folder: Path, *, best: bool) -> dict[str, Any]:
     try:
         state: Any = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         metrics = dict(state.get("metrics") or {})
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         metrics = {}
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))

@@ -10,6 +10,7 @@ import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
 from lockstep.cli.completion import runs
+from lockstep.runtime.streams import plain
 
 
 def report(
@@ -48,7 +49,7 @@ def report(
     check_writable(file, "--out")
     check_writable(json_file, "--json")
     found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
-    print("\n".join(told(recorded, found)))
+    print(plain("\n".join(told(recorded, found))))
     write_json(json_file, as_json(recorded, found))
     text = page(recorded, found)
     with writing(file, "--out"):

@@ -19,6 +19,7 @@ from lockstep.cli.completion import tasks
 from lockstep.cli.options import GivenNames, Only, Says, option_name
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import ExitCode, UsageError
+from lockstep.runtime.streams import plain
 from lockstep.tools.timing.output_files import write_json
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
         return
     print(f"verify: {one} and {other} differ")
     for sentence in found:
-        print(f"  {sentence}")
+        print(plain(f"  {sentence}"))
     raise typer.Exit(ExitCode.FAILED)
 
 

@@ -138,6 +138,13 @@ class Settings(Config):
 
     def __post_init__(self) -> None:
         Config.__post_init__(self)
+        if not isinstance(self.overrides, Mapping):
+            raise UsageError(
+                "wrong-value", name="overrides", value=self.overrides, expected="names and texts"
+            )
+        for name, text in {"task": self.task, **self.overrides}.items():
+            if not isinstance(text, str):
+                raise UsageError("wrong-value", name=name, value=text, expected="a text")
         elastic = self.grow or self.grow_if_wanted
         if self.mesh is not None:
             self.mesh.check_size(self.workers)
@@ -199,7 +206,7 @@ class Settings(Config):
         file = directory / FILE
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
                 "not-a-run-directory", directory=str(directory), file=FILE, reason=str(error)
             ) from None

@@ -33,6 +33,7 @@ from lockstep.errors import (
     entry_of,
 )
 from lockstep.runtime.disk import write_whole
+from lockstep.runtime.streams import plain
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: the directory in which a rank leaves its record."""
@@ -248,10 +249,10 @@ def render(failure: Failure) -> str:
     it. For a usage error: one sentence.
     """
     if failure.kind == "usage":
-        return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
+        return plain(f"error: {failure.message}{f' ({failure.where})' if failure.where else ''}")
     shown = f"the last that rank {failure.rank} printed:\n{failure.tail}" if failure.tail else ""
     lines = [shown, failure.traceback.rstrip(), summary(failure), failure.note]
-    return "\n".join(line for line in lines if line)
+    return plain("\n".join(line for line in lines if line))
 
 
 def summary(failure: Failure) -> str:

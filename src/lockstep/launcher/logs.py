@@ -90,10 +90,13 @@ def whole_lines(errors: str | None = None) -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
-            new = open(  # noqa: SIM115 - stays open
+            new: Any = open(  # noqa: SIM115 - stays open
                 stream.fileno(), "w", 1, stream.encoding, errors or stream.errors, closefd=False
             )
+            new.buffer.raw.name = stream.name
             setattr(sys, name, new)
+            if getattr(sys, f"__{name}__") is stream:
+                setattr(sys, f"__{name}__", new)
 
 
 class Tee:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def open_closed_streams() -> None:
@@ -19,6 +22,13 @@ def open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # Python found it closed
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
+
+
+def plain(text: str) -> str:
+    """Return a text with its control characters escaped, apart from tabs and ends of lines. What
+    another program has written must not draw on the terminal.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def escape_what_is_not_printable() -> None:

@@ -59,13 +59,13 @@ def read(run: Path) -> Recorded:
         steps=[
             record
             for record in records
-            if record["kind"] == "step" and _has(record, "step", "loss", "samples_per_s")
+            if record["kind"] == "step" and _has(record, "loss", "samples_per_s")
         ],
         evaluations=[
             record
             for record in records
             if record["kind"] == "evaluate"
-            and _has(record, "step")
+            and _has(record)
             and isinstance(record.get("metrics"), dict)
         ],
         events=[
@@ -85,7 +85,7 @@ def number(value: Any) -> float:
     """
     try:
         return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
@@ -117,6 +117,6 @@ def _mapping(text: str) -> dict[str, Any] | None:
 
 
 def _has(record: Mapping[str, Any], *names: str) -> bool:
-    return all(
+    return type(record.get("step")) is int and all(
         not math.isnan(number(record.get(name))) or record.get(name) == "nan" for name in names
     )

@@ -181,12 +181,13 @@ def _bound(module: ast.Module) -> list[ast.AST]:
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
-        ):
-            yield from _outside_functions(child)
+    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    rest = [node]
+    while rest:
+        for child in ast.iter_child_nodes(rest.pop()):
+            yield child
+            if not isinstance(child, inside):
+                rest.append(child)
 
 
 def _parsed(file: Path, name: str) -> ast.Module:
@@ -202,8 +203,10 @@ def _parsed(file: Path, name: str) -> ast.Module:
             place=f", line {error.lineno}{line}",
             reason=error.msg,
         ) from None
-    except ValueError as error:
-        raise TaskError("not-python", file=name, place="", reason=str(error)) from None
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        reason = "its code is nested too deeply" if deep else str(error)
+        raise TaskError("not-python", file=name, place="", reason=reason) from None
     except OSError as error:
         raise TaskError(
             "cannot-read", name="task file", file=name, reason=str(error.strerror or error)

@@ -103,7 +103,7 @@ def _facts(recorded: Recorded) -> list[tuple[str, str]]:
         headline = result["headline"]
         found.append((str(headline.get("name")), _short(headline.get("value"))))
     if isinstance(result.get("seconds"), int | float):
-        found.append(("seconds", f"{result['seconds']:.1f}"))
+        found.append(("seconds", f"{number(result['seconds']):.1f}"))
     return [(name, str(value)) for name, value in found if value is not None]
 
 
