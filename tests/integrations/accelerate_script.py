@@ -95,15 +95,20 @@ def parity(world: lockstep.World) -> None:
         )
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
 def with_our_loader(
-    folder: Path, *, weighing: bool = False, resume: bool = False
+    folder: Path, source: Any = loader, *, weighing: bool = False, resume: bool = False
 ) -> dict[str, Any]:
     """Two epochs; the weights, the samples of each step and the learning rate at the end."""
     accelerator = LockstepAccelerator(weigh=labels if weighing else None)
     bare = net(norm=True)
     optimizer, scheduler = trained(bare)
     found: dict[str, Any] = {"seen": []}
-    model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, loader())
+    model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, source())
     if resume:
         accelerator.load_state(folder)
     for _ in range(batches.epoch, EPOCHS):
@@ -189,11 +194,12 @@ def their_loader_is_checked() -> None:
                 bare[0].weight[0, 0] += 1e-3 * accelerator.process_index
 
 
-def refusals(folder: Path) -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(100))
+def stream(**options: Any) -> Any:
+    sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "seed": 3}
+    return lockstep.Loader(Stream(), **sizes, **options)
 
+
+def refusals(folder: Path) -> None:
     with refused("keyword-without-meaning", name="gradient_accumulation_steps", value=2):
         LockstepAccelerator(gradient_accumulation_steps=2).prepare(loader())
     accelerator = LockstepAccelerator(
@@ -201,8 +207,17 @@ def refusals(folder: Path) -> None:
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    with refused("trainer-loader", reason="its data set is a stream"):
-        accelerator.prepare(lockstep.Loader(Stream(), global_batch=4))
+    with refused("trainer-loader", reason="its data set divides itself among the ranks"):
+        accelerator.prepare(stream(sharding="dataset"))
+    tiny = lockstep.Loader(Stream(), global_batch=4, micro_batch=4)
+    alone = LockstepAccelerator().prepare(tiny)
+    if accelerator.process_index == 0:
+        assert len(next(iter(alone))[0]) == 4
+    else:
+        with refused(
+            "trainer-loader", reason="rank 1 of 2 has no batch of the stream's first step"
+        ):
+            next(iter(alone))
     model, batches = accelerator.prepare(net(), loader())
     assert model.find_unused_parameters
     assert accelerator.prepare(model) is model
@@ -257,8 +272,10 @@ def main(folder: Path) -> None:
         their_loader_is_checked()
         found["weighing"] = with_our_loader(folder / "weighing", weighing=True)
         found["whole"] = with_our_loader(folder / "saved")
+        found["stream"] = with_our_loader(folder / "stream", stream)
     else:
         found["resumed"] = with_our_loader(folder / "saved", resume=True)
+        found["stream"] = with_our_loader(folder / "stream", stream, resume=True)
     (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -32,5 +32,12 @@ def test_two_ranks_train_as_one_process_and_three_resume_as_one(tmp_path: Path) 
         assert rank["whole"]["rate"] == pytest.approx(rate)
     three = run(SCRIPT, 3, tmp_path)
     assert joined(three, "resumed") == seen[SAVED:]
+    stream = lockstep.Loader(
+        data(), global_batch=12, micro_batch=MICRO_BATCH, shuffle=False, rank=0, size=1
+    )
+    from_stream, in_order, _ = one_process(stream, norm=True, gamma=0.98)
+    assert joined(two, "stream") == in_order
+    assert joined(three, "stream") == in_order[SAVED:]
     for rank in three:
         close(rank["resumed"]["weights"], weights)
+        close(rank["stream"]["weights"], from_stream)

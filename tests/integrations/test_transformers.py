@@ -41,3 +41,9 @@ def test_the_loss_curve_is_that_of_one_process_and_goes_on_after_a_resume(tmp_pa
     seen = one["trained"]["seen"]
     assert joined(two, "trained") == seen
     assert joined(three, "trained") == seen[SAVED:]
+    # a stream, whose samples come in its own order
+    for ranks, begin in ((two, 0), (three, SAVED)):
+        losses = one["stream"]["losses"][begin:]
+        assert ranks[0]["stream"]["losses"] == pytest.approx(losses, rel=1e-5)
+        assert joined(ranks, "stream") == one["stream"]["seen"][begin:]
+    assert one["stream"]["seen"][:2] == [[*range(12)], [*range(12, 24)]]

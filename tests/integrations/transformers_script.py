@@ -104,17 +104,28 @@ class Seeing(LockstepTrainer):
         super().__init__(*arguments, **options)
 
     def get_batch_samples(self, *given: Any) -> Any:
+        divided: Any = self._divided
+        at, samples = type(divided).at, []
+
+        def noted(step: int, number: int) -> Any:
+            samples.append(at(divided, step, number)[1])
+            return at(divided, step, number)
+
+        divided.at = noted
         batches, count = super().get_batch_samples(*given)
-        real = batches[: len(self._filled)]
-        self.seen.append([int(row[0]) for batch in real for row in batch["input_ids"]])
+        real = [batch for batch, samples in zip(batches, samples, strict=True) if samples]
+        if batches:  # the Trainer asks a stream that has ended, too
+            self.seen.append([int(row[0]) for batch in real for row in batch["input_ids"]])
         return batches, count
 
 
-def curve(folder: Path, *, resume: bool = False, save: bool = False) -> dict[str, list[Any]]:
+def curve(
+    folder: Path, data: Any = None, *, resume: bool = False, save: bool = False
+) -> dict[str, list[Any]]:
     """The loss and the samples of each step."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVED} if save else {}
     given = arguments(folder / "saved", **saving)
-    trainer = Seeing(gpt2(), given, train_dataset=Text(), data_collator=collated)
+    trainer = Seeing(gpt2(), given, train_dataset=data or Text(), data_collator=collated)
     trainer.train(resume_from_checkpoint=str(saved_in(folder)) if resume else None)
     assert given.gradient_accumulation_steps == MICRO_BATCHES
     logged = [log for log in trainer.state.log_history if "loss" in log]
@@ -420,8 +431,6 @@ def refusals(folder: Path) -> None:
             trained(accelerator_config={name: True})
     with refused("host-sees-other-ranks", seen=1, size=2):
         trained(use_cpu=False)
-    with refused("trainer-loader", reason="its data set is a stream"):
-        trained(data=Stream())
     for kind, method in (
         (NoSamples, "NoSamples.get_batch_samples"),
         (NoStep, "NoStep.training_step"),
@@ -452,7 +461,10 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = lockstep.init()
     results: dict[str, Any] = {
-        "trained": curve(folder, save=world.size == 2, resume=world.size == 3)
+        name: curve(
+            folder / name if data else folder, data, save=world.size == 2, resume=world.size == 3
+        )
+        for name, data in (("trained", None), ("stream", Stream()))
     }
     if world.size == 1:
         results["by hand"] = by_hand()

@@ -71,7 +71,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
 
     Raises:
         UsageError: Accelerate sees another number of ranks than the launcher started; DeepSpeed,
-            FSDP and other ways to divide a model; a Loader that is a stream.
+            FSDP and other ways to divide a model; a stream that divides itself among the ranks.
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
@@ -144,7 +144,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         Args:
             models: as for Accelerate.
         """
-        with nullcontext() if self._at else super().accumulate(*models):
+        with super().accumulate(*models) if self._at is None else nullcontext():
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from lockstep.data.loader import Loader
+from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.window_loader import WindowLoader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
@@ -15,10 +15,11 @@ class RankBatches:
     """This rank's batches; each iteration is one epoch. Its state is the Loader's position.
 
     All ranks get the same number of batches in a step, because their loops may gather values of
-    each. A rank with fewer gets copies of one of its batches, or of rank 0's, with weight 0.
+    each. A rank with fewer gets copies of its latest batch of the step, or of rank 0's, with weight
+    0; with a stream, of its latest batch.
 
     Raises:
-        UsageError: the Loader's data set is a stream.
+        UsageError: a stream that divides itself among the ranks.
     """
 
     host: ClassVar[str]
@@ -34,11 +35,15 @@ class RankBatches:
     closes = True
     """Whether the current batch is this rank's last one of its step."""
 
-    def __init__(self, loader: WindowLoader[Any]) -> None:
-        if not isinstance(loader, Loader):
-            self.refuse("its data set is a stream")
-        self.loader: Loader = loader
+    def __init__(self, loader: WindowLoader[Any], count: int | None = None) -> None:
+        """`count`: the number of batches in a step, where the loop wants a fixed number."""
+        if isinstance(loader, StreamLoader) and loader.sharding != "items":
+            self.refuse("its data set divides itself among the ranks")
+        self.loader: Any = loader
+        self._count = count
         self._epoch, self._ahead, self._resumes = 0, 0, False
+        self._latest: tuple[Any, int] | None = None
+        """This rank's latest batch and its slot, of which copies are made."""
 
     def refuse(self, reason: str) -> NoReturn:
         raise UsageError("trainer-loader", host=self.host, reason=reason)
@@ -61,18 +66,30 @@ class RankBatches:
         # The framework may count an epoch that was stopped early as a whole one: `_ahead` corrects
         # its count.
         self._ahead, self._epoch, self._resumes = self._epoch - epoch, self._epoch + 1, False
-        rank, size = self.loader.rank, self.loader.size
+        size = self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
             weights, self.total = self.begin(window)
-            self.step, cut = window.step, window.cut
-            batches = window if len(window) else window.turned(size - rank, rank, size)
-            count = max(len(cut.filled(other, size)) for other in range(size))
+            self.step = window.step
+            if window.read is not None:  # it can read rank 0's
+                self._latest = None
+            most = max(len(window.cut.filled(rank, size)) for rank in range(size))
+            count = self._count or most
             for number in range(count):
                 own = number < len(weights)
-                index = number if own else 0
-                self.weight, self.slot = weights[number] if own else 0.0, batches.slots[index]
+                if own:
+                    self._latest = window[number], window.slots[number]
+                self.weight = weights[number] if own else 0.0
+                batch, self.slot = self._latest or self._of_rank_0(window)
                 self.closes = number + 1 == count
-                yield batches[index]
+                yield batch
+
+    def _of_rank_0(self, window: Window) -> tuple[Any, int]:
+        """Return rank 0's first batch of the step, and its slot: this rank has had none yet."""
+        rank, size = self.loader.rank, self.loader.size
+        if window.read is None:
+            self.refuse(f"rank {rank} of {size} has no batch of the stream's first step")
+        self._latest = window.turned(size - rank, rank, size)[0], 0
+        return self._latest
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         """Return the weight of each of the window's batches, and their sum over all ranks."""
@@ -80,7 +97,7 @@ class RankBatches:
         return window.counts, sum(window.samples_by_rank(loader.rank, loader.size))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
+        return dict(self.loader.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)

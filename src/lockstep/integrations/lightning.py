@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.checks.divergence import ReplicaCheck
+from lockstep.data.loader import Loader
 from lockstep.data.window_loader import WindowLoader
 from lockstep.errors import UsageError
 from lockstep.integrations.batches import RankBatches
@@ -286,6 +287,8 @@ class Batches(RankBatches):
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
         super().__init__(loader)
+        if not isinstance(loader, Loader):
+            self.refuse("its data set is a stream")
         plan, size = self.loader.plan, self.loader.size
         if plan.slots > size:
             self.refuse(f"a step has {plan.slots} micro-batches for {size} ranks")

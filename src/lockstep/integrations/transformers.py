@@ -34,6 +34,7 @@ from torch.utils.data import (
 )
 
 from lockstep.checks.divergence import ReplicaCheck
+from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.keyed import KeyedDataset, Keys, worker_setup
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
@@ -45,6 +46,7 @@ from lockstep.integrations.accelerate import (
     share_memory,
     summed,
 )
+from lockstep.integrations.batches import RankBatches
 from lockstep.runtime import extras, randomness, status
 from lockstep.world.world import World, init
 
@@ -102,7 +104,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         arguments, options: as for the other base class.
 
     Raises:
-        UsageError: options with another meaning; a stream; a Trainer class whose methods do not
+        UsageError: options with another meaning; a Trainer class whose methods do not
             call these ones; the checkpoint of another training.
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
@@ -121,14 +123,14 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         check_ranks(_HOST, args.world_size, self.world)
         self._micro_batches = args.gradient_accumulation_steps
         args.average_tokens_across_devices = False  # the weights do it
-        self._filled = range(0)  # this rank's slots of the current step
+        self._slots: list[int] = []  # of this rank's batches of the current step
         self._counts: list[float] = []  # number of items that each batch's loss is a mean over
         self._total = 0.0  # sum of these numbers over all ranks
         self._place = 0  # index of the current batch among this rank's batches of the step
         self._factor = 1.0  # of the current batch's gradient
         self._backward_called = False
         self._hooked: nn.Module | None = None
-        self._divided: _DataLoader | None = None
+        self._divided: _DataLoader | _StreamBatches | None = None
         super().__init__(*positional, **options)
         self.add_callback(LockstepCallback())
 
@@ -186,24 +188,27 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         divided = self._divide(train_dataloader)
         return super()._prepare_for_training(max_steps, divided, resume_from_checkpoint)
 
-    def _divide(self, theirs: Any) -> _DataLoader:
+    def _divide(self, theirs: Any) -> _DataLoader | _StreamBatches:
         """Return a loader of this rank's share of the batches of `theirs`."""
-        if isinstance(theirs, _DataLoader):
+        if isinstance(theirs, _DataLoader | _StreamBatches):
             return theirs
         if self._divided is not None and self._divided.theirs is theirs:
             return self._divided
         if not isinstance(theirs, DataLoader):
             reason = f"get_train_dataloader returned a {type(theirs).__name__}, and no DataLoader"
             raise UsageError("trainer-loader", host=_HOST, reason=reason)
-        if isinstance(theirs.dataset, IterableDataset):
-            raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
-        args = self.args
+        args, count = self.args, self.args.gradient_accumulation_steps
         seed = args.seed if args.data_seed is None else args.data_seed
-        loader = _loader_of(theirs, self._micro_batches, seed, args.dataloader_drop_last)
+        options = {"seed": seed, "drop_last": args.dataloader_drop_last}
+        if isinstance(theirs.dataset, IterableDataset):
+            args.ignore_data_skip = True  # a resume loads the stream's position
+            self._divided = _StreamBatches(theirs, self._micro_batches, count, **options)
+        else:
+            loader = _loader_of(theirs, self._micro_batches, **options)
+            self._divided = _DataLoader(loader, count, theirs)
         if args.should_log:
             idle = self._micro_batches < self.world.size
-            _log.log(logging.WARNING if idle else logging.INFO, loader.describe())
-        self._divided = _DataLoader(loader, args.gradient_accumulation_steps, theirs)
+            _log.log(logging.WARNING if idle else logging.INFO, self._divided.loader.describe())
         return self._divided
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -216,19 +221,16 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         """Return this rank's batches of a step, and None: `_counts` has a count for each batch."""
         self._check_called()
         assert self._divided is not None
-        window, batches = self._divided.keys.window(self.state.global_step), []
-        self._filled = window.slots
-        self._counts, self._place = [], 0
+        batches: list[Any] = []
+        self._counts, self._slots, self._place = [], [], 0
         for number in range(num_batches):
             one, count = super().get_batch_samples(epoch_iterator, 1, device)
             if not one:
                 break
             batches += one
-            if number >= len(self._filled):
-                count = 0
-            elif count is None:
-                count = window.counts[number]
-            self._counts.append(float(count))
+            slot, samples = self._divided.at(self.state.global_step, number)
+            self._slots.append(slot)
+            self._counts.append(float(samples if count is None or not samples else count))
         self._total = summed(self._counts, self.world)
         return batches, None
 
@@ -241,7 +243,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if self._place >= len(self._counts):
             raise _not_called(type(self).get_batch_samples, "super().get_batch_samples()")
         count = self._counts[self._place]
-        slot = self._filled[self._place] if self._place < len(self._filled) else 0
+        slot = self._slots[self._place]
         # so the loss is the mean over this batch's count, also for models that divide by `items`
         items = torch.tensor(max(count, 1.0), device=self.args.device)
         self.current_gradient_accumulation_steps = 1  # the loss is divided by nothing else
@@ -273,12 +275,11 @@ def _not_called(method: Any, needed: str) -> UsageError:
     return UsageError("trainer-loss-not-weighted", method=method.__qualname__, needed=needed)
 
 
-def _loader_of(theirs: DataLoader[Any], micro_batches: int, seed: int, drop_last: bool) -> Loader:
+def _loader_of(theirs: DataLoader[Any], micro_batches: int, **options: Any) -> Loader:
     """Return a Loader whose micro-batches are the batches of a DataLoader in one process."""
     batches: Any = theirs.batch_sampler or theirs.sampler
     while hasattr(batches, "batch_sampler"):  # Accelerate has divided it among the ranks
         batches = batches.batch_sampler
-    options: dict[str, Any] = {"seed": seed, "drop_last": drop_last}
     if type(batches) is not BatchSampler:
         return Loader(theirs.dataset, order=batches, micro_batches=micro_batches, **options)
     sampler: Any = batches.sampler
@@ -315,17 +316,27 @@ class LockstepCallback(TrainerCallback, ExportableState):
         self.fingerprint: dict[str, Any] | None = None
         """The Loader's fingerprint, which is saved with each checkpoint."""
         self._check = ReplicaCheck()
+        self._stream: _StreamBatches | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"fingerprint": self.fingerprint}}
+        attributes: dict[str, Any] = {"fingerprint": self.fingerprint}
+        if self._stream is not None:
+            attributes["position"] = self._stream.state_dict()
+        return {"args": {}, "attributes": attributes}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        loader = more["train_dataloader"].loader
+        batches: _DataLoader | _StreamBatches = more["train_dataloader"]
+        loader = batches.loader
         place = loader.state_dict()
         # the Trainer's own checkpoints lack it, and a save expects it
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = entry["attributes"]["fingerprint"]
         self.fingerprint = place["fingerprint"]
+        if isinstance(batches, _StreamBatches):
+            self._stream = batches
+            if "position" in entry["attributes"] and state.global_step:
+                batches.load_state_dict(entry["attributes"]["position"])
+                return
         if state.global_step and saved is not None:
             loader.load_state_dict({**place, "fingerprint": saved})
         elif state.global_step and args.should_log:
@@ -420,6 +431,38 @@ class _DataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.keys.set_epoch(epoch)
+
+    def at(self, step: int, number: int) -> tuple[int, int]:
+        """Return the slot of this rank's batch `number` of a step and its samples, 0 of a copy."""
+        window = self.keys.window(step)
+        return (window.slots[number], window.counts[number]) if number < len(window) else (0, 0)
+
+
+class _StreamBatches(RankBatches):
+    """This rank's share of the batches of a DataLoader over a stream, which every rank reads."""
+
+    host = _HOST
+
+    def __init__(
+        self, theirs: DataLoader[Any], micro_batches: int, count: int, **options: Any
+    ) -> None:
+        size = theirs.batch_size or 1
+        loader = StreamLoader(
+            theirs.dataset,
+            global_batch=size * micro_batches,
+            micro_batch=size,
+            num_workers=theirs.num_workers,
+            collate_fn=theirs.collate_fn,
+            sharding="items",
+            device="cpu",
+            **options,
+        )
+        super().__init__(loader, count)
+        self.theirs, self.dataset, self.batch_size = theirs, theirs.dataset, size
+
+    def at(self, step: int, number: int) -> tuple[int, float]:
+        """Return the slot of the batch that was yielded last and its samples, 0 of a copy."""
+        return self.slot, self.weight
 
 
 def _set_up(theirs: Any, ours: Any, worker: int) -> None:

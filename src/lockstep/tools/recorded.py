@@ -117,6 +117,11 @@ def _mapping(text: str) -> dict[str, Any] | None:
 
 
 def _has(record: Mapping[str, Any], *names: str) -> bool:
-    return type(record.get("step")) is int and all(
-        not math.isnan(number(record.get(name))) or record.get(name) == "nan" for name in names
+    step = record.get("step")
+    return (
+        type(step) is int
+        and 0 <= step < 2**53
+        and all(
+            not math.isnan(number(record.get(name))) or record.get(name) == "nan" for name in names
+        )
     )
