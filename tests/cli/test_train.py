@@ -69,6 +69,21 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     )
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one thread anyway")
+def test_beside_other_programs_a_worker_gets_the_free_cores_and_a_resume_keeps_the_number(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, running in (("quiet", 1), ("busy", (os.cpu_count() or 1) + 2)):
+        (folder / name).write_text(f"0.00 0.00 0.00 {running}/100 1\n")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    line = "train my_task.py --workers 1 --run mine --epochs"
+    for name, epochs, said in (("busy", 1, True), ("quiet", 2, False)):
+        ended = process(f"{line} {epochs}", folder, LOCKSTEP_LOADAVG=str(folder / name))
+        assert ended.code == 0, ended.err
+        assert ("a worker gets 1 thread in place of" in ended.err) == said
+        assert json.loads((folder / "mine" / "settings.json").read_text())["threads"] == 1
+
+
 def test_the_main_job_from_another_folder(folder: Path, lockstep: Command) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -91,8 +106,9 @@ def test_the_main_job_from_another_folder(folder: Path, lockstep: Command) -> No
     # a slow training has lines between these
     epochs = [line.partition(",")[0] for line in progress if ": accuracy" in line]
     assert epochs == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    assert progress[0] == progress[-1] == f"run directory: runs/{run.name}"
-    assert (run / "rank-0.log").read_text().splitlines() == progress[:-1]
+    assert progress[0] == f"run directory: runs/{run.name}"
+    assert "run directory" not in "".join(progress[1:])
+    assert (run / "rank-0.log").read_text().splitlines() == progress
     settings = json.loads((run / "settings.json").read_text())
     assert settings["task"] == str(folder / "my_task.py")
     assert (settings["workers"], settings["overrides"]) == (2, {"lr": "0.05"})

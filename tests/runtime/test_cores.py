@@ -1,28 +1,42 @@
-"""A busy host is told from a quiet one by what runs now and what ran in the last minute."""
+"""A busy host is told from a quiet one by what runs in every look."""
 
 from __future__ import annotations
 
 import math
 import os
-from itertools import product
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.runtime import cores
-from lockstep.runtime.cores import busy, quota
+from lockstep.runtime.cores import busy, quota, running
 
 CORES = os.cpu_count() or 1
 
 
-def test_both_must_be_high(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_in_every_look_keeps_a_core_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "loadavg"
     monkeypatch.setenv("LOCKSTEP_LOADAVG", str(file))
-    low, high = (0.1, 1), (3 * CORES, 3 * CORES + 1)
-    for (load, _), (_, running) in product((low, high), repeat=2):
-        file.write_text(f"{load:.2f} 1.00 1.00 {running}/500 1234\n")
-        assert (busy() is not None) == (load > 1 and running > 1)
-    assert str(busy()).startswith(f"load {load:.1f} on {CORES} core")
+    seen = [CORES + 2] * 11
+
+    def look(seconds: float) -> None:
+        file.write_text(f"0.00 1.00 1.00 {seen.pop()}/500 1234\n")
+
+    monkeypatch.setattr(time, "sleep", look)
+    look(0)
+    assert str(busy()).startswith(f"{CORES + 1} other programs run on {CORES} core")
+    seen[:] = [9, 9, 2, 9, 9, 9]
+    look(0)
+    assert running() == 1
+    seen[:] = [9, 9, 2, 9, 9, 9]
+    look(0)
+    assert running(own=3) == 0
+    monkeypatch.setenv("LOCKSTEP_LOADAVG", str(tmp_path / "nowhere"))
+    seen[:] = [9] * 10
+    assert (running(), busy()) == (0, None)
 
 
 @pytest.mark.parametrize("version", [1, 2])

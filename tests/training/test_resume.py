@@ -175,6 +175,21 @@ def test_another_training_is_refused_with_the_difference(tmp_path: Path) -> None
         trained(1, tmp_path)
 
 
+def test_a_finished_run_goes_on_with_more_epochs_and_with_nothing_else(
+    whole: Whole, tmp_path: Path
+) -> None:
+    trained(2, tmp_path, epochs=2)
+    result, steps = whole(3)
+    for options in ({"epochs": 1}, {"epochs": 5, "precision": "bf16"}):
+        with refused("run-finished"):
+            trained(1, tmp_path, **options)
+    with refused("another-training") as refusal:
+        trained(1, tmp_path, changes={"clip": None}, epochs=5)
+    assert "clip was 0.5 and is None" in str(refusal.value)
+    assert comparable(trained(1, tmp_path, epochs=5)) == result
+    assert records(tmp_path) == steps
+
+
 def test_settings_that_decide_nothing_may_change() -> None:
     before = Settings(task="toy", workers=2, exact=True)
     knobs = {"update": "sharded", "reduce": "native", "loader_workers": 2}

@@ -15,9 +15,9 @@ from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.launching import Launch
-from lockstep.config.settings import Config, Settings
+from lockstep.config.settings import FILE, Config, Settings
 from lockstep.errors import UsageError
-from lockstep.runtime.cores import busy, cores
+from lockstep.runtime.cores import cores, running
 
 if TYPE_CHECKING:
     from lockstep.launcher.failures import Failure
@@ -212,7 +212,7 @@ class _Run:
                 print(f"starting {ranks}: this takes some seconds ...", file=sys.stderr, flush=True)
             if self.ray is None:
                 settings = fitted(settings, count_workers=workers is None)
-            crowded = _crowded(settings) if self.ray is None else None
+                settings = _with_free_cores(settings, directory)
             allowed = (
                 Workers(settings.workers, settings.workers)
                 if workers is None
@@ -222,8 +222,6 @@ class _Run:
             restarts = usual if self.launch.max_restarts is None else self.launch.max_restarts
             outcome = replace(self, settings=settings)._start(directory, allowed, restarts)
             if not outcome.exit_code:
-                if crowded is not None:
-                    print(crowded, file=sys.stderr)
                 _say_finished(directory, task)
             elif outcome.failure is not None and self._leaves_nothing(directory, outcome.failure):
                 directory.release(failed=True)
@@ -291,23 +289,30 @@ def _say_finished(directory: RunDirectory, task: str) -> None:
     directory.check()
     if not directory.result.exists():
         raise UsageError("task-ended-its-process", task=task)
-    print(f"run directory: {directory.shown}", file=sys.stderr, flush=True)
     print(result.last_line(result.read(directory.result)))
 
 
-def _crowded(settings: Settings) -> str | None:
-    """Return a warning for a busy host. If another program uses the core of one of a rank's
-    threads, the others wait for this thread at every operation.
+def _with_free_cores(settings: Settings, directory: RunDirectory) -> Settings:
+    """Return the settings with the threads that a rank can keep busy beside other programs, if the
+    user has left the number open: a thread without a core of its own holds the others up at every
+    operation. A run that is resumed keeps its number.
     """
     threads = cores() // settings.workers
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
-    if chosen or threads < 2 or (found := busy()) is None:
-        return None
+    if chosen or threads < 2:
+        return settings
+    if (directory.path / FILE).exists():
+        return replace(settings, threads=Settings.read(directory.path).threads)
     from lockstep.launcher.start import gpus
 
-    if settings.device != "cpu" and gpus():
-        return None
-    return (
-        f"warning: the host was busy at the start ({found}): {threads} threads of one worker wait"
-        " for each other there; --threads 1 may be faster"
+    programs, every = running(own=2), os.cpu_count() or 1  # the fork server imports torch now
+    free = max(1, min(cores(), every - programs) // settings.workers)
+    if free == threads or (settings.device != "cpu" and gpus()):
+        return settings
+    print(
+        f"other programs keep {min(programs, every)} of {every} cores busy: a worker gets"
+        f" {free} thread{'s' * (free > 1)} in place of {threads} (--threads N sets the number)",
+        file=sys.stderr,
+        flush=True,
     )
+    return replace(settings, threads=free)

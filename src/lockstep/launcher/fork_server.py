@@ -42,9 +42,6 @@ FOR_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, si
 """Signals that are for the launcher alone, although a scheduler sends some of them to all processes
 of a job. The processes that serve its ranks end when the launcher says so, or has gone.
 """
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables by which a user says how threads of OpenMP wait for each other."""
-_SPINS = "1000"
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _MALLOCS = ("jemalloc_bg_thd",)
 """Threads of an allocator that holds its own locks during a fork, and has no thread in the child.
@@ -200,7 +197,7 @@ def _execute(server: int, settings: Settings, descriptors: Sequence[int]) -> Non
         for descriptor in (file.fileno(), *descriptors):
             os.set_inheritable(descriptor, True)
         command = interpreter("fresh", server, file.fileno(), *descriptors)
-        os.execve(command[0], command, with_defaults(settings[1]))
+        os.execve(command[0], command, with_huge_pages(settings[1]))
 
 
 def _run(server: int, settings: Settings, descriptors: Sequence[int]) -> None:
@@ -239,19 +236,14 @@ def flags() -> list[str]:
     return [*known, *(part for option in options if option not in known for part in ("-X", option))]
 
 
-def with_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a new interpreter, with settings that libraries read as they are
-    loaded. What the user has set stays.
+def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a new interpreter in which glibc asks the kernel for huge pages.
+    Every step allocates its gradients anew, and pages of 4 KiB, each cleared at its first use, cost
+    a third of a small step.
 
-    glibc asks the kernel for huge pages: every step allocates its gradients anew, and pages of 4
-    KiB, each cleared at its first use, cost a third of a small step. A thread of OpenMP that waits
-    for others spins only briefly, and then sleeps: otherwise it takes the core from the thread that
-    it waits for, if other programs keep the host busy.
+    A user's own setting of glibc's tunables stays.
     """
-    defaults = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    if not any(name in environment for name in _WAITING):
-        defaults["GOMP_SPINCOUNT"] = _SPINS
-    return {**defaults, **environment}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **environment}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from lockstep.errors import LockstepError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import signal_name
-from lockstep.launcher.fork_server import flags, interpreter, with_defaults
+from lockstep.launcher.fork_server import flags, interpreter, with_huge_pages
 from lockstep.runtime.streams import open_closed_streams
 
 FOR_SCRIPTS = (
@@ -111,7 +111,7 @@ class ForkServer:
         with remote:
             process = subprocess.Popen(
                 interpreter("serve", remote.fileno(), parent, *modules),
-                env=with_defaults(environment),
+                env=with_huge_pages(environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[remote.fileno()],
                 start_new_session=True,

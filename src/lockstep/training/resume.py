@@ -40,7 +40,10 @@ class Identity:
         Raises UsageError if the checkpoint is of another training; and in exact mode for a change,
         unless the settings allow it.
         """
-        check_same(self.recipe, found.state.get("recipe", {}), found.folder)
+        theirs = dict(found.state.get("recipe", {}))
+        if "sha256" in found.state:  # of a finished training, which may go on
+            theirs |= {name: self.recipe[name] for name in ("epochs", "steps")}
+        check_same(self.recipe, theirs, found.folder)
         refuse = settings.exact and not settings.allow_changes
         return changed_since(found.state, self.digests, found.folder, world, refuse=refuse)
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
@@ -109,9 +110,11 @@ class RunDirectory:
         raise LockstepError("run-directory-gone", path=str(self.path), what=now)
 
     @classmethod
-    def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
+    def claim(
+        cls, path: Path | str | None, name: str, *, fresh: bool = False, extends: bool = False
+    ) -> RunDirectory:
         """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is
-        there is resumed, or set aside if `fresh`.
+        there is resumed, or set aside if `fresh`. A finished one goes on if `extends`.
 
         Raises UsageError if the folder cannot be written, is used by another run (with its pid and
         host), or holds a finished run or other files.
@@ -130,7 +133,7 @@ class RunDirectory:
                         disk.force(folder.parent)
                 if fresh:
                     _set_aside(chosen)
-            if not fresh and claimed.result.exists():
+            if not (fresh or extends) and claimed.result.exists():
                 raise UsageError("run-finished", path=str(chosen))
         except BaseException:
             claimed.release()
@@ -227,6 +230,21 @@ def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh
     return resume or not settings.differences(Settings.read(run))
 
 
+def _extends(settings: Settings, run: Path | None) -> bool:
+    """Whether `settings` train the finished run in `run` for more epochs or steps, and change nothing
+    else.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError, UsageError):
+        # no finished run, or not one of ours
+        done = {} if run is None else json.loads((run / RESULT).read_text(encoding="utf-8"))
+        if (settings.epochs or 0) > done["epochs"] or (settings.steps or 0) > done["steps"]:
+            assert run is not None
+            before = Settings.read(run)
+            as_long = replace(settings, epochs=before.epochs, steps=before.steps)
+            return not as_long.differences(before)
+    return False
+
+
 def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
     """Claim the directory `run` (None: a new one). If `fresh`, also set its copies elsewhere aside.
 
@@ -237,8 +255,12 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
         from lockstep.training.loggers import check_installed  # before anything is made
 
         check_installed(settings.log)
-    directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh)
+    extends = not fresh and _extends(settings, run)
+    directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh, extends=extends)
     try:
+        if extends:
+            directory.result.unlink(missing_ok=True)
+            settings.write(directory.path)
         remote = None
         if settings.checkpoints is not None:
             from lockstep.checkpoints.remote import Remote  # imports fsspec
