@@ -1,7 +1,7 @@
 """Do the threads of one worker fit the host? Seconds of `lockstep train digits` on an idle host, beside
 busy loops on every core, and in a control group with the time of one core.
 
-    python benchmarks/threads.py --rounds 5
+    python benchmarks/threads.py
 
 The variants take turns. "two threads": OMP_NUM_THREADS=2. The control group is one of version 1,
 which root makes; without it that row is left out.
@@ -70,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
     asked = parser.parse_args()
     places: dict[str, Callable[[], AbstractContextManager[Sequence[str]]]] = {
         "idle": lambda: nullcontext(()),

@@ -15,7 +15,7 @@ from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.launching import Launch
-from lockstep.config.settings import FILE, Config, Settings
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, running
 
@@ -301,8 +301,8 @@ def _with_free_cores(settings: Settings, directory: RunDirectory) -> Settings:
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
     if chosen or threads < 2:
         return settings
-    if (directory.path / FILE).exists():
-        return replace(settings, threads=Settings.read(directory.path).threads)
+    if (kept := Settings.read(directory.path).threads) is not None:
+        return replace(settings, threads=kept)
     from lockstep.launcher.start import gpus
 
     programs, every = running(own=2), os.cpu_count() or 1  # the fork server imports torch now

@@ -210,8 +210,10 @@ def take_over(directory: RunDirectory, settings: Settings) -> None:
     run here is another training.
     """
     if directory.begun:
-        different = settings.differences(Settings.read(directory.path))
-        if different:
+        before = Settings.read(directory.path)
+        if settings.threads is None and not settings.exact:
+            settings = replace(settings, threads=before.threads)
+        if different := settings.differences(before):
             raise UsageError(
                 "another-training",
                 place=f"unfinished run {directory.path}",
@@ -259,8 +261,9 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh, extends=extends)
     try:
         if extends:
+            before = Settings.read(directory.path)
             directory.result.unlink(missing_ok=True)
-            settings.write(directory.path)
+            replace(before, epochs=settings.epochs, steps=settings.steps).write(directory.path)
         remote = None
         if settings.checkpoints is not None:
             from lockstep.checkpoints.remote import Remote  # imports fsspec
