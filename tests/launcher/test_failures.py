@@ -132,6 +132,13 @@ def test_an_exception_without_a_text_is_told_by_its_type_and_place() -> None:
     assert "failed: Silent: " in failures.render(record).splitlines()[-1]
 
 
+def test_the_cause_of_an_error_that_begins_with_an_empty_line_is_its_last_line() -> None:
+    """As torch's ProcessRaisedException, which holds the traceback of a process."""
+    text = "\n\n-- Process 1 terminated:\nTraceback:\n  File x\nValueError: of process 1\n"
+    record = failures.of_exception(RuntimeError(text), 0)
+    assert failures.render(record).endswith("failed: RuntimeError: ValueError: of process 1")
+
+
 def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line() -> None:
     for argument, called, code in (
         (0, "sys.exit(0)", 1),

@@ -261,7 +261,9 @@ def summary(failure: Failure) -> str:
         f"rank {failure.rank} (pid {failure.pid},"
         f" {failure.host}{f', log {failure.log}' if failure.log else ''})"
     )
-    text = failure.message.strip().partition("\n")[0]
+    text, *more = failure.message.strip().splitlines() or [""]
+    if more and text.endswith(": ") and text.count(" ") == 1:
+        text += more[-1].strip()  # as of torch's spawn, whose text begins with an empty line
     doing = f" {failure.doing}" if failure.doing else ""
     if failure.kind == "node":
         return f"node {failure.host} {text}"
