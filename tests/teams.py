@@ -11,6 +11,7 @@ and the next test gets a new one.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import threading
@@ -189,6 +190,7 @@ def _serve(connections: Sequence[Connection]) -> None:
                 assert World.current() is world, "the function has closed the team's world"
                 connection.send_bytes(for_ranks((True, (_changed(), result))))
                 if pickle.loads(_received(connection)):
+                    gc.collect()  # a Stepper of an earlier test is not to be compared with this one's
                     world.close()
                     world = _opened()
             answer = True, None
