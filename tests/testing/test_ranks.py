@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.launcher import start
-from lockstep.testing import run_ranks
+from lockstep.testing import run_ranks, warm_commands
 from lockstep.world.world import World
 
 
@@ -66,3 +66,16 @@ def test_launchers_get_a_fork_of_the_warm_server_however_many_servers_this_proce
         start.fork_server(environment={**os.environ, "PYTHONHASHSEED": str(seed)}, cold=True)
     with closing(start.ForkServer.start((), os.environ)) as server:
         assert server.answer(_has_torch) == b"yes"
+
+
+def test_a_fork_of_a_warm_server_is_not_used_after_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "_servers", {})
+    with warm_commands():
+        inside = start.fork_server()
+        assert inside.answer(_has_torch) == b"yes"
+    assert not start._servers
+    assert not inside.alive
+    assert start.fork_server().answer(_has_torch) == b"yes"
+    start.close_all()

@@ -17,8 +17,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -333,6 +333,18 @@ def alike(environment: Mapping[str, str]) -> str:
     """
     namespaces = sorted(os.readlink(entry) for entry in Path("/proc/self/ns").iterdir())
     return json.dumps([flags(), acting(environment), namespaces])
+
+
+@contextmanager
+def own_servers() -> Iterator[None]:
+    """End the servers that are started in the block with the block."""
+    known = dict(_servers)
+    try:
+        yield
+    finally:
+        for key, server in list(_servers.items()):
+            if known.get(key) is not server:
+                _servers.pop(key).close()
 
 
 def _fork_of_warm_server(environment: Mapping[str, str]) -> ForkServer | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 from lockstep.launcher.fork_server import serve
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.start import ALIKE, FOR_TRAININGS, WARM, ForkServer, alike
+from lockstep.launcher.start import ALIKE, FOR_TRAININGS, WARM, ForkServer, alike, own_servers
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.process_lifetime import die_with_parent
 
@@ -104,7 +104,8 @@ def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
         before = {name: os.environ.get(name) for name in (WARM, ALIKE)}
         os.environ.update({WARM: str(directory / "warm"), ALIKE: alike(os.environ)})
         try:
-            yield
+            with own_servers():  # they are forks of this one, and would end a moment after it
+                yield
         finally:
             for name, value in before.items():
                 del os.environ[name]
