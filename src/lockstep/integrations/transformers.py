@@ -414,6 +414,7 @@ class _DataLoader(DataLoader[Any]):
 
     def __init__(self, loader: Loader, count: int, theirs: DataLoader[Any]) -> None:
         self.loader, self.theirs, self.keys = loader, theirs, _KeysOfRank(loader, count)
+        self._window: Window | None = None  # of the current step
         seed = loader.recipe["seed"]
         super().__init__(
             KeyedDataset(theirs.dataset, seed, theirs.collate_fn, loader.rank),
@@ -431,10 +432,13 @@ class _DataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.keys.set_epoch(epoch)
+        self._window = None
 
     def at(self, step: int, number: int) -> tuple[int, int]:
         """Return the slot of this rank's batch `number` of a step and its samples, 0 of a copy."""
-        window = self.keys.window(step)
+        window = self._window
+        if window is None or window.step != step:
+            window = self._window = self.keys.window(step)
         return (window.slots[number], window.counts[number]) if number < len(window) else (0, 0)
 
 

@@ -29,6 +29,7 @@ from lockstep.checkpoints.manifest import check
 from lockstep.config.settings import FILE, Settings
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 from lockstep.runtime import disk
+from lockstep.training import result
 from lockstep.training.resolve import short_name
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def _extends(settings: Settings, run: Path | None) -> bool:
     """
     with suppress(OSError, ValueError, LookupError, TypeError, UsageError):
         # no finished run, or not one of ours
-        done = {} if run is None else json.loads((run / RESULT).read_text(encoding="utf-8"))
+        done = {} if run is None else result.read(run / RESULT)
         if (settings.epochs or 0) > done["epochs"] or (settings.steps or 0) > done["steps"]:
             assert run is not None
             before = Settings.read(run)
