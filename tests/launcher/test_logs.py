@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def test_it_stays_where_it_is_wanted_and_the_oldest_of_many_goes(home: Path) -> 
     for number in range(place_module.KEPT + 2):
         with log_place(None) as place:
             place.keep = True
-        os.utime(place.path, (number, number))
+        os.utime(place.path / "kept", (number, number))
         paths.append(place.path)
     assert [path.exists() for path in paths] == [False, False] + [True] * place_module.KEPT
 
@@ -140,6 +141,25 @@ def test_what_a_killed_launcher_left_goes_and_what_a_living_one_has_stays(home: 
         with log_place(None):
             assert living.path.exists()
             assert not dead.exists()
+
+
+def test_a_kept_directory_that_another_command_removes_meanwhile_is_no_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with log_place(None) as place:
+        place.keep = True
+    status = Path.stat
+
+    def removed_after_the_first_look(self: Path, **options: bool) -> os.stat_result:
+        result = status(self, **options)
+        if self.parent == place.path:
+            shutil.rmtree(place.path)
+        return result
+
+    monkeypatch.setattr(Path, "stat", removed_after_the_first_look)
+    with log_place(None) as other:
+        assert other.path.is_dir()
+    assert not place.path.exists()
 
 
 def test_the_tail_is_the_end_of_the_file(tmp_path: Path) -> None:

@@ -188,13 +188,15 @@ def tail(file: Path, lines: int = 15) -> str:
 
 
 def _sweep(home: Path) -> None:
-    old = list(home.glob("logs-*"))
-    kept = sorted(
-        (folder for folder in old if (folder / _MARK).exists()),
-        key=lambda folder: folder.stat().st_mtime,
-    )
-    left = [folder for folder in old if folder not in kept and not owner_lives(folder)]
-    for folder in (*left, *kept[: max(0, len(kept) - KEPT + 1)]):
+    kept = {}
+    for folder in home.glob("logs-*"):
+        try:
+            kept[folder] = (folder / _MARK).stat().st_mtime
+        except FileNotFoundError:  # no mark, or another command has just removed the directory
+            if not owner_lives(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    oldest_first = sorted(kept, key=lambda folder: kept[folder])
+    for folder in oldest_first[: max(0, len(kept) - KEPT + 1)]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
