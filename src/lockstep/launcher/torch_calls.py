@@ -90,7 +90,11 @@ class _Calls:
         @functools.wraps(original)
         def noted(*args: Any, **keywords: Any) -> Any:
             # a compiler must see only the original
-            if torch.compiler.is_compiling() or self._inside or not page.mine:
+            if (
+                torch.compiler.is_compiling()
+                or self._inside
+                or page.thread != threading.get_ident()
+            ):
                 return original(*args, **keywords)
             self._inside, call = True, None
             try:

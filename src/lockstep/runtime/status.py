@@ -94,37 +94,48 @@ class Page:
             self._fields = _Fields.from_buffer(mmap.mmap(handle, ctypes.sizeof(_Fields)))
         finally:
             os.close(handle)
-        self._owner = threading.get_ident()
+        self.thread = threading.get_ident()
+        """The thread that writes the page: the main thread."""
         self._began_to_wait = 0
         self._plain = 0  # collective numbers used by calls of torch.distributed
         self._ring = list(self._fields.ring)
         self._among = EVERYBODY
-        self.enter(INDEX["start"], time.monotonic_ns())
-
-    @property
-    def phase(self) -> int:
-        return self._fields.phase
+        self._fields.since = time.monotonic_ns()
+        self.enter(INDEX["start"], self._fields.since)
 
     @property
     def ticks(self) -> int:
         return self._fields.ticks
 
-    def enter(self, phase: int, now: int) -> None:
+    def enter(self, phase: int, now: int) -> int:
+        """Record that a phase begins. Return the phase that it ends."""
         fields = self._fields
-        if fields.since:
-            fields.totals[fields.phase] += now - fields.since
-        fields.phase, fields.since = phase, now
+        before: int = fields.phase
+        fields.totals[before] += now - fields.since
+        fields.phase = phase
+        fields.since = now
         fields.ticks += 1
+        return before
 
     def step(self, number: int) -> None:
         self._fields.step = number
         self._fields.ticks += 1
 
+    def waits(self, begun: bool, now: int, messages: bool = False) -> None:
+        fields = self._fields
+        if begun:
+            self._began_to_wait = now
+        else:
+            fields.waited += now - self._began_to_wait
+        fields.waits = int(begun) + int(messages)
+        fields.ticks += 1
+
     def collective(self, number: int, text: str) -> None:
-        self._list(number + self._plain, shortened(text))
+        """Record that this rank is about to do `text`, collective `number` of Lockstep's."""
+        self._append(number + self._plain, text.encode(errors="replace")[:_TEXT])
         self._fields.ticks += 1
 
-    def _list(self, number: int, text: bytes) -> None:
+    def _append(self, number: int, text: bytes) -> None:
         entry = self._ring[number % _RING]
         entry.number = 0  # marks the entry as unreadable while it changes
         entry.text = text
@@ -135,7 +146,7 @@ class Page:
         fields = self._fields
         if numbered:
             self._plain += 1
-            self._list(fields.number + 1, text)
+            self._append(fields.number + 1, text)
         self._wait_among(among)
         self._began_to_wait = time.monotonic_ns()
         fields.call, fields.plain, fields.waits = text, 1, 1
@@ -171,25 +182,12 @@ class Page:
         self._fields.native = b""
         self._fields.ticks += 1
 
-    def waits(self, begun: bool, now: int, messages: bool = False) -> None:
-        if begun:
-            self._began_to_wait = now
-        else:
-            self._fields.waited += now - self._began_to_wait
-        self._fields.waits = int(begun) + int(messages)
-        self._fields.ticks += 1
-
     @property
     def waiting(self) -> bool:
         return bool(self._fields.waits)
 
     def opened(self) -> None:
         self._fields.opened = 1
-
-    @property
-    def mine(self) -> bool:
-        """Whether the current thread is the one that writes this page."""
-        return threading.get_ident() == self._owner
 
 
 _page: Page | None = None
@@ -245,24 +243,26 @@ def noted() -> bool:
     return _page is not None
 
 
-def enter(phase: str) -> str:
-    """Record that a phase begins, and return the name of the phase that it ends."""
-    before = _enter(INDEX[phase])
-    if _hook is not None:
+def enter(phase: str, *, resumed: bool = False) -> str:
+    """Record that a phase begins, and return the name of the phase that it ends. `resumed`: it
+    goes on after a phase within it, so the hook is not called.
+
+    It runs a dozen times in a step, so it looks at the time once and calls little.
+    """
+    now, thread = time.monotonic_ns(), threading.get_ident()
+    index, before = INDEX[phase], INDEX["loop"]
+    page, clock = _page, _clock
+    if clock is not None and clock.thread == thread:
+        before = clock.phase
+        clock.spent[before] += now - clock.since
+        clock.phase, clock.since = index, now
+        if clock.marks is not None:
+            clock.mark(now)
+    if page is not None and page.thread == thread:
+        before = page.enter(index, now)
+    if _hook is not None and not resumed:
         _hook(_step, phase)
     return PHASES[before]
-
-
-def _enter(phase: int) -> int:
-    now = time.monotonic_ns()
-    page, clock, before = _page, _clock, INDEX["loop"]
-    if clock is not None and clock.mine:
-        before = clock.phase
-        clock.enter(phase, now)
-    if page is not None and page.mine:
-        before = page.phase
-        page.enter(phase, now)
-    return before
 
 
 class inside:  # takes a third of the time of a generator-based context manager
@@ -280,21 +280,22 @@ class inside:  # takes a third of the time of a generator-based context manager
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
-            _enter(INDEX[self._before])  # the outer phase continues, so the hook is not called
+            enter(self._before, resumed=True)
 
 
 def step(number: int) -> None:
-    """Note the number of the optimizer step that is being computed, from 1."""
+    """Record the number of the optimizer step that is being computed, from 1."""
     global _step
     _step = number
-    if _page is not None and _page.mine:
-        _page.step(number)
+    page = _page
+    if page is not None and page.thread == threading.get_ident():
+        page.step(number)
 
 
 def collective(number: int, text: str) -> None:
     """Record that this rank is about to do `text`, its collective `number` of all ranks."""
     page = _page
-    if page is not None and page.mine:
+    if page is not None and page.thread == threading.get_ident():
         page.collective(number, text)
 
 
@@ -302,11 +303,11 @@ def waits(begun: bool, *, messages: bool = False) -> None:
     """Record that this rank starts or stops waiting for other ranks. `messages`: it waits for
     messages, not in a collective. An error while waiting leaves it noted, as with `inside`.
     """
-    now = time.monotonic_ns()
+    now, thread = time.monotonic_ns(), threading.get_ident()
     page, clock = _page, _clock
-    if page is not None and page.mine:
+    if page is not None and page.thread == thread:
         page.waits(begun, now, messages)
-    if clock is not None and clock.mine:
+    if clock is not None and clock.thread == thread:
         clock.waits(begun, now)
 
 

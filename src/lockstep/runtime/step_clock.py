@@ -35,6 +35,8 @@ PHASES = (
     "end",
 )
 INDEX = {name: number for number, name in enumerate(PHASES)}
+_START, _DATA, _FORWARD, _BACKWARD, _REDUCE, _OPTIMIZER = range(6)
+_CHECKPOINT, _EVALUATE, _LOOP, _CHECKS, _END = range(6, 11)
 PAUSES = ("checkpoint", "evaluate")
 _NONE = 0  # no wait is under way
 _SECOND = 1e9  # ns
@@ -104,19 +106,26 @@ class _Mark(NamedTuple):
 
 
 class StepClock:
-    """The clock of this process. Its main thread calls `enter` and `waits` through status.py; `end`
-    ends a step, and `finished` returns the times of ended steps.
+    """The clock of this process. status.py writes to it, on the main thread, when a phase or a wait
+    begins. `end` ends a step, and `finished` returns the times of ended steps.
 
     `event` records an event in a device's stream. With it, phases and spans are those of the
     device, counted from where the host began the step.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        self._owner = threading.get_ident()
+        self.thread = threading.get_ident()
+        """The thread that reports to this clock."""
         self._event = event
-        self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE
-        self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
-        self._marks: list[_Mark] | None = None
+        self.phase = INDEX["loop"]
+        self.since = time.monotonic_ns()
+        """When the phase began, or was last added to `spent`."""
+        self.spent = [0] * len(PHASES)
+        """The time in each phase since the step began, in ns."""
+        self._waited = [0] * len(PHASES)
+        self._began_to_wait = _NONE
+        self.marks: list[_Mark] | None = None
+        """Where each piece of the step begins, if that is recorded."""
         self._keeps = False  # whether to keep this step's spans
         # steps that have ended on the host, and not yet on the device: step, marks, hidden, keep
         # spans
@@ -124,77 +133,77 @@ class StepClock:
         self._finished: list[StepTimes] = []
         self.begin()
 
-    @property
-    def mine(self) -> bool:
-        """Whether the current thread is the one that reports to this clock."""
-        return threading.get_ident() == self._owner
-
-    def enter(self, phase: int, now: int) -> None:
-        self._spent[self.phase] += now - self._since
-        self.phase, self._since = phase, now
-        if self._marks is not None:
-            self._mark(now)
-
     def waits(self, begun: bool, now: int) -> None:
         if begun:
             self._began_to_wait = now
         elif self._began_to_wait != _NONE:
             self._waited[self.phase] += now - self._began_to_wait
             self._began_to_wait = _NONE
-        if self._marks is not None:
-            self._mark(now)
+        if self.marks is not None:
+            self.mark(now)
 
     def begin(self, *, spans: bool = False) -> None:
         """Begin a step: the time until now belongs to no step. `spans`: keep the position of each
         piece of the step.
         """
         now = time.monotonic_ns()
-        self._since, self._began_to_wait = now, _NONE
-        self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
+        self.since, self._began_to_wait = now, _NONE
+        self.spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
         self._keeps = spans
-        self._marks = [] if spans or self._event is not None else None
-        if self._marks is not None:
-            self._mark(now)
+        self.marks = [] if spans or self._event is not None else None
+        if self.marks is not None:
+            self.mark(now)
 
     def end(self, step: int, hidden: float | None = 0.0, *, spans: bool = False) -> None:
         """End a step and begin the next. `hidden`: seconds of communication during computation.
         `spans`: keep the spans of the next step.
         """
-        self.enter(self.phase, time.monotonic_ns())
-        marks = self._marks
+        self._count()
+        marks = self.marks
         if self._event is None:
-            kept = () if marks is None else _spans(marks)
-            self._finished.append(_times(step, self._spent, self._waited, hidden, kept))
+            pieces = () if marks is None else _spans(marks)
+            self._finished.append(_times(step, self.spent, self._waited, hidden, pieces))
         elif marks is not None:
             self._open.append((step, marks, hidden, self._keeps))
         self.begin(spans=spans)
 
+    def _count(self) -> None:
+        """Add the time until now to the current phase."""
+        now = time.monotonic_ns()
+        self.spent[self.phase] += now - self.since
+        self.since = now
+        if self.marks is not None:
+            self.mark(now)
+
     def paused(self) -> dict[str, float]:
         """Return the host's seconds of each kind of pause since the last step ended."""
-        self.enter(self.phase, time.monotonic_ns())
-        return {name: self._spent[INDEX[name]] / _SECOND for name in PAUSES}
+        self._count()
+        return {name: self.spent[INDEX[name]] / _SECOND for name in PAUSES}
 
     def finished(self) -> list[StepTimes]:
         """Return the steps that have ended since the last call, in order. On a GPU: those whose
         work is done.
         """
-        while self._open and (event := self._open[0][1][-1].event) is not None and event.query():
-            step, marks, hidden, keeps = self._open.popleft()
-            self._finished.append(
-                _times(step, *_of_device(marks), hidden, _spans(_on_device(marks)) if keeps else ())
-            )
-        found, self._finished = self._finished, []
-        return found
+        while self._open:
+            step, marks, hidden, keeps = self._open[0]
+            if not marks[-1].event.query():
+                break
+            self._open.popleft()
+            spent, waited = _of_device(marks)
+            pieces = _spans(_on_device(marks)) if keeps else ()
+            self._finished.append(_times(step, spent, waited, hidden, pieces))
+        finished, self._finished = self._finished, []
+        return finished
 
-    def _mark(self, now: int) -> None:
-        assert self._marks is not None
-        if len(self._marks) == _MOST_MARKS:  # no step ends, so this is not a training any more
-            self._marks = None
+    def mark(self, now: int) -> None:
+        assert self.marks is not None
+        if len(self.marks) == _MOST_MARKS:  # no step ends, so this is not a training any more
+            self.marks = None
             return
         event = None
         if self._event is not None:
             event = self._event()
-        self._marks.append(_Mark(self.phase, self._began_to_wait != _NONE, now, event))
+        self.marks.append(_Mark(self.phase, self._began_to_wait != _NONE, now, event))
 
 
 def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
@@ -220,13 +229,13 @@ def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
 
 def _spans(marks: Sequence[_Mark]) -> list[PhaseSpan]:
     """Return the pieces between the marks, with equal neighbours merged."""
-    found: list[PhaseSpan] = []
+    spans: list[PhaseSpan] = []
     for mark, following in itertools.pairwise(marks):
         span = PhaseSpan(PHASES[mark.phase], mark.waits, mark.ns / _SECOND, following.ns / _SECOND)
-        if found and found[-1].phase == span.phase and found[-1].waits == span.waits:
-            span = span._replace(begin=found.pop().begin)
-        found.append(span)
-    return found
+        if spans and spans[-1].phase == span.phase and spans[-1].waits == span.waits:
+            span = span._replace(begin=spans.pop().begin)
+        spans.append(span)
+    return spans
 
 
 def _times(
@@ -236,20 +245,20 @@ def _times(
     hidden: float | None,
     spans: Sequence[PhaseSpan],
 ) -> StepTimes:
-    own = {name: (spent[number] - waited[number]) / _SECOND for number, name in enumerate(PHASES)}
+    own = [(ns - waiting) / _SECOND for ns, waiting in zip(spent, waited, strict=True)]
+    waited_in_step = sum(waited) - waited[_EVALUATE] - waited[_CHECKPOINT]
     return StepTimes(
         step=step,
-        data=own["data"],
-        forward=own["forward"],
-        backward=own["backward"],
-        moving=own["reduce"],
-        waits=sum(waited[number] for number, name in enumerate(PHASES) if name not in PAUSES)
-        / _SECOND,
-        optimizer=own["optimizer"],
-        checks=own["checks"],
-        other=own["loop"] + own["start"],
+        data=own[_DATA],
+        forward=own[_FORWARD],
+        backward=own[_BACKWARD],
+        moving=own[_REDUCE],
+        waits=waited_in_step / _SECOND,
+        optimizer=own[_OPTIMIZER],
+        checks=own[_CHECKS],
+        other=own[_LOOP] + own[_START],
         hidden=hidden,
-        evaluate=spent[INDEX["evaluate"]] / _SECOND,
-        checkpoint=spent[INDEX["checkpoint"]] / _SECOND,
+        evaluate=spent[_EVALUATE] / _SECOND,
+        checkpoint=spent[_CHECKPOINT] / _SECOND,
         spans=spans,
     )
