@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import StackDataset, Subset
 
+from lockstep.data import keyed
 from lockstep.data.keyed import KeyedDataset, Streams, fetches_at_once
 from lockstep.errors import UsageError
 from lockstep.runtime import host_generators, randomness
@@ -158,6 +159,8 @@ def test_an_error_after_a_draw_is_the_seeded_samples_own() -> None:
 def test_the_word_of_a_python_that_cannot_be_read_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_generators._readable()
     monkeypatch.setattr(host_generators, "_readable", lambda: False)
+    unread = host_generators.HostGenerators()
+    monkeypatch.setattr(keyed, "host_generators", lambda: unread)
     before = everything()
     draws_from = {1: "random", 2: "gauss"}
     dataset = KeyedDataset(Moody(4, draws_from), 7, as_list)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.runtime import randomness
-from lockstep.runtime.host_generators import Numpy, Random, Torch, _place_in_torch
+from lockstep.runtime.host_generators import HostGenerators
 from tests.data.datasets import draw_from
 
 
@@ -27,42 +27,46 @@ def everything() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), state[1].tolist(), *state[2:], random.getstate()
 
 
-@pytest.mark.parametrize(
-    ("kind", "draw"),
-    [(Torch, "torch"), (Numpy, "numpy"), (Numpy, "normal"), (Random, "random"), (Random, "gauss")],
-)
-def test_a_look_shows_a_draw_and_puts_the_state_back(kind: Any, draw: str) -> None:
-    generator = kind()
-    generator.seed(5)
+@pytest.mark.parametrize("draw", ["torch", "numpy", "normal", "random", "gauss"])
+def test_a_draw_is_seen_and_the_states_are_restored(draw: str) -> None:
+    generators = HostGenerators()
+    generators.seed(5)
+    library = {"normal": "numpy", "gauss": "random"}.get(draw, draw)
     for count in (1, 623, 1, 624, 1248):
-        look, before = generator.look(), everything()
-        assert not generator.drawn(look)
+        state, before = generators.get_state(), everything()
+        assert generators.drawn(state) == []
         for _ in range(count):
             draw_from(draw)
-        assert generator.drawn(look)
-        generator.put_back(look)
+        assert generators.drawn(state) == [library]
+        generators.set_state(state)
         assert everything() == before
 
 
-@pytest.mark.parametrize("kind", [Torch, Numpy, Random])
+@pytest.mark.parametrize("draw", ["torch-normal", "normal", "gauss"])
 @pytest.mark.parametrize("stored", [0, 1])
-def test_a_normal_number_in_store_is_put_back_and_no_other_is_left(kind: Any, stored: int) -> None:
-    generator, draw = kind(), {Torch: "torch-normal", Numpy: "normal", Random: "gauss"}[kind]
-    generator.seed(5)
+def test_a_cached_normal_number_is_restored_and_no_other_is_left(draw: str, stored: int) -> None:
+    generators = HostGenerators()
+    generators.seed(5)
     for _ in range(stored):
         draw_from(draw)
-    look, before = generator.look(), everything()
+    state, before = generators.get_state(), everything()
     for count in (1, 2):
-        generator.seed(6)
+        generators.seed(6)
         for _ in range(count):
             draw_from(draw)
-        generator.put_back(look)
+        generators.set_state(state)
         assert everything() == before
 
 
-def test_torchs_generator_is_found_under_any_default_device() -> None:
-    find = _place_in_torch.__wrapped__  # what the process has found is left alone
-    with torch.device("cpu"):
-        expected = find()
-    with torch.device("meta"):
-        assert find() == expected
+def test_only_the_named_generators_are_seeded_and_restored() -> None:
+    generators = HostGenerators()
+    generators.seed(5)
+    before = everything()
+    state = generators.get_state()
+    generators.seed(6, ["numpy"])
+    assert generators.drawn(state) == ["numpy"]
+    draw_from("random")
+    generators.set_state(state, ["numpy"])
+    assert generators.drawn(state) == ["random"]
+    generators.set_state(state, ["random"])
+    assert everything() == before

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import INDEX, PhaseSpan, StepClock, StepTimes
+from lockstep.runtime.step_clock import PhaseSpan, StepClock, StepTimes
 
 
 class Time:

@@ -22,13 +22,12 @@ from torch.utils.data import Dataset, StackDataset, Subset, get_worker_info
 from lockstep.data.handover import collated
 from lockstep.launcher import failures, processes, stalls
 from lockstep.runtime import randomness
-from lockstep.runtime.host_generators import Generator, Numpy, Random, Torch
+from lockstep.runtime.host_generators import HostState, host_generators
 from lockstep.runtime.process_lifetime import die_with_maker, die_with_parent, heed_parent_only
 
 IDLE = -1
 Made = TypeVar("Made")
 Enter = Callable[[int], None]
-Looks = dict[Generator, Any]
 Note = Callable[[int], None]
 Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
 
@@ -217,8 +216,8 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._generators: list[Generator] = [Torch(), Numpy(), Random()]
-        self._drawn: list[Generator] = []
+        self._generators = host_generators()
+        self._seeded: list[str] = []  # the generators that samples have drawn from
 
     def make(self, make: Callable[[Enter | None], Made]) -> Made:
         """Return what `make(enter)` returns. `make` calls `enter(seed)` before each part with its
@@ -227,43 +226,31 @@ class Streams:
         If `make` draws from a generator that was not seeded, it is called again from the same
         states, with that generator seeded.
         """
-        looks = {each: each.look() for each in self._generators}
-        seeded = [each for each, look in looks.items() if each in self._drawn or each.hidden(look)]
+        before = self._generators.get_state()
+        seeded = list(self._seeded)
+        if before.normal is not None and "numpy" not in seeded:
+            seeded.append("numpy")  # a draw of the cached number would not be seen
         while True:
+            enter = partial(self._generators.seed, names=tuple(seeded)) if seeded else None
             try:
-                made = make(_seeding(seeded))
+                made = make(enter)
             except Exception:
-                surprised = self._surprised(looks, seeded)
-                if not surprised:
+                if not self._unseeded(before, seeded):
                     raise
             else:
-                surprised = self._surprised(looks, seeded)
-                if not surprised:
+                if not self._unseeded(before, seeded):
                     return made
             finally:
-                for generator in seeded:
-                    generator.put_back(looks[generator])
-            seeded = seeded + surprised
+                if seeded:
+                    self._generators.set_state(before, seeded)
+            seeded += [name for name in self._seeded if name not in seeded]
 
-    def _surprised(self, looks: Looks, seeded: list[Generator]) -> list[Generator]:
+    def _unseeded(self, before: HostState, seeded: Sequence[str]) -> list[str]:
         """Return the generators that were drawn from without a seed. Put their states back; they
         are seeded from now on.
         """
-        found = []
-        for generator, look in looks.items():
-            if generator.drawn(look) and generator not in seeded:
-                generator.put_back(look)
-                found.append(generator)
-        self._drawn += [generator for generator in found if generator not in self._drawn]
-        return found
-
-
-def _seeding(generators: list[Generator]) -> Enter | None:
-    if not generators:
-        return None
-
-    def enter(value: int) -> None:
-        for generator in generators:
-            generator.seed(value)
-
-    return enter
+        unseeded = [name for name in self._generators.drawn(before) if name not in seeded]
+        if unseeded:
+            self._generators.set_state(before, unseeded)
+            self._seeded += [name for name in unseeded if name not in self._seeded]
+        return unseeded

@@ -217,7 +217,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         """Note that `batches` yields its next batch, and enter the batch's random stream."""
         if self._at is None:  # else the loop takes two loaders in turn
             self._averaged = self._synchronized()
-            self._restore_random = randomness.kept(devices=True)
+            self._random_state = randomness.get_state()
         self._at, self.sync_gradients = batches, batches.closes
         for model in self._averaged:
             model.require_backward_grad_sync = batches.closes
@@ -229,7 +229,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             self._at, self.sync_gradients = None, True
             for model in self._averaged:
                 model.require_backward_grad_sync = True
-            self._restore_random()
+            randomness.set_state(self._random_state)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if not all(each.closes for each in self._loaders):

@@ -25,26 +25,26 @@ Plain scripts use one seed for all ranks, and blocks that draw from their own st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
-    from lockstep.runtime.host_generators import Generator
+    from lockstep.runtime.host_generators import HostGenerators, HostState
 
 import math
-from typing import Literal
 
 from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size
 
 _MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 # every recorded run depends on these: add numbers, never renumber
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
@@ -67,16 +67,16 @@ def derive(seed: int, *key: int) -> int:
     return state
 
 
-# every sample of an epoch begins with the same three numbers
+# every sample of an epoch begins with the same three numbers, and every micro-batch of a step
 _prefix = lru_cache(maxsize=64)(derive)
 
 
 def _extend(state: int, number: int) -> int:
-    return _mix(state ^ _mix((number + 0x9E3779B97F4A7C15) & _MASK))
+    return _mix(state ^ _mix((number + _GOLDEN) & _MASK))
 
 
 def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -88,16 +88,19 @@ def seed_all(value: int) -> None:
     """
     import torch
 
-    _seed_host(value)
+    _host().seed(value & _MASK)
     if torch.accelerator.is_available():
         # without an accelerator torch.manual_seed wastes time: it formats a stack trace for a later
         # GPU
         torch.manual_seed(value & _MASK)
 
 
-def _seed_host(value: int) -> None:
-    for generator in _host_generators():
-        generator.seed(value & _MASK)
+@cache
+def _host() -> HostGenerators:
+    """Return the generators of the host. Not imported before they are used: they need torch."""
+    from lockstep.runtime.host_generators import host_generators
+
+    return host_generators()
 
 
 def shared(seed: int) -> None:
@@ -107,7 +110,7 @@ def shared(seed: int) -> None:
 
 def step(seed: int, step: int, slot: int) -> None:
     """Enter the stream of one micro-batch's forward."""
-    seed_all(derive(seed, _STEP, step, slot))
+    seed_all(_extend(_prefix(seed, _STEP, step), slot))
 
 
 @contextmanager
@@ -115,23 +118,26 @@ def update(seed: int, number: int) -> Iterator[None]:
     """Run a step's update in a stream of its own. It is equal on all ranks, and for any number of
     ranks. The block does not change what the process draws after it.
     """
-    with preserved(devices=True):
-        step(seed, number, _UPDATE)
+    before = get_state()
+    step(seed, number, _UPDATE)
+    try:
         yield
+    finally:
+        set_state(before)
 
 
 def sample(seed: int, epoch: int, index: int) -> None:
     """Enter the stream of one sample in one epoch. It seeds the CPU only: loading a sample must not
     disturb the GPU's draws for the model.
     """
-    _seed_host(sample_key(seed, epoch, index))
+    _host().seed(sample_key(seed, epoch, index))
 
 
 def collate(seed: int, epoch: int, index: int) -> None:
     """Enter the stream in which samples are collated to the micro-batch whose first sample is
     `index`. It seeds the CPU only.
     """
-    _seed_host(collate_key(seed, epoch, index))
+    _host().seed(collate_key(seed, epoch, index))
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:
@@ -156,46 +162,48 @@ def order(seed: int, epoch: int) -> int:
     return derive(seed, _ORDER, epoch)
 
 
+class RandomState(NamedTuple):
+    """The random states of this process."""
+
+    host: HostState
+    devices: Sequence[torch.Tensor]
+    """Those of the GPUs, if they were asked for and this process has used one."""
+
+
+def get_state(*, devices: bool = True) -> RandomState:
+    """Return the states of torch's CPU generator, numpy's global generator and `random`, and with
+    `devices` of the GPUs.
+    """
+    import torch
+
+    states = []
+    if devices and torch.cuda.is_initialized():
+        states = [generator.get_state() for generator in torch.cuda.default_generators]
+    return RandomState(_host().get_state(), states)
+
+
+def set_state(state: RandomState) -> None:
+    """Restore what `get_state` returned."""
+    _host().set_state(state.host)
+    if state.devices:
+        import torch
+
+        for generator, device_state in zip(
+            torch.cuda.default_generators, state.devices, strict=True
+        ):
+            generator.set_state(device_state)
+
+
 @contextmanager
 def preserved(*, devices: bool = False) -> Iterator[None]:
     """Restore the CPU states of torch, numpy's global generator and `random` after the block, also
     when it raises. With `devices`, restore the GPUs' states too.
     """
-    back = kept(devices=devices)
+    before = get_state(devices=devices)
     try:
         yield
     finally:
-        back()
-
-
-def kept(*, devices: bool = False) -> Callable[[], None]:
-    """Return a function that restores the random states of now."""
-    looks = [(generator, generator.look()) for generator in _host_generators()]
-    gpus = (
-        [(generator, generator.get_state()) for generator in _gpu_generators()] if devices else []
-    )
-
-    def back() -> None:
-        for generator, look in looks:
-            generator.put_back(look)
-        for gpu, state in gpus:
-            gpu.set_state(state)
-
-    return back
-
-
-@cache
-def _host_generators() -> Sequence[Generator]:
-    from lockstep.runtime.host_generators import Numpy, Random, Torch
-
-    return Torch(), Numpy(), Random()
-
-
-def _gpu_generators() -> Sequence[torch.Generator]:
-    """Return the generators of all GPUs; none before this process has used a GPU."""
-    import torch
-
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        set_state(before)
 
 
 def sampler(seed: int, epoch: int) -> int:
@@ -203,7 +211,7 @@ def sampler(seed: int, epoch: int) -> int:
     it is seeded with.
     """
     key = derive(seed, _SAMPLER, epoch)
-    _seed_host(key)
+    _host().seed(key)
     return key
 
 
@@ -220,7 +228,7 @@ def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """
     import numpy as np
 
-    golden = np.uint64(0x9E3779B97F4A7C15)
+    golden = np.uint64(_GOLDEN)
     mixed = numbers.astype(np.uint64) + golden
     for start in (np.uint64(0), np.uint64(_mix(key & _MASK))):
         mixed = (mixed ^ start) + golden

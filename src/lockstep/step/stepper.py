@@ -279,14 +279,14 @@ class Stepper:
             yield from self._walk(opened, window)
 
     def _walk(self, opened: OpenWindow, window: Iterable[Batch]) -> Iterator[Batch]:
-        back: Callable[[], None] | None = None
+        random_state: randomness.RandomState | None = None
         try:
             for place, (batch, last) in enumerate(with_last(window)):
                 slot = opened.slot(place)
                 micro = opened.begin(place, batch, last, slot if self.method.exact else 0)
                 self._buffers.open()
                 self._outcomes.trace.open(place)
-                back = back or randomness.kept(devices=True)
+                random_state = random_state or randomness.get_state()
                 randomness.step(self._options.seed, opened.step, slot)
                 try:
                     with (
@@ -299,12 +299,12 @@ class Stepper:
                     opened.end(self._buffers.named)
                     self._buffers.shut(micro.weight, micro.row)
                 if opened.ours is None:  # loading the next batch may draw random numbers
-                    back()
-                    back = None
+                    randomness.set_state(random_state)
+                    random_state = None
                 status.enter("data")
         finally:
-            if back is not None:
-                back()
+            if random_state is not None:
+                randomness.set_state(random_state)
 
     def at_once(
         self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
