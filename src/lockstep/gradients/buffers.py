@@ -42,16 +42,25 @@ class _Kind:
     """The moving buffers of one dtype, flat: their values at the start of a step, and the sum of
     their movements.
 
-    In exact mode the sums have one row per slot, otherwise one row.
+    In exact mode the sums have one row per slot, otherwise one row. `numbers` are the numbers of
+    the buffers, `owners` the dictionary and the name under which a module has each.
     """
 
-    def __init__(self, numbers: list[int], places: list[tuple[dict[str, Tensor | None], str]]):
+    def __init__(
+        self, numbers: list[int], owners: list[tuple[dict[str, Tensor | None], str]]
+    ) -> None:
         self.numbers = numbers
-        found = [tensor for where, name in places if (tensor := where[name]) is not None]
-        self.flats = [_flat(tensor) for tensor in found]
+        self.flats: list[Tensor] = []
         """The elements of each buffer: a view that can be written to, if the buffer is
         contiguous.
         """
+        self._identities: list[tuple[dict[str, Tensor | None], str, Tensor, torch.Size, int]] = []
+        for buffers, name in owners:
+            tensor = buffers[name]
+            assert tensor is not None
+            flat = _flat(tensor)
+            self.flats.append(flat)
+            self._identities.append((buffers, name, tensor, tensor.shape, flat.data_ptr()))
         self.start = torch.cat(self.flats)
         self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
         self.moved = self.start
@@ -60,32 +69,26 @@ class _Kind:
         self._rows: list[Tensor] = []
         self._ended: list[tuple[float | Tensor, int]] = []
 
-        self._seen = [
-            (where, name, tensor, tensor.shape, flat.data_ptr())
-            for (where, name), tensor, flat in zip(places, found, self.flats, strict=True)
-        ]
-
     def same(self) -> bool:
         """Whether `flats` are still the elements of these buffers."""
-        return all(
-            where[name] is tensor and tensor.shape == shape and tensor.data_ptr() == memory
-            for where, name, tensor, shape, memory in self._seen
-        )
+        for buffers, name, tensor, shape, memory in self._identities:
+            if buffers[name] is not tensor or tensor.shape != shape:
+                return False
+            if tensor.data_ptr() != memory:
+                return False
+        return True
 
     def begin(self, *, restored: bool) -> None:
         """Begin a step with the values that the buffers hold now, or `restored` to those that the
         last step has left.
         """
         if restored:
-            self.restore()
+            torch._foreach_copy_(self.flats, self.starts)
         else:
             torch.cat(self.flats, out=self.start)
         self._ended.clear()
 
-    def restore(self) -> None:
-        torch._foreach_copy_(self.flats, self.starts)
-
-    def shut(self, weight: float | Tensor, slot: int) -> None:
+    def end_micro_batch(self, weight: float | Tensor, slot: int) -> None:
         """End a micro-batch of that weight; the buffers return to the values they began with."""
         if len(self._rows) == len(self._ended):
             self._rows.append(torch.empty_like(self.start))
@@ -97,21 +100,22 @@ class _Kind:
 
     def add_up(self) -> None:
         """Bring `moved` up to date."""
-        if self._ended:
-            weights, slots = zip(*self._ended, strict=True)
-            far = movement(torch.stack(self._rows[: len(slots)]), self.start).to(self.moved)
-            if far.is_cpu:
-                factors = _column(tuple(map(float, weights)), far.dtype)
-                self.moved.index_add_(0, _column(slots)[:, 0], far * factors)
-            else:  # the GPU gets numbers of the host without waiting
-                for row, weight, slot in zip(far, weights, slots, strict=True):
-                    self.moved[slot].add_(row * weight)
-            self._ended.clear()
+        if not self._ended:
+            return
+        weights, slots = zip(*self._ended, strict=True)
+        movements = movement(torch.stack(self._rows[: len(slots)]), self.start).to(self.moved)
+        if movements.is_cpu:
+            factors = _column(tuple(map(float, weights)), movements.dtype)
+            self.moved.index_add_(0, _column(slots)[:, 0], movements * factors)
+        else:  # the GPU gets numbers of the host without waiting
+            for row, weight, slot in zip(movements, weights, slots, strict=True):
+                self.moved[slot].add_(row * weight)
+        self._ended.clear()
 
 
 class MovingBuffers:
-    """The buffers of one model during training. `begin` opens a step, `open` and `shut` enclose
-    a micro-batch, `send` and `finish` are collective.
+    """The buffers of one model during training. `begin` opens a step, `begin_micro_batch` and
+    `end_micro_batch` enclose a micro-batch, `send` and `finish` are collective.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class MovingBuffers:
         """Begin a step: keep the values that every micro-batch starts from. With `slots`,
         movements are added along the tree of exact mode.
         """
-        if self._kinds and all(kind.same() for kind in self._kinds):
+        if self._kinds and self._same():
             restored = self._forwards_outside()
             for kind in self._kinds:
                 kind.begin(restored=restored)
@@ -194,14 +198,22 @@ class MovingBuffers:
                 kind.moved = moved
         self._moved.fill_(ABSENT if slots else 0.0)
         self._touched = set()
-        self._seen = self._marks()
+        if self._watched:
+            self._seen = self._marks()
+
+    def _same(self) -> bool:
+        """Whether all moving buffers are the tensors that were found last."""
+        for kind in self._kinds:  # noqa: SIM110 - a generator costs a call for each kind
+            if not kind.same():
+                return False
+        return True
 
     @torch.no_grad()
     def restore(self) -> None:
         """Between steps, undo what forwards outside of a window have done to the statistics."""
-        if self._forwards_outside() and all(kind.same() for kind in self._kinds):
+        if self._forwards_outside() and self._same():
             for kind in self._kinds:
-                kind.restore()
+                torch._foreach_copy_(kind.flats, kind.starts)
             self._left = self._versions()
 
     def _versions(self) -> tuple[list[int], list[int]]:
@@ -211,8 +223,10 @@ class MovingBuffers:
         versions: tuple[list[int], list[int]] = [], []
         for kind in self._kinds:
             for number in kind.numbers:
-                counts = self._owners[number][1] == "num_batches_tracked"
-                versions[counts].append(self._buffer(number)._version)
+                module, name = self._owners[number]
+                buffer = module._buffers[name]
+                assert buffer is not None
+                versions[name == "num_batches_tracked"].append(buffer._version)
         return versions
 
     def _forwards_outside(self) -> bool:
@@ -237,9 +251,9 @@ class MovingBuffers:
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         return [kind.start for kind in self._kinds]
 
-    def open(self) -> None:
-        """Begin a micro-batch."""
-        self._seen = self._marks()
+    def begin_micro_batch(self) -> None:
+        if self._watched:
+            self._seen = self._marks()
 
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
         """Write these values to a kind's buffers, except to caches."""
@@ -251,20 +265,22 @@ class MovingBuffers:
                 buffer = real(self._buffer(number))
                 buffer.copy_(value.view(buffer.shape))
 
-    def shut(self, weight: float | Tensor, slot: int = 0) -> None:
+    def end_micro_batch(self, weight: float | Tensor, slot: int = 0) -> None:
         """End a micro-batch of that weight; `slot` is its row. The buffers return to the values
         that the step began with.
         """
-        self._look()
+        if self._watched:
+            self._look()
+        same = self._agreed and self._same()
         for kind in self._kinds:
-            if self._agreed and kind.same():
-                kind.shut(weight, slot)
+            if same:
+                kind.end_micro_batch(weight, slot)
             else:
-                self._shut_one_by_one(kind, weight, slot)
+                self._end_one_by_one(kind, weight, slot)
 
     @torch.no_grad()
-    def _shut_one_by_one(self, kind: _Kind, weight: float | Tensor, slot: int) -> None:
-        """Do what `shut` does if the ranks have not agreed yet which buffers move, or if a buffer
+    def _end_one_by_one(self, kind: _Kind, weight: float | Tensor, slot: int) -> None:
+        """Do what `end_micro_batch` does if the ranks have not agreed yet which buffers move, or if a buffer
         is another tensor now.
         """
         kind.add_up()  # keeps the order of the micro-batches
@@ -292,7 +308,7 @@ class MovingBuffers:
         """Whether a forward of this rank has written to a buffer that was agreed not to move. The
         open micro-batch counts.
         """
-        if not self._agreed:
+        if not self._agreed or not self._watched:
             return False
         self._look()
         return bool(self._touched)
@@ -384,27 +400,33 @@ def movement(now: Tensor, before: Tensor) -> Tensor:
     """How far elements have moved. They are subtracted in their own dtype, so that a large counter
     that moves by 1 moves by exactly 1. inf minus inf is no movement.
     """
-    now, before = _countable(now), _countable(before)
+    if now.dtype in _COUNTABLE:
+        now, before = now.to(_COUNTABLE[now.dtype]), before.to(_COUNTABLE[before.dtype])
     return torch.where(now == before, 0, now - before)
 
 
 def moved_by(before: Tensor, moved: Tensor) -> Tensor:
     """Return elements after the mean movement `moved`."""
-    if before.dtype == torch.bool:
+    dtype = before.dtype
+    if dtype == torch.bool:
         return (before.to(moved) + moved) >= 0.5
     if not before.is_floating_point():
         moved = moved.round()
-    counted = _countable(before)
-    return (counted + moved.to(counted.dtype)).to(before.dtype)
+    if dtype in _COUNTABLE:
+        before = before.to(_COUNTABLE[dtype])
+    return (before + moved.to(before.dtype)).to(dtype)
 
 
-def _countable(tensor: Tensor) -> Tensor:
-    """Convert to a dtype that can be added and subtracted; some dtypes can only be stored."""
-    if tensor.dtype == torch.bool:
-        return tensor.to(torch.int8)
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return tensor.to(torch.int64)
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+# dtypes that can be stored, and not added or subtracted, with those that replace them
+_COUNTABLE = {
+    torch.bool: torch.int8,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+for _dtype in vars(torch).values():
+    if isinstance(_dtype, torch.dtype) and _dtype.is_floating_point and _dtype.itemsize == 1:
+        _COUNTABLE[_dtype] = torch.float32
 
 
 @torch.no_grad()

@@ -19,14 +19,14 @@ from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 
+# the message: these three sums, then, for each row, a number per rank
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
-# each of these rows has one number per rank
-_ROWS = ("samples", "losses", "busy", "waited", "digests", "digesting")
+_SAMPLES, _LOSSES, _BUSY, _WAITED, _DIGESTS, _DIGESTING, _ROWS = range(7)
 
 
 def numbers(ranks: int) -> int:
     """The number of float64 numbers in the facts of a step on so many ranks, without slots."""
-    return _BY_RANK + len(_ROWS) * ranks
+    return _BY_RANK + _ROWS * ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,89 +63,94 @@ class FactsMessage:
     """
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
-        self._group, self._device, self._slots = group, device, slots
+        self._group, self._slots = group, slots
+        self._on_cpu = device.type == "cpu"
+        self._first_slot = _BY_RANK + _ROWS * group.size
         # a list if the host knows the numbers: a write to a tensor takes microseconds
-        self._values: Any = [0.0] * numbers(group.size) + [ABSENT] * (2 * slots)
-        if device.type != "cpu":
+        self._values: Any = [0.0] * self._first_slot + [ABSENT] * (2 * slots)
+        if not self._on_cpu:
             self._values = torch.zeros(len(self._values), dtype=torch.float64, device=device)
-            self._values[numbers(group.size) :].fill_(ABSENT)
+            self._values[self._first_slot :].fill_(ABSENT)
+        self.sent = False
         self._sum: Reading | None = None
-
-    @property
-    def sent(self) -> bool:
-        return self._sum is not None
 
     def add(self, weight: float | Tensor, loss: Tensor | float, slot: int = 0) -> None:
         """Count a micro-batch: its weight and its sum of losses. The loss is read at once, because
         the user may change it in place later.
         """
         assert not self.sent
-        if self._device.type == "cpu":
+        if self._on_cpu:
             weight = float(weight)
             loss = loss.item() if isinstance(loss, Tensor) else loss
         elif isinstance(loss, Tensor):
             loss = loss.detach()
         if self._slots:
-            first = numbers(self._group.size)
-            self._put(first + slot, weight)
-            self._put(first + self._slots + slot, loss)
+            self._put(self._first_slot + slot, weight)
+            self._put(self._first_slot + self._slots + slot, loss)
         self._values[_WEIGHT] += weight
-        self._values[self._mine("losses")] += loss
+        self._values[_BY_RANK + _LOSSES * self._group.size + self._group.rank] += loss
 
     def add_samples(self, count: int) -> None:
-        self._values[self._mine("samples")] += count
+        self._values[_BY_RANK + _SAMPLES * self._group.size + self._group.rank] += count
 
     def add_times(self, busy: float, waited: float) -> None:
         """Add the times of this rank's step before, in seconds."""
-        self._put(self._mine("busy"), busy)
-        self._put(self._mine("waited"), waited)
+        self._put_row(_BUSY, busy)
+        self._put_row(_WAITED, waited)
 
     def add_digest(self, digest: int, seconds: float) -> None:
         """Add a digest of what this rank began the step with, and the seconds that it took. The
         digest has 52 bits, so that float64 holds it exactly.
         """
-        self._put(self._mine("digests"), digest)
-        self._put(self._mine("digesting"), seconds)
+        self._put_row(_DIGESTS, digest)
+        self._put_row(_DIGESTING, seconds)
 
-    def _put(self, place: int, value: float | Tensor) -> None:
-        if self._device.type == "cpu":
-            self._values[place] = value
+    def _put_row(self, row: int, value: float) -> None:
+        self._put(_BY_RANK + row * self._group.size + self._group.rank, value)
+
+    def _put(self, index: int, value: float | Tensor) -> None:
+        if self._on_cpu:
+            self._values[index] = value
         else:  # assigning a number copies it from the host, which waits for the GPU
-            self._values[place].fill_(value)
-
-    def _mine(self, row: str) -> int:
-        return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
+            self._values[index].fill_(value)
 
     def send(self, *, stop: bool, newly_moving: bool) -> None:
         if stop:
             self._put(_STOP, 1)
         if newly_moving:
             self._put(_NEWLY_MOVING, 1)
-        if self._device.type == "cpu":
+        if self._on_cpu:
             self._values = torch.tensor(self._values, dtype=torch.float64)
-        self._sum = Reading(
-            self._values,
-            self._group.all_reduce(self._values, place="for the facts of a step"),
-        )
+        self.sent = True
+        work = self._group.all_reduce(self._values, place="for the facts of a step")
+        self._sum = Reading(self._values, work)
 
     def wait(self) -> Facts:
         assert self._sum is not None, "the facts leave before they are waited for"
-        weight, stop, newly_moving, *rest = self._sum.list()
+        values = self._sum.list()
         size = self._group.size
-        samples, losses, *others = (
-            tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS))
-        )
-        loss = sum(losses)
+        rows = []
+        for row in range(_ROWS):
+            first = _BY_RANK + row * size
+            rows.append(tuple(values[first : first + size]))
+        weight, loss = values[_WEIGHT], sum(rows[_LOSSES])
         if self._slots:
-            weight, loss = (
-                add_rows(torch.tensor(each, dtype=torch.float64)).item()
-                for each in _halves(rest[len(_ROWS) * size :])
-            )
-        return Facts(weight, loss, stop, newly_moving, tuple(map(int, samples)), losses, *others)
-
-
-def _halves(values: list[float]) -> tuple[list[float], list[float]]:
-    return values[: len(values) // 2], values[len(values) // 2 :]
+            weights = values[self._first_slot : self._first_slot + self._slots]
+            losses = values[self._first_slot + self._slots :]
+            weight = add_rows(torch.tensor(weights, dtype=torch.float64)).item()
+            loss = add_rows(torch.tensor(losses, dtype=torch.float64)).item()
+        return Facts(
+            weight,
+            loss,
+            values[_STOP],
+            values[_NEWLY_MOVING],
+            samples_by_rank=tuple(map(int, rows[_SAMPLES])),
+            losses_by_rank=rows[_LOSSES],
+            busy_by_rank=rows[_BUSY],
+            waited_by_rank=rows[_WAITED],
+            digests_by_rank=rows[_DIGESTS],
+            digesting_by_rank=rows[_DIGESTING],
+        )
 
 
 class Reading:
@@ -167,13 +172,10 @@ class Reading:
             side = _side_stream(values.device)
             side.wait_stream(torch.cuda.current_stream(values.device))
             with torch.cuda.stream(side):
-                self._finish_work()
+                if work is not None:
+                    work.wait()
                 self._copy()
-
-    def _finish_work(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+            self._work = None
 
     def _copy(self) -> None:
         host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
@@ -185,11 +187,13 @@ class Reading:
 
     def list(self) -> list[float]:
         """The numbers, flat."""
-        self._finish_work()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[float] = self._values.reshape(-1).tolist()
-        return found
+        numbers: list[float] = self._values.reshape(-1).tolist()
+        return numbers
 
 
 @cache

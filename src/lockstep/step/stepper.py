@@ -284,7 +284,7 @@ class Stepper:
             for place, (batch, last) in enumerate(with_last(window)):
                 slot = opened.slot(place)
                 micro = opened.begin(place, batch, last, slot if self.method.exact else 0)
-                self._buffers.open()
+                self._buffers.begin_micro_batch()
                 self._outcomes.trace.open(place)
                 random_state = random_state or randomness.get_state()
                 randomness.step(self._options.seed, opened.step, slot)
@@ -297,7 +297,7 @@ class Stepper:
                         yield batch
                 finally:  # also if the user's loop stops early: step() then sums what it computed
                     opened.end(self._buffers.named)
-                    self._buffers.shut(micro.weight, micro.row)
+                    self._buffers.end_micro_batch(micro.weight, micro.row)
                 if opened.ours is None:  # loading the next batch may draw random numbers
                     randomness.set_state(random_state)
                     random_state = None
