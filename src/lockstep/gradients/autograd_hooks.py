@@ -92,6 +92,7 @@ class AutogradHooks:
         # by number, the parameters whose small gradients have landed since the last look
         self._noted: dict[int, Tensor] = {}
         self._home: list[Bucket] = []
+        self._sizes: list[int] = []  # the number of gradients in each bucket
         self._said: set[str] = set()
 
     def lay(
@@ -109,22 +110,28 @@ class AutogradHooks:
             small = {number for number, each in enumerate(parameters) if each.nbytes <= _SMALL}
         self._small = small
         self.fold.keep(small)
-        self.arm(buckets)
+        self._sizes = [len(bucket.spans) for bucket in buckets]
+        self.arm()
         noted = small - {bucket.spans[-1].parameter for bucket in buckets}
         return [
             partial(self._noted.__setitem__ if number in noted else self.landed, number)
             for number in range(len(names))
         ]
 
-    def arm(self, buckets: Sequence[Bucket]) -> None:
-        """Prepare for a closing backward: one during which full buckets may leave."""
+    def rest(self) -> None:
+        """The sums are complete: no closing backward is under way."""
         self._under_way = self._began = False
+
+    def arm(self) -> None:
+        """Prepare for a closing backward: one during which full buckets may leave."""
+        self.rest()
         self._noted.clear()
-        self.static_graph.begin(len(self._names))
+        if self.static_graph.on:
+            self.static_graph.begin(len(self._names))
         # per parameter: whether its last gradient of the closing backward has landed and is scaled
         self.closed = [False] * len(self._names)
         # per bucket: how many gradients the closing backward has still to deliver
-        self._expected = [len(bucket.spans) for bucket in buckets]
+        self._expected = self._sizes.copy()
 
     @property
     def stray(self) -> bool:
@@ -151,8 +158,9 @@ class AutogradHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Count the gradients that land in this block."""
-        self.strayed = self.stray
-        self._noted.clear()
+        if self._noted:
+            self.strayed = self.stray
+            self._noted.clear()
         before, self.expecting = self.expecting, True
         self.unfinished += 1
         try:
@@ -162,7 +170,8 @@ class AutogradHooks:
                 error.add_note(_STALE)
             raise
         finally:
-            self._look_through()
+            if self._noted:
+                self._look_through()
             self.expecting = before
         self.unfinished -= 1
 
@@ -174,13 +183,12 @@ class AutogradHooks:
         if not self.closing and number in self._small:
             self._noted[number] = parameter  # no bucket waits for it
             return
-        self._look_through()
+        if self._noted:
+            self._look_through()
         self._land(number, parameter)
 
     def _look_through(self) -> None:
         """Count the gradients that were only noted, in the order in which they landed."""
-        if not self._noted:
-            return
         noted = self._noted.copy()
         self._noted.clear()
         if self.on_landed is not None or not self.fold.all_in_place(noted):
@@ -206,8 +214,9 @@ class AutogradHooks:
         bucket = self._home[number]
         if self.guarded and self.here[number] and self.fold.cleared(number, landing=True):
             raise UsageError("gradient-cleared", parameter=self._names[number])
+        static = self.static_graph
         if bucket.index < len(self._works) or (
-            self.closing and (self.closed[number] or self.static_graph.has_all(number))
+            self.closing and (self.closed[number] or (static.on and static.has_all(number)))
         ):
             raise self.static_graph.late(number, self._names[number])
         if parameter.grad is not None and parameter.grad.requires_grad:
@@ -227,7 +236,7 @@ class AutogradHooks:
             return
         if self.on_landed is not None and parameter.grad is not None:
             self.on_landed(number, parameter.grad)
-        last = self.closing and self.static_graph.is_last(number)
+        last = self.closing and (not static.on or static.is_last(number))
         self.fold.land(number, self.scale if last else 1.0)
         self.here[number] = True
         if self.arrivals is not None and self.fold.sets_order(closing=self.closing):
@@ -284,7 +293,8 @@ class AutogradHooks:
 
 
 class StaticGraph:
-    """How many gradients each parameter gets in a backward, if all backwards are alike (`on`).
+    """How many gradients each parameter gets in a backward, if all backwards are alike: used only
+    if it is `on`.
 
     The first backward shows which gradient of a parameter is its last. In a graph that is not
     static, each parameter gets one.
@@ -304,13 +314,11 @@ class StaticGraph:
         first backward of a static graph, when this is not known yet.
         """
         self._count[number] += 1
-        return not self.on or (
-            self._times is not None and self._count[number] >= self._times[number]
-        )
+        return self._times is not None and self._count[number] >= self._times[number]
 
     def has_all(self, number: int) -> bool:
         """Whether a parameter has had as many gradients as in the first backward."""
-        return self.on and self._times is not None and self._count[number] == self._times[number]
+        return self._times is not None and self._count[number] == self._times[number]
 
     def learn(self) -> None:
         """Keep the counts of the first backward, which has ended."""

@@ -73,30 +73,18 @@ class Reducer:
         """
         self.on_leave: Callable[[Bucket], None] | None = None
         """Called with each bucket of this rank's gradients before the bucket is summed."""
-        self._first = 0  # the rank that has slot 0 of the window
+        self._cut: Cut | None = None  # of the window
         self._trained = TrainedParameters(module, ignored)
+        self.ignored = self._trained.ignored
+        """The full names of the parameters that are left alone."""
+        self.names: Sequence[str] = ()
+        self.parameters: Sequence[nn.Parameter] = ()
+        self.generation = 0
+        """How often the model's parameters have changed."""
         self.hooks = AutogradHooks(fold or InPlace(), self._leave_next, self._works, self.timeline)
         self._take()
 
     # -- parameters and buckets -------------------------------------------------------------------
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self._trained.names
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._trained.parameters
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """The full names of the parameters that are left alone."""
-        return self._trained.ignored
-
-    @property
-    def generation(self) -> int:
-        """How often the model's parameters have changed."""
-        return self._trained.generation
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -111,6 +99,8 @@ class Reducer:
             if here
         }
         trained.take()
+        self.names, self.parameters = trained.names, trained.parameters
+        self.generation += 1
         hooks.static_graph.forget()
         hooks.arrivals = []
         hooks.here = [id(parameter) in landed for parameter in trained.parameters]
@@ -175,7 +165,7 @@ class Reducer:
 
     def _arm(self) -> None:
         """Prepare for a closing backward."""
-        self.hooks.arm(self.buckets)
+        self.hooks.arm()
         self._forget()
 
     def _forget(self) -> None:
@@ -189,7 +179,7 @@ class Reducer:
         self.hooks.here = [False] * len(self.parameters)
         self.renew()
         self.hooks.fold.clear(self.parameters)
-        self._first = 0 if cut is None or self.group.size == 1 else cut.first(self.group.size)
+        self._cut = cut
         if self.hooks.fold.begin(cut):
             self._build(self.layout.order)
         self._arm()
@@ -237,7 +227,9 @@ class Reducer:
         last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
         order = list(dict.fromkeys([*last, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
-        self.group.broadcast(message, self._first, place="for the order of gradients").wait()
+        size = self.group.size
+        first = 0 if self._cut is None or size == 1 else self._cut.first(size)
+        self.group.broadcast(message, first, place="for the order of gradients").wait()
         self._lay(message.tolist())
 
     def _lay(self, order: Sequence[int]) -> None:
@@ -324,7 +316,10 @@ class Reducer:
         self.landed_here = hooks.here
         hooks.static_graph.learn()
         hooks.here = [False] * len(self.parameters)
-        self._arm()
+        if hooks.guarded:
+            hooks.rest()  # `reset` begins the next window
+        else:
+            self._arm()
 
     def _missing(self) -> float:
         """The number of parameters without a gradient on this rank. It is 0 on a rank without a
@@ -350,7 +345,8 @@ class Reducer:
         """Raise if gradients were cleared between the backward and `finish`. They belong to the
         sum, and would be lost on this rank only. Waits for no other rank.
         """
-        if not self.hooks.fold.all_in_place(range(len(self.names))):
+        numbers = range(len(self.names))
+        if not self.hooks.fold.all_in_place(numbers):
             for number, name in enumerate(self.names):
                 if self.hooks.here[number] and self.hooks.fold.cleared(number, landing=False):
                     raise UsageError("gradient-cleared", parameter=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import ClassVar
 from weakref import ref
@@ -30,8 +29,6 @@ class TrainedParameters:
         self._module, self.ignored = module, frozenset(ignored)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        self.generation = 0
-        """How often the trained parameters have changed."""
         self._taken_over = False
         self._handles: list[RemovableHandle] = []
         # parameters that are equal on all ranks
@@ -56,7 +53,6 @@ class TrainedParameters:
         if not named:
             raise UsageError("no-trainable-parameter")
         self.close()
-        self.generation += 1
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         for parameter in self.parameters:
@@ -107,9 +103,11 @@ class TrainedParameters:
         """
         parameters: list[nn.Parameter] = []
         modules = [self._module]
-        while modules:
-            found = chain.from_iterable([each._parameters.values() for each in modules])
-            parameters += [each for each in found if each is not None]
-            below = chain.from_iterable([each._modules.values() for each in modules])
-            modules = [each for each in below if each is not None]
+        for module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameters.append(parameter)
+            for child in module._modules.values():
+                if child is not None:
+                    modules.append(child)  # the loop comes to it
         return list(map(id, parameters)), list(map(_KIND, parameters))

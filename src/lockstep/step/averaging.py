@@ -73,6 +73,7 @@ class Averaging:
         hooks = self.reducer.hooks
         hooks.closing, hooks.scale, hooks.end_of_backward = True, 1 / group.size, self.finish
         hooks.static_graph.on = static_graph
+        hooks.arm()
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
         self._replicas = ReplicaCheck(drift=_DRIFT) if compares else None
         if compares:
@@ -96,6 +97,7 @@ class Averaging:
 
     def set_static_graph(self) -> None:
         self.reducer.hooks.static_graph.on = True
+        self.reducer.hooks.arm()
         self._unused = UnusedCheck(self.reducer, "skip")
 
     @property
