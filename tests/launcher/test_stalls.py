@@ -195,7 +195,7 @@ def test_a_rank_that_is_stopped_in_its_users_code_is_named_where_nobody_waits(
 def test_one_page_that_changes_is_no_stall(pages: Pages) -> None:
     pages.at(5)
     for _ in range(20):
-        pages.pages[1].collective(3, "x")
+        pages.pages[1].collective(3, b"x")
         assert pages.after(5) is None
 
 

@@ -146,7 +146,9 @@ def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor, op: str = "sum") 
         return
     combine = COMBINE[op]
     left, right = term
-    combine(_value(left, tensors, combine), _value(right, tensors, combine), out=out)
+    first = tensors[left] if isinstance(left, int) else _value(left, tensors, combine)
+    second = tensors[right] if isinstance(right, int) else _value(right, tensors, combine)
+    combine(first, second, out=out)
 
 
 def _value(term: Term, tensors: Sequence[Tensor], combine: Callable[..., Tensor]) -> Tensor:

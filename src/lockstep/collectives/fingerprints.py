@@ -29,7 +29,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 from lockstep.launcher.processes import DEAD, state
@@ -91,7 +90,7 @@ class HostFingerprints(Uncompared):
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
-        self._mine = rank * BLOCK // _WORD
+        self._header = rank * BLOCK // _WORD
         _HEADER.pack_into(memory, rank * BLOCK, 0, 0, os.getpid())
 
     def close(self) -> None:
@@ -103,25 +102,33 @@ class HostFingerprints(Uncompared):
         words[start // _WORD] = 0  # not to be read while it changes
         encoded = text.encode()[: _TAG - _WORD]
         self._memory[start + _WORD : start + _TAG] = encoded.ljust(_TAG - _WORD, b"\0")
-        words[start // _WORD] = words[self._mine] = number
+        words[start // _WORD] = words[self._header] = number
         self._all_here(number)
 
     def compare(self, number: int) -> None:
-        if any([self._differs(other, number) for other in self._others]):
-            raise self._mismatch(number)
+        here = self._tag(self._rank, number)
+        tag = self._memory[here : here + _TAG]
+        for other in self._others:
+            there = here + (other - self._rank) * BLOCK
+            if self._memory[there : there + _TAG] != tag and self._differs(other, number):
+                raise self._mismatch(number)
 
     def _all_here(self, number: int) -> bool:
         """Compare with the ranks that have come to `number`. Return True if all have. Raises
         CollectiveMismatch.
         """
         words, all_here = self._words, True
+        here = self._rank * BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
         for other in self._others:
             header = other * BLOCK // _WORD
             if words[header + 1]:
                 raise self._mismatch(words[header + 1])
             if words[header] < number:
                 all_here = False
-            elif self._differs(other, number):
+                continue
+            there = here + (other - self._rank) * BLOCK
+            same = self._memory[here : here + _TAG] == self._memory[there : there + _TAG]
+            if not same and self._differs(other, number):
                 raise self._mismatch(number)
         return all_here
 
@@ -130,13 +137,13 @@ class HostFingerprints(Uncompared):
         overwritten it.
         """
         here, there = self._tag(self._rank, number), self._tag(other, number)
-        mine, theirs = self._memory[here : here + _TAG], self._memory[there : there + _TAG]
+        local, remote = self._memory[here : here + _TAG], self._memory[there : there + _TAG]
         if (
-            mine == theirs
+            local == remote
             or not self._words[here // _WORD] == number == self._words[there // _WORD]
         ):
             return False
-        return self._places or _without_place(theirs) != _without_place(mine)
+        return self._places or _without_place(remote) != _without_place(local)
 
     def wait(self, number: int, timeout: timedelta) -> None:
         """Return when all ranks have come to collective `number` and call the same.
@@ -185,7 +192,7 @@ class HostFingerprints(Uncompared):
 
     def _mismatch(self, number: int) -> CollectiveMismatch:
         # other ranks read it here while they wait
-        self._words[self._mine + 1] = number
+        self._words[self._header + 1] = number
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -256,16 +263,12 @@ def timed_out(
     )
 
 
-def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
-    """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
-    return _described(kind, tensor.shape, tensor.dtype, detail, place or call_site())
-
-
 # cached, because a program repeats its collectives
 @lru_cache(maxsize=1024)
-def _described(
+def described(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, detail: str, place: str
 ) -> str:
+    """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
     sizes = ",".join(map(str, shape))
     return f"{kind}{f' {detail}' if detail else ''} {short_dtype(dtype)}[{sizes}] {place}"
 

@@ -32,7 +32,7 @@ from lockstep.collectives.fingerprints import (
     HostFingerprints,
     Uncompared,
     call_site,
-    describe,
+    described,
     listed,
     timed_out,
 )
@@ -363,7 +363,8 @@ class Group:
         )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        flat = tensor.detach().to(working_dtype(tensor)).contiguous()
+        working = working_dtype(tensor)
+        flat = tensor.detach().to(working).contiguous()
         work = dist.all_reduce(flat, op=REDUCE_OPS[op], group=self.process_group, async_op=True)
 
         def finish() -> None:
@@ -496,11 +497,9 @@ class Group:
             or self._record is not None
             or (self.watched and status.noted())
         ):
-            text = (
-                describe(kind, tensor, detail, place)
-                if text is None
-                else f"{text} {place or call_site()}"
-            )
+            place = place or call_site()
+            call = described(kind, tensor.shape, tensor.dtype, detail, place)
+            text = call if text is None else f"{text} {place}"
         self.say(text or "")
         if self._record is not None:
             self._record.begin(self.number, text or kind, tensor.numel())

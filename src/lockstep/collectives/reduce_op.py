@@ -45,6 +45,8 @@ def check_op(op: str, tensor: Tensor) -> None:
     """Raise a UsageError for an unknown operation, and for one that has no meaning for the
     dtype.
     """
+    if op == "sum" and tensor.dtype in _WORKING and tensor.layout == torch.strided:
+        return
     chosen("op", op, REDUCE_OPS)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):

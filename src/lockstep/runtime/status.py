@@ -97,7 +97,8 @@ class Page:
         self.thread = threading.get_ident()
         """The thread that writes the page: the main thread."""
         self._began_to_wait = 0
-        self._plain = 0  # collective numbers used by calls of torch.distributed
+        self.plain = 0
+        """Collective numbers that calls of torch.distributed have used."""
         self._ring = list(self._fields.ring)
         self._among = EVERYBODY
         self._fields.since = time.monotonic_ns()
@@ -130,23 +131,22 @@ class Page:
         fields.waits = int(begun) + int(messages)
         fields.ticks += 1
 
-    def collective(self, number: int, text: str) -> None:
-        """Record that this rank is about to do `text`, collective `number` of Lockstep's."""
-        self._append(number + self._plain, text.encode(errors="replace")[:_TEXT])
-        self._fields.ticks += 1
-
-    def _append(self, number: int, text: bytes) -> None:
+    def collective(self, number: int, text: bytes) -> None:
+        """Record that this rank is about to do `text`, its collective `number`: of Lockstep's and
+        torch's together.
+        """
         entry = self._ring[number % _RING]
         entry.number = 0  # marks the entry as unreadable while it changes
         entry.text = text
         entry.number = self._fields.number = number
+        self._fields.ticks += 1
 
     def call(self, text: bytes, among: bytes, numbered: bool) -> None:
         """Record that a torch.distributed function begins. `numbered`: all ranks call it."""
         fields = self._fields
         if numbered:
-            self._plain += 1
-            self._append(fields.number + 1, text)
+            self.plain += 1
+            self.collective(fields.number + 1, text)
         self._wait_among(among)
         self._began_to_wait = time.monotonic_ns()
         fields.call, fields.plain, fields.waits = text, 1, 1
@@ -296,7 +296,7 @@ def collective(number: int, text: str) -> None:
     """Record that this rank is about to do `text`, its collective `number` of all ranks."""
     page = _page
     if page is not None and page.thread == threading.get_ident():
-        page.collective(number, text)
+        page.collective(number + page.plain, text.encode(errors="replace")[:_TEXT])
 
 
 def waits(begun: bool, *, messages: bool = False) -> None:

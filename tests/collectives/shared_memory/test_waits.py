@@ -66,7 +66,7 @@ def together(rank_that_leaves: int | None) -> tuple[float, list[float]]:
     waits._LOOK = _LONG if rank_that_leaves is None else 0.1
     with lockstep.init(backend="gloo") as world:
         assert world.group.memory is not None
-        assert world.group.memory._waits._crowded
+        assert world.group.memory._waits.crowded
         total = 0.0
         for step in range(50):
             if rank_that_leaves == world.rank and step == 20:

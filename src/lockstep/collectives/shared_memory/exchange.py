@@ -82,15 +82,9 @@ class Exchange(ABC):
         while (
             self._ahead < self.pieces
             and self.slots.put == self.first + self._ahead
-            and self.slots.read.reached(self._freed(self._ahead))
+            and self.slots.read.reached(self.first + self._ahead - SLOTS + 1)
         ):
             self._write()
-
-    def _freed(self, piece: int) -> int:
-        """Return how many pieces all ranks must have read before this piece may be written to its
-        slot.
-        """
-        return self.first + piece - SLOTS + 1
 
     def _write(self) -> None:
         self.give(self._ahead)
@@ -112,17 +106,22 @@ class Exchange(ABC):
         the same collective.
         """
         if self._ahead <= piece:
-            self.slots.read.until(self._freed(piece))
+            # all ranks must have read what was in the slot before
+            self.slots.read.until(self.first + piece - SLOTS + 1)
             self._write()
         self.write_ahead()
         self.slots.written.until(self.first + piece + 1)
         if piece == 0:
-            self.slots.compare(self.number)
+            self.slots.group.fingerprints.compare(self.number)
 
     def _end(self) -> None:
         try:
             for flat, tensor in self._results:
-                _copy_back(flat, tensor)
+                if tensor.is_inference():
+                    with torch.inference_mode():
+                        tensor.copy_(flat.view(tensor.shape))
+                elif flat.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(flat.view(tensor.shape))
         except RuntimeError as error:  # such as an expanded tensor, whose elements share memory
             self._error = error
         self.finished = True
@@ -132,26 +131,43 @@ class Exchange(ABC):
 
 
 class AllReduce(Exchange):
-    """All-reduce of a small tensor: every rank adds all of it."""
+    """All-reduce of a small tensor, in one piece: every rank adds all of it. A step has two of
+    these, so they are written out, with few calls.
+    """
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
         flat = _flat(tensor, working_dtype(tensor))
-        super().__init__(slots, first, _cut(flat), [(flat, tensor)])
+        super().__init__(slots, first, (flat,) if flat.numel() else (), [(flat, tensor)])
         self._op = op
 
     def take(self, piece: int) -> None:
-        mine = self._mine[piece]
-        fold([self.slot(rank, piece, mine) for rank in range(self.slots.size)], self._op, mine)
+        flat = self._mine[piece]
+        fold(self.slots.of_all_ranks(self.first + piece, flat.numel(), flat.dtype), self._op, flat)
+
+    def complete(self) -> None:
+        slots = self.slots
+        if self._taken < self.pieces:
+            if not self._ahead:
+                slots.read.until(self.first - SLOTS + 1)
+                self._write()
+            slots.written.until(self.first + 1)
+            slots.group.fingerprints.compare(self.number)
+            self.take(0)
+            self._taken = 1
+            slots.read.post(self.first + 1)
+        self._end()
 
 
-class AllReduceBySlices(AllReduce):
+class AllReduceBySlices(Exchange):
     """All-reduce of a large tensor: a rank adds its slice of each piece. It gives the sum to the
     others in its slot, where its own part of that slice would be. So each piece has a second
     synchronization, for which a rank waits after it has added the next piece.
     """
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
-        super().__init__(slots, first, tensor, op)
+        flat = _flat(tensor, working_dtype(tensor))
+        super().__init__(slots, first, _cut(flat), [(flat, tensor)])
+        self._op = op
         self._collected = 0  # pieces
         share = 64 * slots.size
         self._slices = [each.split(-(-len(each) // share) * 64) for each in self._mine]
@@ -263,14 +279,6 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_cpu and dtype == tensor.dtype and tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.reshape(-1).to("cpu", dtype, copy=True)
-
-
-def _copy_back(flat: Tensor, tensor: Tensor) -> None:
-    if tensor.is_inference():
-        with torch.inference_mode():
-            tensor.copy_(flat.view(tensor.shape))
-    elif flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _cut(flat: Tensor, room: int = PIECE) -> Sequence[Tensor]:

@@ -108,7 +108,8 @@ class HostMemory:
         *,
         crowded: bool,
     ) -> None:
-        self._group = group
+        self.group = group
+        self.rank, self.size = group.rank, group.size
         self._more = more
         words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
@@ -130,6 +131,7 @@ class HostMemory:
         self._gathers = 0
         # views of slots, because making a view takes longer than a small message
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
+        self._of_all_ranks: dict[tuple[int, int, torch.dtype], Sequence[Tensor]] = {}
         self._slots_begin = _header(group.size)
         self._given = 0  # pieces of all collectives that were started
         self.put = 0  # pieces that this rank has written
@@ -149,7 +151,7 @@ class HostMemory:
         how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
         # may run out of memory, so it comes before the collective gets its number
         work = how(self, self._given, tensor, op)
-        self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
+        self.group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         return self._start(work)
 
     def broadcast(
@@ -159,7 +161,7 @@ class HostMemory:
         check_root(root, self.size)
         work = Broadcast(self, self._given, tensor, root)
         sends = tensor.nbytes if self.rank == root else 0
-        self._group.announce("broadcast", tensor, f"from {root}", place, sends, text)
+        self.group.announce("broadcast", tensor, f"from {root}", place, sends, text)
         return self._start(work)
 
     def all_gather(
@@ -171,7 +173,7 @@ class HostMemory:
     ) -> Exchange:
         """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
         work = AllGather(self, self._given, everybodys, tensor)
-        self._group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
+        self.group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
         return self._start(work)
 
     def reduce_scatter(
@@ -182,11 +184,11 @@ class HostMemory:
         """
         check_op(op, tensor)
         work = ReduceScatter(self, self._given, tensor, parts, op)
-        self._group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
+        self.group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
         return self._start(work)
 
     def _start(self, work: Exchange) -> Exchange:
-        work.number = self._group.number
+        work.number = self.group.number
         self._given += work.pieces
         self._open.append(work)
         work.write_ahead()
@@ -199,7 +201,7 @@ class HostMemory:
         tensor i of rank r. Every rank calls it with the same arguments.
         """
         length = self._agree(sizes, dtypes, place)
-        (memory,) = self._more(length * self._group.size, mmap.MAP_SHARED)
+        (memory,) = self._more(length * self.size, mmap.MAP_SHARED)
         regions = torch.frombuffer(memory, dtype=torch.uint8).split(length)
         return list(
             map(list, zip(*[_laid(region, sizes, dtypes) for region in regions], strict=True))
@@ -220,17 +222,17 @@ class HostMemory:
         ranks.
         """
         length = max(_PAGE, sum(map(_whole_pages, sizes, dtypes)))
-        self._group.say(f"shared memory of {length} bytes {place or call_site()}")
-        self._group.wait_for_all(self._group.number)
+        self.group.say(f"shared memory of {length} bytes {place or call_site()}")
+        self.group.wait_for_all(self.group.number)
         return length
 
     def synchronize(self, place: str) -> None:
         """Return when every rank has called this."""
         self.finish_all()
-        self._group.say(f"synchronize {place}")
-        self._number = self._group.number
+        self.group.say(f"synchronize {place}")
+        self._number = self.group.number
         self._await_updated()
-        self._group.ended(self._number)
+        self.group.ended(self._number)
 
     def _await_updated(self) -> None:
         self._gathers += 1
@@ -255,16 +257,15 @@ class HostMemory:
         calls this. With `along` it is the sum of other tensors of `allocate`.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
-        self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
+        self.group.announce(kind, parts[self.rank], "sum in place", place, sends=0)
         # `data` hides these writes from the version counters, by which a Reducer sees its caller's
         # writes
-        parts = [part.data for part in parts]
         work = Sum(
             self,
-            parts,
-            self._group.rank,
+            [part.data for part in parts],
+            self.rank,
             self._sums,
-            self._group.number,
+            self.group.number,
             divisor,
             scattered=scattered,
             across=across,
@@ -282,9 +283,9 @@ class HostMemory:
         From then on no rank reads this rank's memory, so the caller may write to it.
         """
         self.finish_all()
-        rank, size = self._group.rank, self._group.size
+        rank, size = self.rank, self.size
         sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
-        self._number = self._group.announce(
+        self._number = self.group.announce(
             "all_gather", tensors[0][rank], "slices in place", place, sends
         )
         self._await_updated()
@@ -297,7 +298,7 @@ class HostMemory:
                     )
         self._copied.post(self._gathers)
         self._copied.until(self._gathers)
-        self._group.ended(self._number)
+        self.group.ended(self._number)
 
     def nap(self) -> None:
         """From now on sleep in every wait. For a thread that finishes what was started, while
@@ -328,9 +329,16 @@ class HostMemory:
                 ].view(dtype)
         return found
 
-    def compare(self, number: int) -> None:
-        """Check that all ranks, which have come to collective `number`, call the same."""
-        self._group.fingerprints.compare(number)
+    def of_all_ranks(self, piece: int, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the memory where each rank wrote a piece."""
+        key = piece % SLOTS, numel, dtype
+        slots = self._of_all_ranks.get(key)
+        if slots is None:
+            if len(self._of_all_ranks) >= _VIEWS:
+                self._of_all_ranks.clear()
+            slots = [self.slot(rank, piece, numel, dtype) for rank in range(self.size)]
+            self._of_all_ranks[key] = slots
+        return slots
 
     def finish(self, work: Exchange | Sum, timeout: timedelta | None = None) -> None:
         """Finish everything that was started before this, and this. The other ranks have `timeout`
@@ -341,25 +349,17 @@ class HostMemory:
             while self._open and not work.finished:
                 self._number = self._open[0].number
                 self._open[0].complete()
-                self._group.ended(self._open.popleft().number)
+                self.group.ended(self._open.popleft().number)
         finally:
             self._patience = before
 
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
     def _late(self, missing: Sequence[int]) -> Exception:
-        ranks = [self._group.ranks[rank] for rank in missing]
-        what = self._group.fingerprints.said(self._number)
+        ranks = [self.group.ranks[rank] for rank in missing]
+        what = self.group.fingerprints.said(self._number)
         return timed_out(self._number, what, ranks, self._timeout())
 
     def _timeout(self) -> timedelta:
-        return self._group.timeout if self._patience is None else self._patience
+        return self.group.timeout if self._patience is None else self._patience
 
 
 def _whole_pages(size: int, dtype: torch.dtype) -> int:

@@ -26,7 +26,7 @@ _WORD = 8  # bytes
 
 
 class Waits:
-    """Waits on the words of `view`, which are at `address`.
+    """How the flags of a group wait on the words of `view`, which are at `address`.
 
     `crowded` is whether ranks share cores; it is the same on all ranks. `look(ranks)` raises an
     error if one of the ranks has ended. `late(ranks)` makes the error after `timeout()` seconds.
@@ -42,15 +42,15 @@ class Waits:
         late: Callable[[Sequence[int]], Exception],
         timeout: Callable[[], float],
     ) -> None:
-        self._view, self._address = view, address
-        self._crowded = crowded
+        self.view, self.address = view, address
+        self.crowded = crowded
         self._look = look
         self._late, self._timeout = late, timeout
         self._yields = _YIELDS
 
     def close(self) -> None:
         """Release the memory, and the references to its group."""
-        self._view.release()
+        self.view.release()
         del self._look, self._late, self._timeout
 
     def nap(self) -> None:
@@ -58,80 +58,78 @@ class Waits:
         thread would keep the interpreter lock from it, and yielding the core does not release that
         lock. All ranks call it.
         """
-        self._crowded, self._yields = True, 0.0
+        self.crowded, self._yields = True, 0.0
 
-    def post(self, place: int, number: int) -> None:
-        """Write a number that the other ranks see, and wake those that sleep."""
-        self._view[place] = number
-        if self._crowded:
-            futex_wake(self._address + _WORD * place)
-
-    def reached(self, places: Sequence[int], least: int) -> bool:
-        """Whether every word in `places` is `least` or more."""
-        view = self._view
-        return all([view[place] >= least for place in places])
-
-    def until(self, places: Sequence[int], least: int) -> None:
-        """Return when every word in `places` (by rank) is `least` or more."""
-        view = self._view
-        for _ in range(1 if self._crowded else _SPINS):
-            for place in places:
-                if view[place] < least:
-                    break
-            else:
-                return
+    def wait(self, words: Sequence[int], least: int) -> None:
+        """Return when every one of these words (by rank) is `least` or more."""
         status.waits(True)
         begin = looked = time.monotonic()
         nap = 0.0
-        while (
-            behind := next((place for place in places if view[place] < least), None)
-        ) is not None:
+        while missing := self._missing(words, least):
             now = time.monotonic()
             if now - begin < self._yields:
                 os.sched_yield()
                 continue
-            if self._crowded:
-                if (seen := view[behind]) < least:
-                    futex_sleep(self._address + _WORD * behind, seen, _LOOK)
+            if self.crowded:
+                behind = words[missing[0]]
+                seen = self.view[behind]
+                if seen < least:
+                    futex_sleep(self.address + _WORD * behind, seen, _LOOK)
             else:
                 nap = min(_LONGEST_NAP, nap + 0.00002)
                 time.sleep(nap)
             if now - looked > _LOOK:
                 looked = now
-                self._look_for(self._missing(places, least), places, least)
+                self._look_for(self._missing(words, least), words, least)
                 if now - begin > self._timeout():
-                    raise self._late(self._missing(places, least))
+                    raise self._late(self._missing(words, least))
         status.waits(False)
 
-    def _look_for(self, missing: list[int], places: Sequence[int], least: int) -> None:
+    def _look_for(self, missing: list[int], words: Sequence[int], least: int) -> None:
         try:
             self._look(missing)
         except PeerFailed:
-            if self._missing(places, least) == missing:  # else it posted its number, and then ended
+            # else it posted its number, and then ended
+            if self._missing(words, least) == missing:
                 raise
 
-    def _missing(self, places: Sequence[int], least: int) -> list[int]:
-        return [rank for rank, place in enumerate(places) if self._view[place] < least]
+    def _missing(self, words: Sequence[int], least: int) -> list[int]:
+        return [rank for rank, word in enumerate(words) if self.view[word] < least]
 
 
 class Flag:
     """One number for each rank. It only grows, and the other ranks wait for it."""
 
-    def __init__(self, waits: Waits, places: Sequence[int], rank: int) -> None:
-        """`places`: the index of each rank's word."""
-        self._waits, self._places, self._mine = waits, places, places[rank]
+    def __init__(self, waits: Waits, words: Sequence[int], rank: int) -> None:
+        """`words`: the index of each rank's word."""
+        self._waits, self._words, self._own = waits, words, words[rank]
 
     def post(self, number: int) -> None:
-        """Write this rank's number, which the other ranks see."""
-        self._waits.post(self._mine, number)
+        """Write this rank's number, which the other ranks see, and wake those that sleep."""
+        waits = self._waits
+        waits.view[self._own] = number
+        if waits.crowded:
+            futex_wake(waits.address + _WORD * self._own)
 
     def reached(self, least: int) -> bool:
         """Whether every rank's number is `least` or more, without waiting."""
-        return self._waits.reached(self._places, least)
+        view = self._waits.view
+        for word in self._words:  # noqa: SIM110 - a generator costs a call for each rank
+            if view[word] < least:
+                return False
+        return True
 
     def until(self, least: int) -> None:
         """Return when every rank's number is `least` or more."""
-        self._waits.until(self._places, least)
+        waits = self._waits
+        view = waits.view
+        for _ in range(1 if waits.crowded else _SPINS):
+            for word in self._words:
+                if view[word] < least:
+                    break
+            else:
+                return
+        waits.wait(self._words, least)
 
 
 def crowded(cores_of: Sequence[Sequence[int]]) -> bool:
