@@ -15,7 +15,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,10 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
         end = stepper.clock.end = Timed(stepper.clock.end)  # type: ignore[method-assign, assignment]  # timed
         notes = [0]
 
-        def count(function: Callable[..., None]) -> Callable[..., None]:
-            def counted(*arguments: Any) -> None:
-                notes[0] += 1
-                function(*arguments)
+        def note(step: int, phase: str) -> None:
+            notes[0] += 1
 
-            return counted
-
-        clock = stepper.clock.running
-        clock.enter, clock.waits = count(clock.enter), count(clock.waits)  # type: ignore[method-assign]
+        status.on_phase(note)
         taken = []
         with AnatomyFile(Path(folder), stepper, {}) as file:
             line = Timed(file.step)

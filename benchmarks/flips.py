@@ -100,7 +100,7 @@ class Flip:
     def _walk(self) -> None:
         """A micro-batch had its forward."""
         walked, place = self._now
-        begins = not any(Caught.latest.reducer.hooks.here)
+        begins = not any(Caught.latest.reducer.ready)
         self._now = (walked + 1, 0) if begins else (walked, place + 1)
         if self._steps != self.after or self._now != self._at or self.where in WHERE:
             return

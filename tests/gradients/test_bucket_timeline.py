@@ -51,13 +51,13 @@ def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_on
     for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
         time.now = now
         timeline.look()
-        timeline.leave(Goes(time, arrives))
+        timeline.launched(Goes(time, arrives))
     for now in (3.0, 4.0, 5.0):  # the looks of gradients that land meanwhile
         time.now = now
         timeline.look()
     time.now = 8.0
     timeline.backward_is_over()
-    timeline.leave(Goes(time, 10.0))
+    timeline.launched(Goes(time, 10.0))
     for number, now in enumerate((8.0, 8.0, 9.0, 10.0)):
         time.now = now
         timeline.waited_for(number)
@@ -69,8 +69,8 @@ def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_on
 def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
     timeline = BucketTimeline()
     time.now = 1.0
-    timeline.leave(Goes(time, 2.0))
-    timeline.leave(Goes(time, 3.0))
+    timeline.launched(Goes(time, 2.0))
+    timeline.launched(Goes(time, 3.0))
     for now in (1.5, 2.0, 2.5, 3.0):
         time.now = now
         timeline.look()
@@ -86,11 +86,11 @@ def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time, back
     timeline = BucketTimeline()
     time.now = 1.0
     if backward:
-        timeline.leave(Begins())
+        timeline.launched(Begins())
         time.now = 5.0
     timeline.backward_is_over()
     if not backward:
-        timeline.leave(Goes(time, 3.0))
+        timeline.launched(Goes(time, 3.0))
     time.now = 7.0
     timeline.waited_for(0)
     assert timeline.hidden() == 0.0

@@ -65,8 +65,7 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
         forward, reducer = torch.compile(ddp, backend=count), ddp._averaging.reducer
     assert reducer is not None
     to_come: list[int] = []
-    leave = reducer.hooks._leave
-    reducer.hooks._leave = lambda: (to_come.append(reducer.hooks.here.count(False)), leave())[1]  # type: ignore[func-returns-value]
+    reducer.on_launch = lambda bucket: to_come.append(reducer.ready.count(False))
     for _ in range(2):
         to_come.clear()
         model.zero_grad()

@@ -67,11 +67,11 @@ def test_no_sync_restores_the_old_state_also_after_an_exception(world: lockstep.
     assert ddp._averaging is not None
     with pytest.raises(KeyError), ddp.no_sync(), ddp.no_sync():
         raise KeyError
-    assert ddp._averaging.reducer.hooks.closing
+    assert ddp._averaging.reducer.closing
     with ddp.no_sync():
         with ddp.no_sync():
             pass
-        assert not ddp._averaging.reducer.hooks.closing
+        assert not ddp._averaging.reducer.closing
 
 
 def two_steps(world: lockstep.World, to_none: bool) -> list[Tensor]:

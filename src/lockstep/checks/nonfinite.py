@@ -36,7 +36,7 @@ class NonFiniteTrace:
     @property
     def watched(self) -> bool:
         """Whether this window's gradients are looked at."""
-        return self._reducer.hooks.on_landed is not None
+        return self._reducer.on_ready is not None
 
     def watch(self) -> None:
         """Look at the next window's gradients."""
@@ -45,7 +45,7 @@ class NonFiniteTrace:
     def begin(self) -> None:
         """Begin a window."""
         self._landed.clear()
-        self._reducer.hooks.on_landed = self._look if self._due else None
+        self._reducer.on_ready = self._look if self._due else None
         self._due = self._always
 
     def open(self, micro_batch: int) -> None:

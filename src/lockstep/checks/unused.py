@@ -36,7 +36,7 @@ class UnusedCheck:
         if not reducer.someone_misses:
             return
         landed = torch.tensor(
-            reducer.landed_here, dtype=torch.uint8, device=reducer.parameters[0].device
+            reducer.ready_here, dtype=torch.uint8, device=reducer.parameters[0].device
         )
         used = (
             reducer.group.all_gather(landed, place="for the list of unused parameters")

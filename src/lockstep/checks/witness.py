@@ -66,7 +66,7 @@ class Computed:
 
     def __init__(self, turned: int, reducer: Reducer) -> None:
         self.turned, self._reducer = turned, reducer
-        fold = reducer.hooks.fold
+        fold = reducer.fold
         assert isinstance(fold, TreeFold)
         self._fold, self._reduction = fold, fold.reduction
         self.items: list[Item] = []
@@ -75,19 +75,19 @@ class Computed:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Note the gradients that land and leave in this block."""
-        reducer, hooks, reduction = self._reducer, self._reducer.hooks, self._reduction
-        before = hooks.on_landed  # sees only the gradients of the usual pass
+        reducer, reduction = self._reducer, self._reduction
+        before = reducer.on_ready  # sees only the gradients of the usual pass
 
         def landed(number: int, gradient: Tensor) -> None:
             self._note(_MICRO_BATCH, self._slot, reducer.names[number], digest([gradient]))
             if before is not None and not self.turned:
                 before(number, gradient)
 
-        hooks.on_landed, reducer.on_leave, reduction.on_read = landed, self._left, self._read
+        reducer.on_ready, reducer.on_launch, reduction.on_read = landed, self._left, self._read
         try:
             yield
         finally:
-            hooks.on_landed, reducer.on_leave, reduction.on_read = before, None, None
+            reducer.on_ready, reducer.on_launch, reduction.on_read = before, None, None
 
     def open(self, slot: int, batch: Any) -> None:
         """Begin a micro-batch."""

@@ -36,7 +36,7 @@ class BucketTimeline:
         self._looked = 0  # the sums before this number have arrived
         self._over: int | None = None
 
-    def leave(self, work: Work) -> None:
+    def launched(self, work: Work) -> None:
         self._asks.append(asks(work))
         self._left.append(time.monotonic_ns())
         self._arrived.append(None)

@@ -278,11 +278,11 @@ class TreeFold(Fold):
         self._folded = [0] * len(self._buckets)
         return more
 
-    def open(self) -> None:
+    def begin_micro_batch(self) -> None:
         self._place += 1
         self._landed.clear()
 
-    def land(self, number: int, scale: float) -> None:
+    def add(self, number: int, scale: float) -> None:
         parameter = self._parameters[number]
         if number in self._landed:
             raise LateGradient(
@@ -307,7 +307,7 @@ class TreeFold(Fold):
         """
         return self._place == 0
 
-    def shut(self) -> None:
+    def end_micro_batch(self) -> None:
         for bucket in self._buckets:
             self._fold(bucket, self._place + 1)
 
@@ -349,8 +349,8 @@ class TreeFold(Fold):
         for number, parameter in enumerate(self._parameters):
             parameter.grad = self._views[0][number]
 
-    def cleared(self, number: int, *, landing: bool) -> bool:
-        return not landing and self._parameters[number].grad is not None
+    def cleared(self, number: int, *, adding: bool) -> bool:
+        return not adding and self._parameters[number].grad is not None
 
 
 def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int) -> Reducer:

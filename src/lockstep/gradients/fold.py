@@ -20,7 +20,7 @@ class Fold(ABC):
     adds_in_place = False
     """Whether a gradient can have its place before it lands, so that autograd adds to it there."""
 
-    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+    def sizes(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements of a bucket each parameter's gradient takes."""
         return [parameter.numel() for parameter in parameters]
 
@@ -38,7 +38,7 @@ class Fold(ABC):
             parameter.grad = None
 
     def all_in_place(self, numbers: Iterable[int]) -> bool:
-        """Whether these gradients are where `land` would leave them."""
+        """Whether these gradients are where `add` would leave them."""
         return False
 
     def begin(self, cut: Cut | None) -> bool:
@@ -47,12 +47,12 @@ class Fold(ABC):
         """
         return False
 
-    def open(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Begin a micro-batch of this rank."""
         return
 
     @abstractmethod
-    def land(self, number: int, scale: float) -> None:
+    def add(self, number: int, scale: float) -> None:
         """Take a parameter's gradient, `.grad`, times `scale`."""
 
     def keeps_sparse(self, number: int) -> bool:
@@ -63,7 +63,7 @@ class Fold(ABC):
     def sets_order(self, *, closing: bool) -> bool:
         """Whether buckets must follow the order in which gradients arrive in this micro-batch."""
 
-    def shut(self) -> None:
+    def end_micro_batch(self) -> None:
         """End a micro-batch that is not the last."""
         return
 
@@ -80,9 +80,9 @@ class Fold(ABC):
         return
 
     @abstractmethod
-    def cleared(self, number: int, *, landing: bool) -> bool:
-        """Whether somebody has replaced a gradient that landed. `landing`: the next micro-batch's
-        gradient is about to land.
+    def cleared(self, number: int, *, adding: bool) -> bool:
+        """Whether somebody has replaced a gradient that landed. `adding`: the next micro-batch's
+        gradient is about to be added.
         """
 
 
@@ -135,7 +135,7 @@ class InPlace(Fold):
                 return False
         return True
 
-    def land(self, number: int, scale: float) -> None:
+    def add(self, number: int, scale: float) -> None:
         """Make `.grad` the view, scaled. A gradient that autograd put elsewhere is copied once, in
         the same pass. Autograd adds later micro-batches in place.
         """
@@ -160,9 +160,9 @@ class InPlace(Fold):
         return closing
 
     def fill(self, number: int, scale: float) -> None:
-        self.land(number, scale)
+        self.add(number, scale)
 
-    def cleared(self, number: int, *, landing: bool) -> bool:
+    def cleared(self, number: int, *, adding: bool) -> bool:
         return self._parameters[number].grad is not self._views[number]
 
 
@@ -187,7 +187,7 @@ class KeepsSparse(InPlace):
         self._module, self._group = module, group
         self._sparse: dict[int, str] = {}
 
-    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+    def sizes(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         sparse = set(map(id, sparse_parameters(self._module)))
         return [0 if id(parameter) in sparse else parameter.numel() for parameter in parameters]
 
@@ -200,9 +200,9 @@ class KeepsSparse(InPlace):
             if span.start == span.stop and parameters[span.parameter].numel()
         }
 
-    def land(self, number: int, scale: float) -> None:
+    def add(self, number: int, scale: float) -> None:
         if number not in self._sparse:
-            super().land(number, scale)
+            super().add(number, scale)
             return
         parameter = self._parameters[number]
         if parameter.grad is None:
@@ -218,8 +218,8 @@ class KeepsSparse(InPlace):
         for number, name in sorted(self._sparse.items()):
             self._parameters[number].grad = self._sum(self._parameters[number], name)
 
-    def cleared(self, number: int, *, landing: bool) -> bool:
-        return number not in self._sparse and super().cleared(number, landing=landing)
+    def cleared(self, number: int, *, adding: bool) -> bool:
+        return number not in self._sparse and super().cleared(number, adding=adding)
 
     def _sum(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         """Return one gradient's rows summed over all ranks. If no rank has rows, return `.grad`."""

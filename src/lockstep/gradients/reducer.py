@@ -1,43 +1,82 @@
-"""The Reducer: gradients land in buckets, full buckets leave while the backward runs, and `finish`
-completes the sum.
+"""The Reducer: gradients become ready in buckets, full buckets are launched while the backward runs,
+and `finish` completes the sum.
 
 The drop-in wrapper calls `finish` at the end of each backward and divides by the world size. The
 Stepper calls it once a window and divides by the window's weight. The Reducer knows neither
 optimizer nor loss nor window: it only sums.
 
-`finish` alone is correct: it sends what has not left, and a gradient that never came counts as
-zero. Sending during the backward (autograd_hooks.py) only saves time.
+`finish` alone is correct: it launches what was not launched, and a gradient that never came counts
+as zero. Launching during the backward only saves time.
+
+A gradient that autograd delivers is one of these:
+
+    unexpected  no backward whose gradients count is running: noted, and left in `.grad`
+    cleared     an earlier gradient of this window, which belonged to the sum, was replaced: an error
+    late        its bucket was launched, or its parameter has had its last gradient: an error
+    ready       further ones of its parameter may follow, and are added to it
+    final       the last of its parameter: its bucket waits for one gradient less, and is launched
+                when it waits for none
+
+A Python call per gradient takes longer than the backward of a small gradient. So autograd adds a
+Stepper's small gradients in place, and only stores each in a dictionary. They are counted when a
+large gradient or the last one of a bucket is ready, and when the backward ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import enum
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
-from lockstep.errors import UsageError
-from lockstep.gradients.autograd_hooks import AutogradHooks
+from lockstep.errors import LateGradient, LockstepWarning, UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.bucket_timeline import BucketTimeline
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
+from lockstep.gradients.static_graph import StaticGraph
 from lockstep.gradients.trained_parameters import TrainedParameters
-from lockstep.runtime import status
 
+_SMALL = 2**17  # bytes; zeroing the memory of a larger gradient costs more than a Python call
 _MISSING = "for the number of missing gradients"
+_NO_GRAPH = (
+    "backward(create_graph=True): the mean over the ranks has no graph, so the gradient of {!r}"
+    " cannot be differentiated again. Use torch.autograd.grad for derivatives of gradients"
+)
+_DENSE = (
+    "the gradient of {!r} is sparse, but a Stepper sums it as a dense gradient."
+    " lockstep.DistributedDataParallel without a Stepper keeps the gradients of"
+    " nn.Embedding(sparse=True) sparse"
+)
+_STALE = (
+    "A step and the end of a micro-batch write to weights and buffers. So what another window, or"
+    " another micro-batch, has computed cannot be used again here: compute it anew, as a GAN's"
+    " generator its images."
+)
+
+
+class State(enum.Enum):
+    """How far the sum of a window is."""
+
+    IDLE = "no gradient is ready"
+    ACCUMULATING = "gradients are ready, and more backwards follow"
+    SENDING = "the closing backward runs: full buckets are launched"
+    FINISHED = "the sums over all ranks are there"
 
 
 class Reducer:
     """The gradients of one model's trainable parameters, summed over the ranks of a group.
 
     `finish`, and `reset` or `renew` before the next window, are collective: every rank of the group
-    calls them.
+    calls them. Parameters go by their numbers in `names` and `parameters`.
     """
 
     def __init__(
@@ -51,29 +90,9 @@ class Reducer:
         bucket_caps: Sequence[int] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        self.group, self.reduction = group, reduction
+        self.group, self.reduction, self.fold = group, reduction, fold or InPlace()
         self.bucket_bytes = bucket_bytes
         self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
-        self.layouts = 0
-        """How often the buckets were laid out."""
-        self.timeline = BucketTimeline()
-        """The times of the window that is open, or was finished last."""
-        self._works: list[Work] = []
-        # versions of the buckets that have left, to see whether somebody writes to them
-        self._versions: list[int] = []
-        self.someone_misses = 0.0
-        """After `finish`: above 0 if any rank had parameters without a gradient."""
-        self.landed_here: Sequence[bool] = ()
-        """For each parameter, whether this rank had a gradient for it in the window that was
-        finished last.
-        """
-        self.filled_here: list[bool] = []
-        """For each parameter, whether its `.grad` was None, or only an unused place, when this
-        rank finished the window. Such a gradient became zeros.
-        """
-        self.on_leave: Callable[[Bucket], None] | None = None
-        """Called with each bucket of this rank's gradients before the bucket is summed."""
-        self._cut: Cut | None = None  # of the window
         self._trained = TrainedParameters(module, ignored)
         self.ignored = self._trained.ignored
         """The full names of the parameters that are left alone."""
@@ -81,8 +100,63 @@ class Reducer:
         self.parameters: Sequence[nn.Parameter] = ()
         self.generation = 0
         """How often the model's parameters have changed."""
-        self.hooks = AutogradHooks(fold or InPlace(), self._leave_next, self._works, self.timeline)
-        self._take()
+        self.layouts = 0
+        """How often the buckets were laid out."""
+        self.buckets: list[Bucket] = []
+
+        self.state = State.IDLE
+        self.closing = False
+        """Whether full buckets may be launched during this backward."""
+        # Set by a Stepper: only the gradients of its own backwards count, and clearing them before
+        # `finish` is an error.
+        self._guarded = False
+        self._adds_in_place = False
+        self.expecting = True
+        """Whether a backward whose gradients count is running."""
+        self._unexpected = False  # whether an unexpected gradient was delivered
+        self.unfinished = 0
+        """Backwards of this window that an exception ended. A part of the gradients of such a
+        micro-batch is ready.
+        """
+        self.scale = 1.0
+        """The factor of each gradient when it is launched: 1, or the wrapper's 1 / world size."""
+        self.static_graph = StaticGraph()
+        self.on_first: Callable[[], None] | None = None
+        """Called with the first gradient of a closing backward."""
+        self.on_ready: Callable[[int, Tensor], None] | None = None
+        """Called with each parameter's number and gradient, before the gradient is summed."""
+        self.on_launch: Callable[[Bucket], None] | None = None
+        """Called with each bucket of this rank's gradients before the bucket is summed."""
+        self.ready: list[bool] = []
+        """For each parameter, whether a gradient is ready in this window."""
+        self._final: list[bool] = []  # whether it has had its last gradient, which is scaled
+        self._small: Collection[int] = ()  # gradients that are in their buckets from the beginning
+        # by number, the parameters whose small gradients were delivered and not counted yet
+        self._uncounted: dict[int, Tensor] = {}
+        self._bucket_of: list[Bucket] = []
+        self._to_come: list[int] = []  # per bucket: the final gradients that it waits for
+        self._order: list[int] | None = []
+        """The parameters' numbers in the order in which gradients become ready in a backward of the
+        first window. None once the buckets follow this order.
+        """
+        self._warned: set[str] = set()
+
+        self.timeline = BucketTimeline()
+        """The times of the window that is open, or was finished last."""
+        self._works: list[Work] = []  # the sums of the buckets that were launched
+        self._versions: list[int] = []  # of these buckets, to see whether somebody writes to them
+        self.someone_misses = 0.0
+        """After `finish`: above 0 if any rank had parameters without a gradient."""
+        self.ready_here: Sequence[bool] = ()
+        """For each parameter, whether this rank had a gradient for it in the window that was
+        finished last.
+        """
+        self.filled_here: list[bool] = []
+        """For each parameter, whether its `.grad` was None, or only unused memory, when this rank
+        finished the window. Such a gradient became zeros.
+        """
+        self._cut: Cut | None = None  # of the window
+        self._take_parameters()
 
     # -- parameters and buckets -------------------------------------------------------------------
 
@@ -90,141 +164,163 @@ class Reducer:
         """Take the hooks off the parameters."""
         self._trained.close()
 
-    def _take(self) -> None:
+    def guard(self, *, adds_in_place: bool) -> None:
+        """Count only the gradients of backwards in `backward`, and forbid that they are cleared
+        before they are summed. `adds_in_place`: only autograd touches them, so a small gradient may
+        be in its bucket before it is ready.
+        """
+        self._guarded, self.expecting = True, False
+        self._adds_in_place = adds_in_place and not self.static_graph.on
+        self._hook_parameters()
+
+    def dense(self) -> None:
+        """From now on keep all gradients in buckets. Every rank calls it alike."""
+        self.fold = InPlace()
+        self._build(self.layout.order)
+
+    def _take_parameters(self) -> None:
         """Take charge of the module's trainable parameters."""
-        hooks, trained = self.hooks, self._trained
-        landed = {
-            id(parameter)
-            for parameter, here in zip(trained.parameters, hooks.here, strict=True)
-            if here
-        }
-        trained.take()
-        self.names, self.parameters = trained.names, trained.parameters
+        ready = set()
+        for parameter, is_ready in zip(self.parameters, self.ready, strict=True):
+            if is_ready:
+                ready.add(id(parameter))
+        self._trained.take()
+        self.names, self.parameters = self._trained.names, self._trained.parameters
         self.generation += 1
-        hooks.static_graph.forget()
-        hooks.arrivals = []
-        hooks.here = [id(parameter) in landed for parameter in trained.parameters]
+        self.static_graph.forget()
+        self._order = []
+        self.ready = [id(parameter) in ready for parameter in self.parameters]
         self.has_finished = False  # whether a window of these parameters has been summed
-        self._build(list(reversed(range(len(trained.parameters)))))
+        self._build(list(reversed(range(len(self.parameters)))))
 
     def _follow_model(self) -> None:
         """Take charge of the parameters that are trained now. Without a Stepper, do nothing while
         all are frozen (a discriminator in the generator's step).
         """
         named = self._trained.now()
-        if not named and not self.hooks.guarded:
+        if not named and not self._guarded:
             return
-        if [id(parameter) for _, parameter in named] == list(
-            map(id, self.parameters)
-        ) and self._entries() == self._laid:
+        identities = [id(parameter) for _, parameter in named]
+        if identities == list(map(id, self.parameters)) and self._entries() == self._planned:
             return
-        self._take()
+        self._take_parameters()
         self._trained.make_equal(self.group)
 
     def _entries(self) -> list[Entry]:
+        sizes = self.fold.sizes(self.parameters)
         return [
-            Entry(name, room, parameter.dtype, parameter.device)
-            for name, parameter, room in zip(
-                self.names, self.parameters, self.hooks.fold.room(self.parameters), strict=True
-            )
+            Entry(name, size, parameter.dtype, parameter.device)
+            for name, parameter, size in zip(self.names, self.parameters, sizes, strict=True)
         ]
 
     def _build(self, order: Sequence[int]) -> None:
         """Lay out the buckets. Gradients that exist already move into them."""
         self.layouts += 1
-        entries = self._laid = self._entries()
-        self.layout: Layout = plan(entries, order, caps=self._caps)
+        self._planned = self._entries()
+        self.layout: Layout = plan(self._planned, order, caps=self._caps)
         # release the old buckets before the new memory is allocated
-        self.buckets: list[Bucket] = []
-        self.hooks.lay((), (), ())
+        self.buckets, self._bucket_of = [], []
         memory = self.reduction.memory(self.layout)
-        self.buckets = [
-            Bucket(bucket, self.parameters, room)
-            for bucket, room in zip(self.layout.buckets, memory, strict=True)
-        ]
-        self.hooks.fold.lay(self.buckets, self.parameters)
-        self._call_hooks()
+        for bucket_plan, flat in zip(self.layout.buckets, memory, strict=True):
+            self.buckets.append(Bucket(bucket_plan, self.parameters, flat))
+        self.fold.lay(self.buckets, self.parameters)
+        self._hook_parameters()
 
-    def _call_hooks(self) -> None:
-        self._trained.call(self.hooks.lay(self.names, self.parameters, self.buckets))
-        self._forget()
-
-    def guard(self, *, adds_in_place: bool) -> None:
-        """Count only the gradients of backwards in `hooks.backward`, and forbid that they are
-        cleared before they are summed. `adds_in_place`: only autograd touches them.
-        """
-        hooks = self.hooks
-        hooks.guarded, hooks.expecting = True, False
-        hooks.adds_in_place = adds_in_place and not hooks.static_graph.on
-        self._call_hooks()
-
-    def dense(self) -> None:
-        """From now on keep all gradients in buckets. Every rank calls it alike."""
-        self.hooks.fold = InPlace()
-        self._build(self.layout.order)
+    def _hook_parameters(self) -> None:
+        """Have autograd call a hook for each parameter."""
+        buckets = {}
+        last_in_bucket = set()
+        for bucket in self.buckets:
+            last_in_bucket.add(bucket.spans[-1].parameter)
+            for span in bucket.spans:
+                buckets[span.parameter] = bucket
+        numbers = range(len(self.parameters))
+        self._bucket_of = [buckets[number] for number in numbers]
+        small: set[int] = set()
+        # the first window checks each gradient: whether it is sparse, and when it becomes ready
+        if self._adds_in_place and self.fold.adds_in_place and self._order is None:
+            small = {number for number in numbers if self.parameters[number].nbytes <= _SMALL}
+        self._small = small
+        self.fold.keep(small)
+        self._arm()
+        hooks: list[Callable[[Tensor], None]] = []
+        for number in numbers:
+            if number in small and number not in last_in_bucket:
+                hooks.append(partial(self._uncounted.__setitem__, number))
+            else:
+                hooks.append(partial(self._delivered, number))
+        self._trained.call(hooks)
 
     def _arm(self) -> None:
-        """Prepare for a closing backward."""
-        self.hooks.arm()
-        self._forget()
-
-    def _forget(self) -> None:
+        """Prepare for a closing backward: one during which full buckets may be launched."""
+        self.state = State.ACCUMULATING if True in self.ready else State.IDLE
+        self._uncounted.clear()
         self._works.clear()
         self._versions.clear()
+        self._final = [False] * len(self.parameters)
+        self._to_come = [len(bucket.spans) for bucket in self.buckets]
+        if self.static_graph.on:
+            self.static_graph.begin(len(self.parameters))
+
+    def use_static_graph(self) -> None:
+        """Expect every backward to be like the first. Call it before the first is over."""
+        self.static_graph.on = True
+        self.static_graph.begin(len(self.parameters))
 
     def reset(self, cut: Cut | None = None) -> None:
         """Forget all gradients and begin a new window. `cut` says which rank has which slots; None
         if its micro-batches have no numbers.
         """
-        self.hooks.here = [False] * len(self.parameters)
+        self.ready = [False] * len(self.parameters)
         self.renew()
-        self.hooks.fold.clear(self.parameters)
+        self.fold.clear(self.parameters)
         self._cut = cut
-        if self.hooks.fold.begin(cut):
+        if self.fold.begin(cut):
             self._build(self.layout.order)
-        self._arm()
-        self.hooks.strayed, self.hooks.unfinished = False, 0
+        else:
+            self._arm()
+        self._unexpected, self.unfinished = False, 0
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Keep the windows in this block from deciding how buckets are laid out."""
-        before = self.hooks.arrivals, self.has_finished
-        self.hooks.arrivals = None
+        before = self._order, self.has_finished
+        self._order = None
         try:
             yield
         finally:
-            self.hooks.arrivals, self.has_finished = before
+            self._order, self.has_finished = before
 
     def renew(self) -> None:
         """Before a forward: follow changed parameters, or else, once, the order in which gradients
-        arrive.
+        became ready.
 
         Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's.
-        If an exception ended a backward, the sums that had left are awaited and dropped.
+        If an exception ended a backward, the sums that were launched are awaited and dropped.
         """
         self._trained.check_ours()
-        if self.hooks.open:
+        if self.state is State.SENDING:
             for work in self._works:
                 work.wait()
             self._arm()
         if self._trained.changed():
             self._release()
             self._follow_model()
-        elif self.has_finished and self.hooks.arrivals is not None:
+        elif self.has_finished and self._order is not None:
             self._release()
-            self._follow_arrivals(self.hooks.arrivals)
+            self._follow_order(self._order)
 
     def _release(self) -> None:
         """Drop gradients that are about to be forgotten, to free the memory of their buckets."""
-        if self.hooks.guarded:
+        if self._guarded:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _follow_arrivals(self, arrived: list[int]) -> None:
-        """Lay out the buckets in the order in which gradients arrived on the rank of slot 0 in the
-        first window, so that they fill one by one.
+    def _follow_order(self, ready: list[int]) -> None:
+        """Lay out the buckets in the order in which gradients became ready on the rank of slot 0 in
+        the first window, so that they fill one by one.
         """
-        last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
+        last = list(dict.fromkeys(reversed(ready)))[::-1]  # a parameter's last gradient counts
         order = list(dict.fromkeys([*last, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
         size = self.group.size
@@ -234,11 +330,11 @@ class Reducer:
 
     def _lay(self, order: Sequence[int]) -> None:
         """Lay out the buckets in this order, and keep it."""
-        self.hooks.arrivals = None
+        self._order = None
         if list(order) != list(self.layout.order):
             self._build(order)
         else:
-            self._call_hooks()
+            self._hook_parameters()
 
     @property
     def order(self) -> list[str]:
@@ -260,73 +356,212 @@ class Reducer:
         numbers = {name: number for number, name in enumerate(self.names)}
         self._lay([numbers[name] for name in names])
 
+    # -- gradients become ready --------------------------------------------------------------------
+
+    @property
+    def unexpected(self) -> bool:
+        """Whether an unexpected gradient was delivered. Ask only outside of `backward`."""
+        return self._unexpected or (self._guarded and bool(self._uncounted))
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Set whether full buckets may be launched during the backwards in this block."""
+        before, self.closing = self.closing, last
+        self.fold.begin_micro_batch()
+        try:
+            yield
+        finally:
+            self.closing = before
+        if not last:
+            self.fold.end_micro_batch()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Count the gradients that are delivered in this block."""
+        if self._uncounted:
+            self._unexpected = self.unexpected
+            self._uncounted.clear()
+        before, self.expecting = self.expecting, True
+        self.unfinished += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(_STALE)
+            raise
+        finally:
+            if self._uncounted:
+                self._count_small()
+            self.expecting = before
+        self.unfinished -= 1
+
+    def _delivered(self, number: int, parameter: Tensor) -> None:
+        """Handle a gradient: the parameter's hook, which autograd calls."""
+        if not self.expecting:
+            self._unexpected = True
+        elif not self.closing and number in self._small:
+            self._uncounted[number] = parameter  # no bucket waits for it
+        else:
+            if self._uncounted:
+                self._count_small()
+            self._gradient_ready(number, parameter)
+
+    def _count_small(self) -> None:
+        """Count the small gradients that were delivered, in their order."""
+        delivered = self._uncounted.copy()
+        self._uncounted.clear()
+        if self.on_ready is not None or not self.fold.all_in_place(delivered):
+            for number, parameter in delivered.items():
+                if parameter.grad is None:  # another hook has cleared it since
+                    raise UsageError("gradient-cleared", parameter=self.names[number])
+                self._gradient_ready(number, parameter)
+            return
+        for number in delivered:
+            self.ready[number] = True
+        self._note_order(delivered)
+        if not self.closing:
+            self.state = State.ACCUMULATING
+            return
+        self.state = State.SENDING
+        for number in delivered:
+            if self._final[number]:
+                raise self._late(number)
+            self._final[number] = True
+            self._to_come[self._bucket_of[number].index] -= 1
+        self._launch_full()
+
+    def _gradient_ready(self, number: int, parameter: Tensor) -> None:
+        bucket, static = self._bucket_of[number], self.static_graph
+        if self._guarded and self.ready[number] and self.fold.cleared(number, adding=True):
+            raise UsageError("gradient-cleared", parameter=self.names[number])
+        if bucket.index < len(self._works):
+            raise self._late(number)
+        if self.closing and (self._final[number] or (static.on and static.has_all(number))):
+            raise self._late(number)
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            self._warn_once(_NO_GRAPH, number)
+            gradient = parameter.grad = gradient.detach()
+        if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
+            self._warn_once(_DENSE, number)
+        if self.closing and self.state is not State.SENDING:
+            self.state = State.SENDING
+            if self.on_first is not None:
+                self.on_first()
+        if gradient is None and not self._guarded:  # autograd has called without a gradient
+            return
+        if self.on_ready is not None and gradient is not None:
+            self.on_ready(number, gradient)
+        final = self.closing and (not static.on or static.is_last(number))
+        self.fold.add(number, self.scale if final else 1.0)
+        self.ready[number] = True
+        self._note_order([number])
+        if final:
+            self._final[number] = True
+            if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
+                self.timeline.look()
+            self._to_come[bucket.index] -= 1
+            self._launch_full()
+        elif self.state is State.IDLE:
+            self.state = State.ACCUMULATING
+
+    def _note_order(self, numbers: Iterable[int]) -> None:
+        if self._order is not None and self.fold.sets_order(closing=self.closing):
+            self._order += numbers
+
+    def add_gradients(self) -> None:
+        """Count the gradients that something other than autograd has put into `.grad`. Call it
+        between the last backward and `finish`.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.ready[number]:
+                if self.on_ready is not None:
+                    self.on_ready(number, parameter.grad)
+                self.fold.add(number, 1.0)
+                self.ready[number] = True
+                self.state = State.ACCUMULATING
+
+    def _late(self, number: int) -> LateGradient:
+        """Return the error for a gradient that comes after its parameter's last one."""
+        return self.static_graph.late(number, self.names[number])
+
+    def _warn_once(self, text: str, number: int) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(
+                text.format(self.names[number]) + ". This warning appears once.",
+                LockstepWarning,
+                stacklevel=2,
+            )
+
     # -- the sum ----------------------------------------------------------------------------------
 
-    def _leave_next(self) -> None:
-        """Send the next bucket, in the order of their numbers."""
+    def _launch_full(self) -> None:
+        """Launch the buckets that wait for no gradient, in the order of their numbers."""
+        while len(self._works) < len(self.buckets) and self._to_come[len(self._works)] == 0:
+            self._launch_next()
+
+    @property
+    def all_launched(self) -> bool:
+        """Whether every bucket of the closing backward was launched."""
+        return len(self._works) == len(self.buckets)
+
+    def _launch_next(self) -> None:
         bucket = self.buckets[len(self._works)]
-        self.hooks.fold.complete(bucket)
-        if self.on_leave is not None:
-            self.on_leave(bucket)
+        self.fold.complete(bucket)
+        if self.on_launch is not None:
+            self.on_launch(bucket)
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
         if bucket.index == 0:
             self.timeline.reset()
         self._works.append(self.reduction.start(bucket))
-        self.timeline.leave(self._works[-1])
+        self.timeline.launched(self._works[-1])
         self._versions.append(bucket.sum._version)
 
-    def take_in(self) -> None:
-        """Count the gradients that something other than autograd has put into `.grad`. Call it
-        between the last backward and `finish`.
-        """
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not self.hooks.here[number]:
-                self.hooks.take_in(number, parameter.grad)
-
     def finish(self, send: Callable[[], None] = lambda: None) -> None:
-        """Send the remaining buckets in order, and wait until every gradient is the sum over all
+        """Launch the remaining buckets in order, and wait until every gradient is the sum over all
         ranks. A gradient that never came is zero. `send` starts messages that travel behind the
         buckets.
         """
-        with status.inside("reduce"):
-            self._finish(send)
-
-    def _finish(self, send: Callable[[], None]) -> None:
-        hooks = self.hooks
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
-        for bucket in self.buckets[len(self._works) :]:
-            for number in (span.parameter for span in bucket.spans):
-                if not hooks.closed[number]:
-                    self.filled_here[number] = not hooks.here[number] and (
-                        self.parameters[number].grad is None
-                        # a gradient that was set by hand is another tensor
-                        or (hooks.guarded and hooks.fold.all_in_place([number]))
-                    )
-                    hooks.fold.fill(number, hooks.scale)
-            self._leave_next()
+        while not self.all_launched:
+            self._fill(self.buckets[len(self._works)])
+            self._launch_next()
         send()
         for number, work in enumerate(self._works):
             work.wait()
             self.timeline.waited_for(number)
-        hooks.fold.deliver()
+        self.fold.deliver()
         self.someone_misses = self._missing_everywhere()
         self.has_finished = True
-        self.landed_here = hooks.here
-        hooks.static_graph.learn()
-        hooks.here = [False] * len(self.parameters)
-        if hooks.guarded:
-            hooks.rest()  # `reset` begins the next window
+        self.ready_here = self.ready
+        if self.static_graph.on:
+            self.static_graph.learn()
+        self.ready = [False] * len(self.parameters)
+        if self._guarded:
+            self.state = State.FINISHED  # `reset` begins the next window
         else:
             self._arm()
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Complete the gradients of a bucket that get no further contribution in this window."""
+        for span in bucket.spans:
+            number = span.parameter
+            if self._final[number]:
+                continue
+            if not self.ready[number]:
+                # a gradient that was set by hand is another tensor
+                unused = self._guarded and self.fold.all_in_place([number])
+                self.filled_here[number] = unused or self.parameters[number].grad is None
+            self.fold.fill(number, self.scale)
 
     def _missing(self) -> float:
         """The number of parameters without a gradient on this rank. It is 0 on a rank without a
         backward: without a micro-batch the rank cannot tell what is missing.
         """
-        here = self.hooks.here
-        return float(here.count(False)) if any(here) or self.hooks.open else 0.0
+        return 0.0 if self.state is State.IDLE else float(self.ready.count(False))
 
     def _missing_everywhere(self) -> float:
         flag = self.buckets[-1].flag
@@ -341,14 +576,13 @@ class Reducer:
         flag.zero_()  # the flag is no part of the gradient's norm
         return count
 
-    def look_for_cleared(self) -> None:
+    def check_not_cleared(self) -> None:
         """Raise if gradients were cleared between the backward and `finish`. They belong to the
         sum, and would be lost on this rank only. Waits for no other rank.
         """
-        numbers = range(len(self.names))
-        if not self.hooks.fold.all_in_place(numbers):
+        if not self.fold.all_in_place(range(len(self.names))):
             for number, name in enumerate(self.names):
-                if self.hooks.here[number] and self.hooks.fold.cleared(number, landing=False):
+                if self.ready[number] and self.fold.cleared(number, adding=False):
                     raise UsageError("gradient-cleared", parameter=name)
         for bucket, version in zip(self.buckets, self._versions, strict=False):
             if bucket.sum._version != version:

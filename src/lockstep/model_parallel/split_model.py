@@ -231,7 +231,7 @@ class SplitModel(ModelShard):
     def collect(self, reducer: Reducer) -> None:
         self._locals.collect()
         self._tied.sum_gradients()
-        reducer.take_in()
+        reducer.add_gradients()
 
     def optimizer_name(self, name: str) -> str:
         return self._names.first(name)

@@ -49,7 +49,7 @@ class HostGenerators:
 
     def __init__(self) -> None:
         self._torch = torch.random.default_generator
-        self._random: Any = random._inst  # type: ignore[attr-defined]
+        self._random: Any = random._inst
         self._random_memory = _memory_of(self._random) if _readable() else None
         self._numpy: Any = None
         self._numpy_memory: Any = None
@@ -161,4 +161,4 @@ def _readable() -> bool:
     trial.random()
     *words, position = trial.getstate()[1]
     memory = np.frombuffer(_memory_of(trial).raw, dtype=np.uint32)
-    return memory.tolist() == [position, *words]
+    return bool(memory.tolist() == [position, *words])

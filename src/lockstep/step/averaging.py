@@ -27,6 +27,8 @@ from lockstep.gradients.fold import KeepsSparse
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.gradients.torch_hook import TorchHook
+from lockstep.runtime import status
+from lockstep.step.backward_end import BackwardEnd
 
 _DRIFT = 1e-4  # of a tensor's largest value
 
@@ -70,10 +72,10 @@ class Averaging:
             bucket_caps=caps,
             ignored=ignored,
         )
-        hooks = self.reducer.hooks
-        hooks.closing, hooks.scale, hooks.end_of_backward = True, 1 / group.size, self.finish
-        hooks.static_graph.on = static_graph
-        hooks.arm()
+        self.reducer.closing, self.reducer.scale = True, 1 / group.size
+        self.backward_end = BackwardEnd(self.reducer, self.finish)
+        if static_graph:
+            self.reducer.use_static_graph()
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
         self._replicas = ReplicaCheck(drift=_DRIFT) if compares else None
         if compares:
@@ -96,8 +98,7 @@ class Averaging:
         """The rank whose model all ranks took at the end of the last `join`."""
 
     def set_static_graph(self) -> None:
-        self.reducer.hooks.static_graph.on = True
-        self.reducer.hooks.arm()
+        self.reducer.use_static_graph()
         self._unused = UnusedCheck(self.reducer, "skip")
 
     @property
@@ -189,7 +190,8 @@ class Averaging:
 
     def finish(self) -> None:
         """Complete the sum of gradients at the end of a backward."""
-        self.reducer.finish()
+        with status.inside("reduce"):
+            self.reducer.finish()
         self.unchecked += 1
         self.buffers.wait()
         self._unused()
@@ -229,7 +231,7 @@ class Uneven(JoinHook):
     ) -> None:
         self._averaging, self.enabled = averaging, enabled
         self._divide_by_all = divide_by_all
-        self._before = averaging.reducer.hooks.scale
+        self._before = averaging.reducer.scale
         self._own: list[Tensor | None] | None = None
         self.active = averaging.reducer.group.size
         """The number of ranks that have inputs for the current step."""
@@ -247,7 +249,7 @@ class Uneven(JoinHook):
         reducer.group.all_reduce(counts, place="for join()").wait()
         self.active, reducing = counts.tolist()
         if not isinstance(reducer.reduction, TorchHook):  # a comm hook divides itself
-            reducer.hooks.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
+            reducer.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
         return bool(reducing)
 
     def root(self, mine: bool) -> int:
@@ -284,4 +286,4 @@ class Uneven(JoinHook):
 
     def end(self) -> None:
         """Restore the divisor from before the `join` block."""
-        self._averaging.reducer.hooks.scale = self._before
+        self._averaging.reducer.scale = self._before

@@ -228,12 +228,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward is reduced: False inside `no_sync`."""
-        return self._averaging is not None and self._averaging.reducer.hooks.closing
+        return self._averaging is not None and self._averaging.reducer.closing
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         if self._averaging is not None:
-            self._averaging.reducer.hooks.closing = value
+            self._averaging.reducer.closing = value
 
     @property
     def divisor(self) -> float:
@@ -241,14 +241,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         torch. If the losses are sums over samples or tokens, set it to their number on all ranks.
         Set it before a backward, to the same value on every rank.
         """
-        return 1 / self._tied("divisor").reducer.hooks.scale
+        return 1 / self._tied("divisor").reducer.scale
 
     @divisor.setter
     def divisor(self, value: float) -> None:
         reducer = self._tied("divisor").reducer
         if isinstance(reducer.reduction, TorchHook):
             raise UsageError("divisor-with-hook")
-        reducer.hooks.scale = 1 / knob.number("divisor", value, above=0)
+        reducer.scale = 1 / knob.number("divisor", value, above=0)
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -350,7 +350,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         joining = averaging.joining
         reduced = (
             torch.is_grad_enabled()
-            and averaging.reducer.hooks.closing
+            and averaging.reducer.closing
             # Use the module's mode: Lightning leaves the wrapper in eval mode after validation.
             # Two backwards without a forward in train mode between them: training in eval mode.
             and (self.module.training or averaging.unchecked > 1 or joining is not None)
@@ -370,12 +370,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         if averaging is None:
             return output
         averaging.share_buffers(after_forward=True)
-        hooks = averaging.reducer.hooks
-        averaging.follows_backward = torch.is_grad_enabled() and hooks.closing
+        averaging.follows_backward = torch.is_grad_enabled() and averaging.reducer.closing
         if averaging.follows_backward and (self.static_graph or self.find_unused_parameters):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(hooks.backward_begins)
+                    tensor.register_hook(averaging.backward_end.begins)
         return output
 
     @contextmanager
@@ -386,7 +385,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         Only the backward must be inside. The old state is restored at the end, also after an
         exception.
         """
-        with self._tied("no_sync()").reducer.hooks.window(last=False):
+        with self._tied("no_sync()").reducer.micro_batch(last=False):
             yield
 
     def join(
@@ -461,7 +460,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UsageError("second-hook")
         check_hook(hook)
         reducer.reduction = TorchHook(state, hook)
-        reducer.hooks.scale = 1.0  # the hook divides itself
+        reducer.scale = 1.0  # the hook divides itself
 
     def sync_buffers(self) -> None:
         """Average BatchNorm's statistics over the ranks, and copy other buffers from rank 0. All
@@ -475,8 +474,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if isinstance(reducer.reduction, TorchHook):
             raise UsageError("hook-with-stepper")
         self._averaging = None
-        reducer.hooks.end_of_backward = None
-        reducer.hooks.closing = False
-        reducer.hooks.scale = 1.0
+        reducer.on_first = None
+        reducer.closing = False
+        reducer.scale = 1.0
         reducer.dense()
         return reducer

@@ -290,7 +290,7 @@ class Stepper:
                 randomness.step(self._options.seed, opened.step, slot)
                 try:
                     with (
-                        self.reducer.hooks.window(last=last),
+                        self.reducer.micro_batch(last=last),
                         cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
                     ):
                         status.enter("forward")
@@ -331,8 +331,12 @@ class Stepper:
             opened.note(weight, loss)
             return loss
 
-        opened.backwards, hooks = len(batches), self.reducer.hooks
-        with hooks.backward(), randomness.preserved(devices=True), hooks.window(last=False):
+        opened.backwards, reducer = len(batches), self.reducer
+        with (
+            reducer.backward(),
+            randomness.preserved(devices=True),
+            reducer.micro_batch(last=False),
+        ):
             run(batches, begin, count)
         status.enter("data")
 
@@ -415,7 +419,7 @@ class Stepper:
         if opened is None or opened.micro is None:
             raise UsageError("backward-outside-window")
         micro = opened.micro
-        if self.reducer.hooks.unfinished:
+        if self.reducer.unfinished:
             raise UsageError("backward-interrupted")
         if micro.done:
             raise UsageError("second-backward")
@@ -430,7 +434,7 @@ class Stepper:
             return
         scaled = loss * scale if scale != 1 else loss
         status.enter("backward")
-        with self.reducer.hooks.backward():
+        with self.reducer.backward():
             (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
         status.enter("forward")
 
@@ -493,7 +497,7 @@ class Stepper:
             UsageError: called without a window, or inside the loop over `micro_batches`, or after
                 an exception ended a backward of this window.
         """
-        opened = check_ended(self._window, stray=self.reducer.hooks.stray)
+        opened = check_ended(self._window, stray=self.reducer.unexpected)
         facts, divisor = opened.summed or self._sum(opened)
         self._window = None
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
@@ -602,7 +606,7 @@ class Stepper:
         """Finish the sum after the last micro-batch. Return the facts of the step, and the number
         by which the sum must still be divided.
         """
-        if self.reducer.hooks.unfinished:
+        if self.reducer.unfinished:
             raise UsageError("backward-interrupted")
         status.enter("reduce")
         scale = self._scale_of(opened)
@@ -615,7 +619,7 @@ class Stepper:
 
     def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
         self.model_shard.collect(self.reducer)
-        self.reducer.look_for_cleared()  # before waiting for other ranks
+        self.reducer.check_not_cleared()  # before waiting for other ranks
         reduction = self.reducer.reduction
         if reduction.divisor is None:
             self.reducer.finish(self._buffers.send)
