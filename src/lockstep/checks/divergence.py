@@ -190,32 +190,32 @@ class OverwrittenCheck:
     """Compares what a step overwrites. Every rank makes it, and calls it alike."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self.next_step = 0
+        """The next step whose facts carry a digest."""
         self._digests = 0
         self._fastest = math.inf  # seconds of the fastest digest, that is, an uninterrupted one
 
-    def tell(self, facts: FactsMessage, step: int, tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """If a check is due, add a digest of `tensors()`, as the step found them, to the facts of
-        `step`.
-        """
+    def add_digest(self, facts: FactsMessage, overwritten: Sequence[Tensor]) -> None:
+        """Add a digest of what a step overwrites, as the step found it, to its facts."""
+        if not overwritten:
+            return
         begin = perf_counter()
-        if step >= self._next and (overwritten := tensors()):
-            found = digest(overwritten) & _EXACT
-            self._fastest = min(self._fastest, perf_counter() - begin)
-            self._digests += 1
-            facts.add_digest(found, self._fastest)
+        number = digest(overwritten) & _EXACT
+        self._fastest = min(self._fastest, perf_counter() - begin)
+        self._digests += 1
+        facts.add_digest(number, self._fastest)
 
     def differ(self, facts: Facts, step: int) -> bool:
         """Whether the ranks began `step` with different values. It uses only the facts, so all
         ranks get the same answer.
         """
-        if step < self._next or not any(facts.digests_by_rank):
+        if step < self.next_step or not any(facts.digests_by_rank):
             return False
         digesting = max(facts.digesting_by_rank)
         # 0 in the first step, which knows no step before
         seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
         if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
-            self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
+            self.next_step = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
         return len(set(facts.digests_by_rank)) > 1
 
 
@@ -244,8 +244,9 @@ def digest(tensors: Iterable[Tensor]) -> int:
             hasher.update(octets.numpy().data)
         else:
             elsewhere.append(octets)
-    for words in chunks(elsewhere):
-        hasher.update(mixed(words).cpu().numpy().data)
+    if elsewhere:
+        for words in chunks(elsewhere):
+            hasher.update(mixed(words).cpu().numpy().data)
     found = hasher.intdigest()
     return found - 2**64 if found >= 2**63 else found
 

@@ -29,7 +29,8 @@ class NonFiniteTrace:
         self._reducer = reducer
         self._always = always
         self._due = always
-        self._micro_batch = 0
+        self.micro_batch = 0
+        """This rank's micro-batch in the window."""
         # (micro-batch, parameter, whether its whole gradient is finite)
         self._landed: list[tuple[int, int, Tensor]] = []
 
@@ -48,13 +49,9 @@ class NonFiniteTrace:
         self._reducer.on_ready = self._look if self._due else None
         self._due = self._always
 
-    def open(self, micro_batch: int) -> None:
-        """Begin a micro-batch, this rank's number `micro_batch` in the window."""
-        self._micro_batch = micro_batch
-
     def _look(self, number: int, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        self._landed.append((self._micro_batch, number, values.isfinite().all()))
+        self._landed.append((self.micro_batch, number, values.isfinite().all()))
 
     def tell(self, losses_by_rank: Sequence[float]) -> str:
         """Return sentences that name the ranks whose loss is not finite and, if gradients were

@@ -244,12 +244,9 @@ class MovingBuffers:
             numbers = list(group)
             owners = [self._owners[number] for number in numbers]
             self._kinds.append(_Kind(numbers, [(each._buffers, name) for each, name in owners]))
-        self._moved = torch.empty(0)
-
-    @property
-    def starts(self) -> list[Tensor]:
+        self.starts = [kind.start for kind in self._kinds]
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
-        return [kind.start for kind in self._kinds]
+        self._moved = torch.empty(0)
 
     def begin_micro_batch(self) -> None:
         if self._watched:

@@ -363,17 +363,16 @@ class Reducer:
         """Whether an unexpected gradient was delivered. Ask only outside of `backward`."""
         return self._unexpected or (self._guarded and bool(self._uncounted))
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Set whether full buckets may be launched during the backwards in this block."""
-        before, self.closing = self.closing, last
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Begin a micro-batch. `last`: full buckets may be launched during its backward."""
+        self.closing = last
         self.fold.begin_micro_batch()
-        try:
-            yield
-        finally:
-            self.closing = before
-        if not last:
+
+    def end_micro_batch(self, *, interrupted: bool = False) -> None:
+        """End the micro-batch. `interrupted`: not all of its gradients may be ready."""
+        if not self.closing and not interrupted:
             self.fold.end_micro_batch()
+        self.closing = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:

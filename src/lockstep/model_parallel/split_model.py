@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.checks.divergence import Named
+from lockstep.checks.trainable import summed
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.config.task import Task
@@ -45,7 +46,7 @@ from lockstep.model_parallel.tensor import plan_of, split_tensors
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, as_float32, enter_stream, outputs
 from lockstep.step.model_shard import ModelShard
-from lockstep.step.stepper import Begin, Count, Stepper
+from lockstep.step.stepper import Stepper
 from lockstep.world.world import World
 
 
@@ -123,17 +124,18 @@ class ThroughPipeline:
         self._pipeline, self._mesh = pipeline, mesh
 
     def train(self, stepper: Stepper, window: Any, forward: Forward) -> None:
-        stepper.at_once(
-            window, lambda batches, begin, count: self._run(batches, begin, count, forward)
-        )
+        run = stepper.open(window)
+        batches = list(window)
 
-    def _run(self, batches: Sequence[Any], begin: Begin, count: Count, forward: Forward) -> None:
         def loss(number: int, output: Any) -> Tensor:
             total, weight = forward.loss(as_float32(output), batches[number])
-            return count(number, total, weight)
+            total = summed(total, weight, "sum")
+            run.add(number, total, weight)
+            return total
 
-        with buffers_stay(self._pipeline.stage, self._mesh):
-            self._pipeline.train([forward.inputs(batch) for batch in batches], loss, begin)
+        inputs = [forward.inputs(batch) for batch in batches]
+        with run.interleaved(), buffers_stay(self._pipeline.stage, self._mesh):
+            self._pipeline.train(inputs, loss, run.enter_stream)
 
     def outputs(
         self, forward: Forward, rows: DatasetRows, seed: int

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoints.identity import weights
+from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
 from lockstep.checks.trainable import check_trained
 from lockstep.checks.unused import UnusedCheck, shortly
@@ -103,16 +104,19 @@ class StepperOptions:
         return [(f"average of {name}", tensor) for name, tensor in named.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Assembly:
     """The parts of a Stepper that are built anew with each reducer."""
 
     model: nn.Module
     reducer: Reducer
-    told: Group
+    shard: ModelShard
+    facts_group: Group
     """The ranks that exchange the facts of a step: all, or only this rank if it steps alone."""
     update: Update
+    buffers: MovingBuffers
     unused: UnusedCheck
+    trace: NonFiniteTrace
     forgotten: str
     """The names of trainable parameters that the optimizer does not hold; "" for none. Their
     gradients are summed in every step, but never applied.
@@ -127,8 +131,15 @@ class Assembly:
                 stacklevel=stacklevel,
             )
 
-    def moving_buffers(self, world: World) -> MovingBuffers:
-        return MovingBuffers(self.model, self.reducer.group, world.device, self.reducer.generation)
+    def follow_model(self, world: World) -> None:
+        """Look up the buffers again if layers were added, replaced or frozen."""
+        if self.reducer.generation != self.buffers.generation:
+            self.buffers.restore()
+            self.buffers = _buffers_of(self.model, self.reducer, world)
+
+
+def _buffers_of(model: nn.Module, reducer: Reducer, world: World) -> MovingBuffers:
+    return MovingBuffers(model, reducer.group, world.device, reducer.generation)
 
 
 def assemble(
@@ -169,9 +180,12 @@ def assemble(
     return Assembly(
         model=bare,
         reducer=reducer,
-        told=reducer.group if alone else everyone,
+        shard=shard,
+        facts_group=reducer.group if alone else everyone,
         update=update_of(method, updated, alone=alone),
+        buffers=_buffers_of(bare, reducer, world),
         unused=UnusedCheck(reducer, options.unused),
+        trace=NonFiniteTrace(reducer, always=options.trace_nonfinite),
         forgotten=shortly(left_out) if left_out else "",
     )
 

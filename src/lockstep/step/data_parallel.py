@@ -385,8 +385,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         Only the backward must be inside. The old state is restored at the end, also after an
         exception.
         """
-        with self._tied("no_sync()").reducer.micro_batch(last=False):
+        reducer = self._tied("no_sync()").reducer
+        before, reducer.closing = reducer.closing, False
+        try:
             yield
+        finally:
+            reducer.closing = before
 
     def join(
         self,

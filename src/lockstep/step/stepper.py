@@ -13,7 +13,8 @@ takes part with zeros, so that no distribution can hang.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
-from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.start import compare_start, optimizer_numbers
 from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
@@ -35,28 +35,23 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import SchedulerPer, Unused
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
-from lockstep.gradients.bucket import cut_by_buckets
 from lockstep.gradients.exact import check_window
-from lockstep.gradients.facts import Facts, FactsMessage
-from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.facts import Facts
 from lockstep.runtime import randomness, status
 from lockstep.step.assembly import StepperOptions, assemble, check_drawn
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.learning_rate import follow_epoch
+from lockstep.step.loss_scale import LossScale
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
-from lockstep.step.stepper_window import LossScale, OpenWindow, check_ended, samples_told, with_last
+from lockstep.step.window_run import WindowRun
 from lockstep.step.witnessed_step import held, witnessed
 from lockstep.step.wrapper_arguments import Checks
 from lockstep.updates.server.worker import ServerUpdate
-from lockstep.updates.update import Applied, Update
+from lockstep.updates.update import Applied
 from lockstep.world.world import World
 
 Batch = TypeVar("Batch")
-
-Begin = Callable[[int, int], None]
-Count = Callable[[int, Tensor, float | Tensor], Tensor]
-_STAGES = 2**48  # offset of a slot's random-stream number from one pipeline stage to the next
 
 
 @takes_fields(Parallelism, leaves_out=("mesh",))
@@ -165,7 +160,8 @@ class Stepper:
         self.world = world or World.current()
         options.check_models(model, self.world)
         options.compare(model, optimizer, self.model_shard.replicas(self.world.group))
-        self.optimizer = optimizer
+        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
+        self.average = average
         self.replicas = ReplicaCheck() if checks == "full" else None
         # on a mesh the ranks that exchange facts hold different parts of the model, whose digests
         # cannot be compared
@@ -181,6 +177,9 @@ class Stepper:
         """All ranks of this training. `group` holds the ranks whose gradients are summed in a
         step: only this rank if it steps alone.
         """
+        local = self.method.local
+        self._alone_from = math.inf if local is None else local.after
+        """The step from which each rank steps alone, with local steps."""
         self._work_with(model)
         if self.method.exact:
             self.world.compute_deterministically()
@@ -188,7 +187,7 @@ class Stepper:
         self.clock = StepperClock(self.world.device)
         self._compares_data = checks != "off"
         self.witness = Witness.of(self.method.witnessed, seed, self.group)
-        self._window: OpenWindow | None = None
+        self._run: WindowRun | None = None
         self._version = -1
         """The version of the first parameter's memory after the last step."""
         if self.replicas is not None:
@@ -196,26 +195,31 @@ class Stepper:
 
     def _work_with(self, model: nn.Module) -> None:
         """Assemble reducer and update for `model`, as the method requires at this step."""
-        self._assembly = assembly = assemble(
+        alone = self.method.server or self.steps >= self._alone_from
+        self._parts = parts = assemble(
             model,
             self.optimizer,
             self.method,
             self._options,
-            alone=self.method.alone_after(self.steps),
+            alone=alone,
             shard=self.model_shard,
             everyone=self.everyone,
             world=self.world,
         )
+        self.model = parts.model
+        """The bare module."""
+        self.reducer, self.update, self.group = parts.reducer, parts.update, parts.reducer.group
+        self.steps_alone = alone
+        """Whether each rank steps, or pushes to a server, with its own gradients only."""
         if self.world.rank == 0 and self.steps == 0:
-            assembly.warn_of_forgotten(stacklevel=4)
-        self._buffers = assembly.moving_buffers(self.world)
-        self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._options.trace_nonfinite)
+            parts.warn_of_forgotten(stacklevel=4)
+        self._outcomes.trace = parts.trace
 
     def part_if_due(self) -> None:
         """Begin local steps if they are due: `outer` can begin them after some steps.
         `micro_batches` calls this. All ranks call it at the same point.
         """
-        if self.method.alone_after(self.steps) and self._assembly.told is self.everyone:
+        if self.steps >= self._alone_from and not self.steps_alone:
             self.reducer.reset()
             order = self.reducer.order
             self._work_with(self.model)
@@ -224,38 +228,9 @@ class Stepper:
             self.update.follow()
 
     @property
-    def model(self) -> nn.Module:
-        """The bare module."""
-        return self._assembly.model
-
-    @property
-    def reducer(self) -> Reducer:
-        return self._assembly.reducer
-
-    @property
-    def update(self) -> Update:
-        return self._assembly.update
-
-    @property
-    def group(self) -> Group:
-        return self.reducer.group
-
-    @property
-    def scheduler(self) -> LRScheduler | None:
-        return self._options.scheduler
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        return self._options.scaler
-
-    @property
-    def average(self) -> AveragedModel | None:
-        return self._options.average
-
-    @property
-    def place(self) -> int:
+    def facts_rank(self) -> int:
         """This rank's index in `StepResult.waited_by_rank`."""
-        return self._assembly.told.rank
+        return self._parts.facts_group.rank
 
     # -- the window -------------------------------------------------------------------------------
 
@@ -271,135 +246,76 @@ class Stepper:
         Returns:
             An iterator over the batches. Call `backward` once for each.
         """
-        opened = self._open(window)
-        ours, witness = opened.ours, self.witness
-        if witness is not None and ours is not None and witness.due(ours):
-            yield from witnessed(self, witness, opened, ours)
-        else:
-            yield from self._walk(opened, window)
+        run = self.open(window)
+        if self.witness is not None and run.window is not None and self.witness.due(run.window):
+            return witnessed(self, self.witness, run, run.window)
+        return run.walk(window)
 
-    def _walk(self, opened: OpenWindow, window: Iterable[Batch]) -> Iterator[Batch]:
-        random_state: randomness.RandomState | None = None
-        try:
-            for place, (batch, last) in enumerate(with_last(window)):
-                slot = opened.slot(place)
-                micro = opened.begin(place, batch, last, slot if self.method.exact else 0)
-                self._buffers.begin_micro_batch()
-                self._outcomes.trace.open(place)
-                random_state = random_state or randomness.get_state()
-                randomness.step(self._options.seed, opened.step, slot)
-                try:
-                    with (
-                        self.reducer.micro_batch(last=last),
-                        cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
-                    ):
-                        status.enter("forward")
-                        yield batch
-                finally:  # also if the user's loop stops early: step() then sums what it computed
-                    opened.end(self._buffers.named)
-                    self._buffers.end_micro_batch(micro.weight, micro.row)
-                if opened.ours is None:  # loading the next batch may draw random numbers
-                    randomness.set_state(random_state)
-                    random_state = None
-                status.enter("data")
-        finally:
-            if random_state is not None:
-                randomness.set_state(random_state)
-
-    def at_once(
-        self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
-    ) -> None:
-        """Run a window whose micro-batches a pipeline computes in its own order.
+    def open(self, window: Iterable[Any]) -> WindowRun:
+        """Begin a window. `micro_batches` does it; a loop that cannot be written with it goes on
+        with the methods of the result. Every rank calls it.
 
         Args:
             window: as for `micro_batches`.
-            run: `run(batches, begin, count)` runs every forward and backward. It calls
-                `begin(place, stage)` before a stage's forward of a micro-batch. On the rank that
-                has the loss, it calls `count(place, loss, weight)`, and calls backward on the
-                result.
+
+        Raises:
+            UsageError: not a window, or another one is open.
         """
-        opened = self._open(window)
-        batches = list(window)
-
-        def begin(place: int, stage: int) -> None:
-            status.enter("forward")
-            randomness.step(self._options.seed, opened.step, opened.slot(place) + stage * _STAGES)
-
-        def count(place: int, loss: Tensor, weight: float | Tensor) -> Tensor:
-            loss = summed(loss, weight, "sum")
-            opened.count(place)
-            opened.note(weight, loss)
-            return loss
-
-        opened.backwards, reducer = len(batches), self.reducer
-        with (
-            reducer.backward(),
-            randomness.preserved(devices=True),
-            reducer.micro_batch(last=False),
-        ):
-            run(batches, begin, count)
-        status.enter("data")
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent since the world was opened, as Lockstep's groups count
-        them.
-        """
-        return self.everyone.bytes_sent + self.model_shard.sent()
-
-    def _open(self, window: Iterable[Batch]) -> OpenWindow:
-        """Begin a window."""
         if not isinstance(window, Iterable):
             raise UsageError("not-a-window", kind=type(window).__name__)
-        if self._window is not None:
+        if self._run is not None:
             raise UsageError("window-still-open")
         self.clock.open()
-        if not self.method.server:  # whose update knows the step of the draw
+        if self.method.update != "server":  # whose update knows the step of the draw
             status.step(self.steps + 1)
-        self._outcomes.settle()
+        if not self._outcomes.known_at_once:
+            self._outcomes.settle()
         self.part_if_due()
-        self._compare_data(window)
-        ours = window if isinstance(window, Window) else None
+        if self._compares_data:
+            self._compare_data(window)
+        loaded = window if isinstance(window, Window) else None
         if self.method.exact:
-            ours = check_window(window)
-        if self.method.server and (ours is None or not ours.drawn):
+            loaded = check_window(window)
+        if self.method.update == "server" and (loaded is None or not loaded.drawn):
             raise UsageError("slots-not-drawn")
         if self._options.scheduler_per == "epoch" and self.scheduler is not None:
-            follow_epoch(self.scheduler, ours)
-        self.reducer.reset(None if ours is None else ours.cut)
-        self._outcomes.trace.begin()
-        self.update.follow()
-        if self.reducer.generation != self._buffers.generation:
-            # layers, perhaps with buffers, were added, replaced or frozen
-            self._buffers.restore()
-            self._buffers = self._assembly.moving_buffers(self.world)
-        facts = self._begin(ours)
-        self.clock.tell(facts)
-        self._window = OpenWindow(
-            ours,
+            follow_epoch(self.scheduler, loaded)
+        parts = self._parts
+        parts.reducer.reset(None if loaded is None else loaded.cut)
+        parts.trace.begin()
+        parts.update.follow()
+        parts.follow_model(self.world)
+        self._run = run = WindowRun(
+            loaded,
             self.steps,
-            facts,
-            rank=self.world.rank,
+            parts,
+            self.world,
+            seed=self._options.seed,
+            exact=self.method.exact,
             reports=self.model_shard.reports,
-            samples=samples_told(ours, self._assembly.told, self.everyone),
-            loss_scale=self._loss_scale.begin(window),
+            scale=self._loss_scale,
+            factor=self._loss_scale.begin(window),
+            overwritten=self._overwritten,
         )
+        run.stops = self._stop
+        self.clock.add_times(run.facts)
         status.enter("data")
-        return self._window
+        return run
 
-    def _begin(self, ours: Window | None) -> FactsMessage:
-        """Save the values from which buffers start in this step, and return a new FactsMessage."""
-        # exact mode keeps values of slots separate, and adds them along a tree
-        slots = ours.cut.slots if self.method.exact and ours is not None else 0
-        self._buffers.begin(slots)
-        return FactsMessage(self._assembly.told, self.world.device, slots)
+    @contextmanager
+    def acting_on(self, run: WindowRun) -> Iterator[None]:
+        """In this block `backward` belongs to another run of the open window (`WindowRun.again`)."""
+        before, self._run = self._run, run
+        try:
+            yield
+        finally:
+            self._run = before
 
     def _compare_data(self, window: object) -> None:
         """At the first window, check that all ranks have the same data set, batches and seed."""
-        if self._compares_data:
-            self._compares_data = False
-            with status.inside("checks"):
-                compare_start(self.group, window.recipe if isinstance(window, Window) else {})
+        self._compares_data = False
+        with status.inside("checks"):
+            compare_start(self.group, window.recipe if isinstance(window, Window) else {})
 
     def backward(
         self, loss: Tensor, weight: float | Tensor, *, reduction: Literal["sum", "mean"] = "sum"
@@ -415,46 +331,32 @@ class Stepper:
             UsageError: called outside the loop over `micro_batches`, or twice for a micro-batch, or
                 after an exception ended a backward of this window.
         """
-        opened = self._window
-        if opened is None or opened.micro is None:
+        run = self._run
+        if run is None or run.micro_batch is None:
             raise UsageError("backward-outside-window")
-        micro = opened.micro
         if self.reducer.unfinished:
             raise UsageError("backward-interrupted")
-        if micro.done:
+        if run.counted:
             raise UsageError("second-backward")
         loss = summed(loss, weight, reduction)
-        micro.done, micro.weight = True, weight
-        opened.backwards += 1
-        opened.note(weight, loss, micro.row)
-        scale = self._scale_of(opened, weight)
-        if micro.last:
-            self._send(opened.facts)
+        factor = run.count(loss, weight)
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
-        scaled = loss * scale if scale != 1 else loss
+        if factor != 1:
+            loss = loss * factor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         status.enter("backward")
         with self.reducer.backward():
-            (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
+            loss.backward()
         status.enter("forward")
 
-    def _scale_of(self, opened: OpenWindow, weight: float | Tensor = 0.0) -> float:
-        """Return the factor for the losses of this step. `weight`: the weight of this micro-batch,
-        which is used if the ranks must still agree on the factor.
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the world was opened, as Lockstep's groups count
+        them.
         """
-        if opened.loss_scale is None:
-            opened.loss_scale = self._loss_scale.agree(self._assembly.told, weight)
-        return opened.loss_scale
-
-    def _send(self, facts: FactsMessage) -> None:
-        if self._overwritten is not None and self.group.size > 1:
-            self._overwritten.tell(
-                facts, self.steps, lambda: [*self.update.overwritten(), *self._buffers.starts]
-            )
-        facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
-
-    def _wants_stop(self) -> bool:
-        return self._stop or self.world.asked_to_stop
+        return self.everyone.bytes_sent + self.model_shard.sent()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, also if each rank holds only a part. Every rank
@@ -479,6 +381,8 @@ class Stepper:
         signal does the same, after `World.heed_signals`.
         """
         self._stop = True
+        if self._run is not None:
+            self._run.stops = True
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -497,47 +401,58 @@ class Stepper:
             UsageError: called without a window, or inside the loop over `micro_batches`, or after
                 an exception ended a backward of this window.
         """
-        opened = check_ended(self._window, stray=self.reducer.unexpected)
-        facts, divisor = opened.summed or self._sum(opened)
-        self._window = None
+        run, parts = self._run, self._parts
+        if run is None:
+            raise UsageError("step-without-window")
+        run.check_can_end()
+        facts, divisor = run.complete()
+        self._run = None
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
             self.check_replicas(f"in step {self.steps + 1}")
         self._loss_scale.note(facts.weight)
-        self._buffers.finish(facts.weight, facts.newly_moving > 0)
-        if facts.weight:
-            self._assembly.unused()
-        with randomness.update(self._options.seed, opened.step):
+        parts.buffers.finish(facts.weight, facts.newly_moving > 0)
+        if facts.weight and self.reducer.someone_misses:
+            parts.unused()
+        with randomness.update(self._options.seed, run.step):
             ended = self.update.end(self.steps, facts, divisor)
         self.steps = ended.steps
         if ended.outcome is not None:
-            self._outcomes.note(
-                self.steps, ended.outcome, facts, alone=self._assembly.told is not self.everyone
-            )
+            self._outcomes.note(self.steps, ended.outcome, facts, alone=self.steps_alone)
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
-        self._outcomes.skipped(ended.windows)
+        if ended.windows:
+            self._outcomes.skipped(ended.windows)
         stop = self.update.synchronize_if_due(ended)
         if self.replicas is not None and self.replicas.due(self.steps):
             self.check_replicas()
-        if self.witness is not None and opened.record is not None:
+        if self.witness is not None and run.record is not None:
             self.witness.keep(held(self), self.steps)
         self._version = self.reducer.parameters[0]._version
         status.enter("loop")
-        hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,
             step=self.steps,
             stop=stop,
-            samples_by_rank=opened.samples or facts.samples_by_rank,
+            samples_by_rank=self._samples_by_rank(run, facts),
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
-            synchronized=self.synchronized,
+            synchronized=self.update.synchronized,
             windows=ended.windows,
-            times=self.clock.end(ended.number, hidden),
+            times=self.clock.end(ended.number, self.reducer.timeline),
             busy_by_rank=facts.busy_by_rank,
             waited_by_rank=facts.waited_by_rank,
         )
+
+    def _samples_by_rank(self, run: WindowRun, facts: Facts) -> tuple[int, ...]:
+        """Return the samples of each rank: for a rank that steps alone those of the Loader's
+        window, else zeros.
+        """
+        if not self.steps_alone:
+            return facts.samples_by_rank
+        if run.window is None:
+            return (0,) * self.everyone.size
+        return run.window.samples_by_rank(self.everyone.rank, self.everyone.size)
 
     def draws(self, loader: Any) -> None:
         """With update="server": `loader` hands out slots to the ranks that ask, instead of fixed
@@ -600,38 +515,7 @@ class Stepper:
         if self.between_synchronizations:
             raise UsageError("workers-not-together", call="Stepper.synchronize()")
         self._outcomes.settle()
-        return self.update.synchronize(stop=self._wants_stop())
-
-    def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
-        """Finish the sum after the last micro-batch. Return the facts of the step, and the number
-        by which the sum must still be divided.
-        """
-        if self.reducer.unfinished:
-            raise UsageError("backward-interrupted")
-        status.enter("reduce")
-        scale = self._scale_of(opened)
-        if not opened.facts.sent:
-            self._send(opened.facts)
-        opened.summed = found = self._finish(opened, scale)
-        if opened.record is not None:
-            opened.record.summed(found[0], self._buffers.moved())
-        return found
-
-    def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
-        self.model_shard.collect(self.reducer)
-        self.reducer.check_not_cleared()  # before waiting for other ranks
-        reduction = self.reducer.reduction
-        if reduction.divisor is None:
-            self.reducer.finish(self._buffers.send)
-            facts = opened.facts.wait()
-            return facts, facts.weight * scale
-        facts = opened.facts.wait()
-        reduction.divisor = facts.weight * scale or 1.0
-        try:
-            self.reducer.finish(self._buffers.send)
-        finally:
-            reduction.divisor = 1.0
-        return facts, 1.0
+        return self.update.synchronize(stop=self._stop or self.world.asked_to_stop)
 
     @property
     def alike(self) -> Group:
@@ -652,13 +536,13 @@ class Stepper:
             ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
         if self.replicas is not None and self.synchronized:
-            self._buffers.restore()
+            self._parts.buffers.restore()
             with status.inside("checks"):
                 self.replicas.compare(self._alike(), self.steps, when or f"after step {self.steps}")
 
     def _alike(self) -> Sequence[tuple[Group, Named]]:
         """Return pairs of ranks and tensors that are equal on these ranks between steps."""
-        return self.model_shard.alike(self.alike, self._replicated())
+        return self.model_shard.alike(self.alike, self.replicated())
 
     def _last_digests(self) -> Mapping[str, int]:
         """Return digests of what is equal on all ranks after the last step, by name and ranks.
@@ -666,13 +550,16 @@ class Stepper:
         """
         if not self.synchronized or self.reducer.parameters[0]._version != self._version:
             return {}
-        self._buffers.restore()
+        self._parts.buffers.restore()
         return digests(self._alike())
 
-    def _replicated(self) -> list[tuple[str, Tensor]]:
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are equal on all ranks with the same part of the model, between
+        steps and while `synchronized`, with names.
+        """
         named = [
             *self.model.named_parameters(),
-            *self._buffers.named(),
+            *self._parts.buffers.named(),
             *self._options.averaged(),
             *self.update.replicated(),
             *optimizer_numbers(self.optimizer, self.world.device),

@@ -9,60 +9,49 @@ from torch import Tensor
 
 from lockstep.checks.witness import Witness, buffers_kept
 from lockstep.data.windows import Window
-from lockstep.step.stepper_window import OpenWindow
+from lockstep.step.window_run import WindowRun
 
 if TYPE_CHECKING:
     from lockstep.step.stepper import Stepper
 
 
-def witnessed(
-    stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window
-) -> Iterator[Any]:
+def witnessed(stepper: Stepper, witness: Witness, run: WindowRun, window: Window) -> Iterator[Any]:
     """Compute another rank's share, then the window as usual, and compare. Raises on all ranks:
     CorruptResult, or UsageError if the user's code is not deterministic.
     """
     witness.at_rest(stepper.steps)
     stepper.check_replicas(f"before step {stepper.steps + 1}")
-    yield from _rehearsed(stepper, witness, opened, window, witness.begin(window))
-    opened.record = witness.record(0, stepper.reducer)
-    with opened.record.kept():
-        yield from stepper._walk(opened, window)
-        stepper._sum(opened)
+    yield from _rehearsed(stepper, witness, run, window, witness.begin(window))
+    run.record = witness.record(0, stepper.reducer)
+    with run.record.kept():
+        yield from run.walk(window)
+        run.complete()
     if not witness.agree(stepper.steps):
         for turned in witness.again():
-            yield from _rehearsed(stepper, witness, opened, window, turned)
+            yield from _rehearsed(stepper, witness, run, window, turned)
         raise witness.error()
     stepper.update.repeat(witness)
 
 
 def held(stepper: Stepper) -> list[tuple[str, Tensor]]:
     """Return this rank's weights, buffers, and part of the optimizer's state, with names."""
-    names = {id(each): name for name, each in stepper.model.named_parameters()}
-    _, own = stepper.update.optimizer.pieces(lambda each: names[id(each)])
-    return [*stepper._replicated(), *((piece.name, piece.data) for piece in own)]
+    names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
+    _, own = stepper.update.optimizer.pieces(lambda parameter: names[id(parameter)])
+    return [*stepper.replicated(), *((piece.name, piece.data) for piece in own)]
 
 
 def _rehearsed(
-    stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window, turned: int
+    stepper: Stepper, witness: Witness, run: WindowRun, window: Window, turned: int
 ) -> Iterator[Any]:
     """Make one more pass, in which rank r computes the share of rank r + `turned`. Only its record
     is kept.
     """
     share = window.turned(turned, stepper.group.rank, stepper.group.size)
-    again = stepper._window = OpenWindow(
-        share,
-        stepper.steps,
-        stepper._begin(window),
-        rank=stepper.world.rank,
-        reports=True,
-        samples=(),
-        loss_scale=opened.loss_scale,
-    )
-    again.record = witness.record(turned, stepper.reducer)
-    with stepper.reducer.rehearsal(), buffers_kept(stepper.model), again.record.kept():
-        stepper.reducer.reset(share.cut)
-        yield from stepper._walk(again, share)
-        stepper._sum(again)
-    stepper._window = opened
-    stepper.reducer.reset(window.cut)
-    stepper._begin(window)
+    record = witness.record(turned, stepper.reducer)
+    with stepper.reducer.rehearsal(), buffers_kept(stepper.model), record.kept():
+        again = run.again(share)
+        again.record = record
+        with stepper.acting_on(again):
+            yield from again.walk(share)
+            again.complete()
+    run.restart()

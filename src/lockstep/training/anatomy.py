@@ -172,7 +172,7 @@ class AnatomyFile:
         """Record one step over this window."""
         if self._held and self._count == 0:  # the optimizer has its state by now
             self._write_memory()
-        lost = _lost(result.waited_by_rank, self._stepper.place)
+        lost = _lost(result.waited_by_rank, self._stepper.facts_rank)
         for each in self._held:
             self._add(each, lost if each is self._held[-1] else {})
         # On a GPU, `result.times` are those of earlier steps than the bucket times.

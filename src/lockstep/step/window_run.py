@@ -1,0 +1,319 @@
+"""What a caller may do to one optimizer step: a window that was opened, until `Stepper.step` ends it.
+
+    run = stepper.open(window)
+    for index, batch in enumerate(window):
+        run.begin(index, batch, last=index == len(window) - 1)
+        loss = loss_sum(model, batch)
+        factor = run.count(loss, weight)     # before or after the backward
+        with run.backward():                 # the gradients of this block count
+            (loss * factor).backward()
+        run.end()
+    run.complete()                           # the sum; Stepper.step() does it otherwise
+    stepper.step()
+
+`Stepper.micro_batches` and `Stepper.backward` are these calls in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lockstep.checks.divergence import OverwrittenCheck
+from lockstep.checks.witness import Computed
+from lockstep.data.windows import Window
+from lockstep.errors import UsageError
+from lockstep.gradients.bucket import cut_by_buckets
+from lockstep.gradients.facts import Facts, FactsMessage
+from lockstep.runtime import randomness, status
+from lockstep.step.assembly import Assembly
+from lockstep.step.loss_scale import LossScale
+from lockstep.world.world import World
+
+Batch = TypeVar("Batch")
+_STAGES = 2**48  # offset of a slot's random-stream number from one pipeline stage to the next
+_END = object()
+
+
+class WindowRun:
+    """One window of a Stepper, while it is open.
+
+    Args:
+        window: the Loader's window; None for a plain list of batches, whose slots have no numbers.
+        steps: steps before this one.
+        parts: the reducer, the update and the buffers of the Stepper.
+        world: the world of this rank.
+        seed: of the random streams of the forwards.
+        exact: whether the sums follow exact mode's tree over the slots.
+        reports: whether this rank reports the micro-batches of its replica.
+        scale: finds the factor of the losses.
+        factor: the factor, None if the ranks must still agree on it.
+        overwritten: compares what this step overwrites; None for no comparison.
+    """
+
+    def __init__(
+        self,
+        window: Window | None,
+        steps: int,
+        parts: Assembly,
+        world: World,
+        *,
+        seed: int,
+        exact: bool,
+        reports: bool,
+        scale: LossScale,
+        factor: float | None,
+        overwritten: OverwrittenCheck | None,
+    ) -> None:
+        self.window, self._steps, self._parts, self._world = window, steps, parts, world
+        self._reducer, self._buffers = parts.reducer, parts.buffers
+        self._seed, self._exact, self._reports = seed, exact, reports
+        self._scale, self._factor, self._overwritten = scale, factor, overwritten
+        self.step = steps if window is None else window.cut.step
+        """The step number that selects the random streams."""
+        # gives micro-batches of a plain list slot numbers that no other rank uses
+        self._first_slot = world.rank * 2**32
+        # exact mode keeps the values of slots separate, and adds them along a tree
+        self._slots = window.cut.slots if exact and window is not None else 0
+        self._buffers.begin(self._slots)
+        self.facts = FactsMessage(parts.facts_group, world.device, self._slots)
+        self.stops = False
+        """Whether this rank asks to stop. The facts tell all ranks."""
+        self.micro_batch: int | None = None
+        """This rank's number of the micro-batch that is being computed; None between two."""
+        self.counted = False
+        """Whether it was counted."""
+        self.backwards = 0
+        """Micro-batches that were counted."""
+        self.record: Computed | None = None
+        """Digests of what this rank computes, if the step is witnessed."""
+        self._last = False
+        self._weight: float | Tensor = 0.0
+        self._row = 0  # of its values in tensors with a row per slot
+        self._random_state: randomness.RandomState | None = None
+        self._summed: tuple[Facts, float] | None = None
+
+    # -- micro-batches ----------------------------------------------------------------------------
+
+    def walk(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield each batch with its micro-batch begun. It reads one batch ahead."""
+        reducer = self._reducer
+        rest = iter(batches)
+        batch: Any = next(rest, _END)
+        index = 0
+        try:
+            with cut_by_buckets(reducer.bucket_bytes, wanted=reducer.group.size > 1):
+                while batch is not _END:
+                    following: Any = next(rest, _END)
+                    self.begin(index, batch, last=following is _END)
+                    try:
+                        yield batch
+                    except BaseException:
+                        self.end(interrupted=True)
+                        raise
+                    self.end()
+                    batch = following
+                    index += 1
+        finally:
+            if self._random_state is not None:
+                randomness.set_state(self._random_state)
+                self._random_state = None
+
+    def begin(self, index: int, batch: object = None, *, last: bool) -> None:
+        """Begin a micro-batch: its random stream, its buffers, its gradients.
+
+        Args:
+            index: its number among this rank's micro-batches of the window.
+            batch: its samples, for a witness.
+            last: whether it is this rank's last: full buckets are launched in its backward.
+        """
+        slot = self.slot(index)
+        self.micro_batch, self.counted, self._last, self._weight = index, False, last, 0.0
+        self._row = slot if self._exact else 0
+        self._count_samples(index, 1)
+        if self.record is not None:
+            self.record.open(slot, batch)
+        self._buffers.begin_micro_batch()
+        self._parts.trace.micro_batch = index
+        if self._random_state is None:
+            self._random_state = randomness.get_state()
+        randomness.step(self._seed, self.step, slot)
+        self._reducer.begin_micro_batch(last=last)
+        status.enter("forward")
+
+    def slot(self, index: int) -> int:
+        """Return the number of this rank's micro-batch `index` in the step."""
+        return self._first_slot + index if self.window is None else self.window.slots[index]
+
+    def _count_samples(self, index: int, times: int) -> None:
+        if self.window is not None and self._reports:
+            self.facts.add_samples(times * self.window.counts[index])
+
+    def count(self, loss: Tensor, weight: float | Tensor) -> float:
+        """Count the micro-batch's sum of losses and its weight. With the last one, the facts of
+        the step are sent: best before its backward, which hides the message.
+
+        Returns:
+            The factor for the loss, equal on all ranks: 1 without loss scaling.
+        """
+        self.counted, self._weight = True, weight
+        self.backwards += 1
+        if self._reports:
+            self.facts.add(weight, loss, self._row)
+        factor = self.factor(weight)
+        if self._last:
+            self._send()
+        return factor
+
+    def factor(self, weight: float | Tensor = 0.0) -> float:
+        """Return the factor for the losses of this step. `weight`: the weight of this micro-batch,
+        which is used if the ranks must still agree on the factor.
+        """
+        if self._factor is None:
+            self._factor = self._scale.agree(self._parts.facts_group, weight)
+        return self._factor
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a block in which the model's gradients count. Others are left in `.grad`, and
+        `Stepper.step` raises.
+        """
+        return self._reducer.backward()
+
+    def end(self, *, interrupted: bool = False) -> None:
+        """End the micro-batch. The buffers return to the values that the step began with.
+        `interrupted`: the caller's loop stops here; the step sums what it has computed.
+        """
+        self._reducer.end_micro_batch(interrupted=interrupted)
+        if self.record is not None:
+            self.record.shut(self._weight, self._buffers.named())
+        self.micro_batch = None
+        self._buffers.end_micro_batch(self._weight, self._row)
+        if interrupted:
+            return
+        if self.window is None and self._random_state is not None:
+            # loading the next batch may draw random numbers
+            randomness.set_state(self._random_state)
+            self._random_state = None
+        status.enter("data")
+
+    def discard(self) -> None:
+        """End a micro-batch without counting it, as if the step did not have it. Raises UsageError
+        if it was counted: its gradients are in the sum.
+        """
+        if self.micro_batch is None or self.counted:
+            raise UsageError("micro-batch-counted")
+        self._count_samples(self.micro_batch, -1)
+        self.end()
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """A block in which a pipeline computes all micro-batches in its own order. It calls
+        `enter_stream` before a forward, and `add` on the rank that has the loss.
+        """
+        with self._reducer.backward(), randomness.preserved(devices=True):
+            yield
+        status.enter("data")
+
+    def enter_stream(self, index: int, stage: int) -> None:
+        """Begin the forward of micro-batch `index` in a pipeline's stage."""
+        status.enter("forward")
+        randomness.step(self._seed, self.step, self.slot(index) + stage * _STAGES)
+
+    def add(self, index: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Count micro-batch `index`, its sum of losses and its weight."""
+        self._count_samples(index, 1)
+        self.backwards += 1
+        if self._reports:
+            self.facts.add(weight, loss)
+
+    def again(self, share: Window) -> WindowRun:
+        """Return a run of this step over another share of it, with the same factor: a witness
+        compares its sums, and no update is made of them.
+        """
+        run = WindowRun(
+            share,
+            self._steps,
+            self._parts,
+            self._world,
+            seed=self._seed,
+            exact=self._exact,
+            reports=True,
+            scale=self._scale,
+            factor=self._factor,
+            overwritten=self._overwritten,
+        )
+        self._reducer.reset(share.cut)
+        return run
+
+    def restart(self) -> None:
+        """Begin this window anew, after `again`: no micro-batch was computed."""
+        assert self.window is not None
+        self._reducer.reset(self.window.cut)
+        self._buffers.begin(self._slots)
+
+    # -- the sum ----------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Send the facts of the step."""
+        check = self._overwritten
+        if check is not None and self._reducer.group.size > 1 and self._steps >= check.next_step:
+            overwritten = [*self._parts.update.overwritten(), *self._buffers.starts]
+            check.add_digest(self.facts, overwritten)
+        self.facts.send(
+            stop=self.stops or self._world.asked_to_stop, newly_moving=self._buffers.newly_moving
+        )
+
+    @property
+    def completed(self) -> bool:
+        """Whether the sum is complete."""
+        return self._summed is not None
+
+    def complete(self) -> tuple[Facts, float]:
+        """Complete the sum over all ranks, after the last micro-batch. Every rank calls it; a
+        second call returns the same.
+
+        Returns:
+            The facts of the step, and the number by which the sum must still be divided.
+
+        Raises:
+            UsageError: gradients were cleared, or an exception ended a backward of this window.
+        """
+        if self._summed is not None:
+            return self._summed
+        reducer, reduction = self._reducer, self._reducer.reduction
+        if reducer.unfinished:
+            raise UsageError("backward-interrupted")
+        status.enter("reduce")
+        factor = self.factor()
+        if not self.facts.sent:
+            self._send()
+        self._parts.shard.collect(reducer)
+        reducer.check_not_cleared()  # before waiting for other ranks
+        if reduction.divisor is None:
+            reducer.finish(self._buffers.send)
+            facts = self.facts.wait()
+            divisor = facts.weight * factor
+        else:
+            facts = self.facts.wait()
+            reduction.divisor = facts.weight * factor or 1.0
+            try:
+                reducer.finish(self._buffers.send)
+            finally:
+                reduction.divisor = 1.0
+            divisor = 1.0
+        self._summed = facts, divisor
+        if self.record is not None:
+            self.record.summed(facts, self._buffers.moved())
+        return self._summed
+
+    def check_can_end(self) -> None:
+        """Raise UsageError if `step()` is not allowed now."""
+        if self.micro_batch is not None:
+            raise UsageError("step-inside-window")
+        if self.window is not None and self.window.cut.turned:
+            raise UsageError("loop-left-while-witnessed")
+        if not self.backwards and self._reducer.unexpected:
+            raise UsageError("backward-not-by-stepper")
