@@ -304,12 +304,12 @@ class Stepper:
 
     @contextmanager
     def acting_on(self, run: WindowRun) -> Iterator[None]:
-        """In this block `backward` belongs to another run of the open window (`WindowRun.again`)."""
+        """In this block `backward` belongs to another run of the open window (`WindowRun.again`).
+        If the caller's loop is left inside it, `step` refuses.
+        """
         before, self._run = self._run, run
-        try:
-            yield
-        finally:
-            self._run = before
+        yield
+        self._run = before
 
     def _compare_data(self, window: object) -> None:
         """At the first window, check that all ranks have the same data set, batches and seed."""
