@@ -11,7 +11,8 @@ from lockstep.launcher import processes
 from lockstep.launcher.stalls import Sight, Stall, Watcher, explain
 from lockstep.runtime import status
 from lockstep.runtime.status import View
-from lockstep.runtime.step_clock import INDEX, PHASES
+from lockstep.runtime.step_clock import PHASES
+from tests import pages
 
 SECOND = 10**9
 FLOOR = 10
@@ -70,8 +71,8 @@ class Pages:
     def at(self, step: int, phase: str = "forward") -> None:
         """Both ranks have come there."""
         for page in self.pages:
-            page.step(step)
-            page.enter(INDEX[phase], 1)
+            pages.step(page, step)
+            pages.enter(page, phase, 1)
 
     def after(
         self, seconds: float, working: float = 0, living: tuple[int, ...] = (0, 1)

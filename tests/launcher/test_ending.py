@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from lockstep.launcher import ending, processes
 from lockstep.launcher.ending import Endings, Held
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import INDEX
+from tests import pages
 from tests.ending import end
 from tests.launcher.conftest import Run
 
@@ -94,7 +93,7 @@ class Launcher:
         self.endings = Endings(folder, lambda: self.now)
 
     def over(self, rank: int) -> None:
-        status.Page(status.file_of(self.folder, rank)).enter(INDEX["end"], time.monotonic_ns())
+        pages.enter(status.Page(status.file_of(self.folder, rank)), "end")
 
     def look(self) -> list[str]:
         self.now += 10
@@ -161,7 +160,7 @@ def page(folder: Path, rank: int, *, over: bool, opened: bool) -> None:
     if opened:
         written.opened()
     if over:
-        written.enter(INDEX["end"], time.monotonic_ns())
+        pages.enter(written, "end")
 
 
 def test_one_rank_that_had_a_group_or_left_without_a_word_is_enough_for_silence(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lockstep.launcher import processes
 from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
+from tests import pages as other_pages
 from tests.launcher.conftest import Run
 from tests.launcher.sights import SECOND, Pages, plain, said, sight, view
 from tests.refused import refused
@@ -157,8 +157,8 @@ def test_the_first_step_and_a_checkpoint_of_all_may_take_ten_times_as_long(
 def test_a_rank_that_waits_spends_no_time_in_its_first_step(pages: Pages) -> None:
     """With an asynchronous server the others may be steps ahead of it."""
     pages.at(8)
-    pages.pages[1].step(1)
-    pages.pages[1].waits(True, time.monotonic_ns())
+    other_pages.step(pages.pages[1], 1)
+    other_pages.wait(pages.pages[1])
     assert pages.after(9) is None
     assert pages.after(3) is not None
 
@@ -178,7 +178,7 @@ def test_the_users_own_code_may_take_as_long_as_it_likes_where_nobody_waits(
     pages.at(step, "loop")
     assert pages.after(500) is None
     pages.at(max(step, 2), "loop")
-    pages.pages[1].waits(True, time.monotonic_ns())
+    other_pages.wait(pages.pages[1])
     assert pages.after(9) is None
     assert pages.after(3) is not None, "and not, where somebody does"
 

@@ -14,7 +14,7 @@ from lockstep.launcher import processes
 from lockstep.launcher.stalls import Sight, Stall, Watcher
 from lockstep.launcher.stalls_of_nodes import OtherNodes, Quiet, QuietNodes
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import PHASES
+from tests import pages
 from tests.launcher.sights import sight
 
 BUCKET = "all_reduce sum f32[9] for gradient bucket 3 (layer4.weight and 1 more)"
@@ -102,8 +102,8 @@ def test_a_node_that_is_asked_tells_of_ranks_that_it_would_leave_alone(
     asked = OtherNodes(lambda kind, content: sent.append(kind))
     now = 0.0
     page = status.Page(status.file_of(tmp_path, 0))
-    page.step(5)
-    page.enter(PHASES.index("loop"), time.monotonic_ns())
+    pages.step(page, 5)
+    pages.enter(page, "loop")
     watcher = Watcher(tmp_path, 30, lambda: now, elsewhere=asked)
     for now in (0.0, 1.0, 31.0, 100.0):  # noqa: B007  # the watcher's clock
         assert watcher.look({0: os.getpid()}) is None
@@ -112,7 +112,7 @@ def test_a_node_that_is_asked_tells_of_ranks_that_it_would_leave_alone(
     now = 101.0
     assert watcher.look({0: os.getpid()}) is None
     assert sent == ["quiet"]
-    page.enter(PHASES.index("data"), time.monotonic_ns())
+    pages.enter(page, "data")
     now = 102.0
     watcher.look({0: os.getpid()})
     assert sent == ["quiet", "moving"]

@@ -10,7 +10,7 @@ import pytest
 from lockstep.config.launching import Launch
 from lockstep.launcher import processes, torch_calls
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import INDEX
+from tests import pages
 from tests.launcher.conftest import Run
 from tests.launcher.sights import Pages
 
@@ -186,7 +186,7 @@ def test_ranks_that_still_start_have_ten_times_as_long_unless_one_has_ended(plai
     assert (early.rank, early.works) == (1, True)  # said, and the run goes on
     assert plain.after(86) is None
     assert plain.stall(3).rank == 1
-    plain.pages[1].enter(INDEX["end"], 1)
+    pages.enter(plain.pages[1], "end", 1)
     plain.after(1)
     message = plain.stall(11, living=(0,)).message
     assert message.endswith("Rank 1 is not there: its process has ended, with exit code 0.")

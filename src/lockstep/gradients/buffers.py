@@ -54,13 +54,13 @@ class _Kind:
         """The elements of each buffer: a view that can be written to, if the buffer is
         contiguous.
         """
-        self._identities: list[tuple[dict[str, Tensor | None], str, Tensor, torch.Size, int]] = []
+        self.identities: list[tuple[dict[str, Tensor | None], str, Tensor, torch.Size, int]] = []
         for buffers, name in owners:
             tensor = buffers[name]
             assert tensor is not None
             flat = _flat(tensor)
             self.flats.append(flat)
-            self._identities.append((buffers, name, tensor, tensor.shape, flat.data_ptr()))
+            self.identities.append((buffers, name, tensor, tensor.shape, flat.data_ptr()))
         self.start = torch.cat(self.flats)
         self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
         self.moved = self.start
@@ -68,15 +68,6 @@ class _Kind:
         # in the next step), and its weight and slot.
         self._rows: list[Tensor] = []
         self._ended: list[tuple[float | Tensor, int]] = []
-
-    def same(self) -> bool:
-        """Whether `flats` are still the elements of these buffers."""
-        for buffers, name, tensor, shape, memory in self._identities:
-            if buffers[name] is not tensor or tensor.shape != shape:
-                return False
-            if tensor.data_ptr() != memory:
-                return False
-        return True
 
     def begin(self, *, restored: bool) -> None:
         """Begin a step with the values that the buffers hold now, or `restored` to those that the
@@ -203,9 +194,12 @@ class MovingBuffers:
 
     def _same(self) -> bool:
         """Whether all moving buffers are the tensors that were found last."""
-        for kind in self._kinds:  # noqa: SIM110 - a generator costs a call for each kind
-            if not kind.same():
-                return False
+        for kind in self._kinds:
+            for buffers, name, tensor, shape, memory in kind.identities:
+                if buffers[name] is not tensor or tensor.shape != shape:
+                    return False
+                if tensor.data_ptr() != memory:
+                    return False
         return True
 
     @torch.no_grad()
@@ -253,10 +247,7 @@ class MovingBuffers:
             self._seen = self._marks()
 
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
-        """Write these values to a kind's buffers, except to caches."""
-        if kind.same():
-            torch._foreach_copy_(kind.flats, list(values))
-            return
+        """Write these values to a kind's buffers one by one, except to caches."""
         for number, value in zip(kind.numbers, values, strict=True):
             if not self._resized(number):
                 buffer = real(self._buffer(number))
@@ -333,9 +324,13 @@ class MovingBuffers:
             if len(self._moved) > 1:
                 self._moved[0] = add_rows(self._moved)
             self._moved[0] *= 1 / weight if weight > 0 else 0.0
+        same = self._same()
         for kind in self._kinds:
             kind.start.copy_(moved_by(kind.start, kind.moved[0]))
-            self._write(kind, kind.starts)
+            if same:
+                torch._foreach_copy_(kind.flats, kind.starts)
+            else:
+                self._write(kind, kind.starts)
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
         self._left = self._versions()

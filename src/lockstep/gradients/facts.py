@@ -85,8 +85,8 @@ class FactsMessage:
         elif isinstance(loss, Tensor):
             loss = loss.detach()
         if self._slots:
-            self._put(self._first_slot + slot, weight)
-            self._put(self._first_slot + self._slots + slot, loss)
+            index = self._first_slot + slot
+            self._put((index, weight), (index + self._slots, loss))
         self._values[_WEIGHT] += weight
         self._values[_BY_RANK + _LOSSES * self._group.size + self._group.rank] += loss
 
@@ -95,30 +95,32 @@ class FactsMessage:
 
     def add_times(self, busy: float, waited: float) -> None:
         """Add the times of this rank's step before, in seconds."""
-        self._put_row(_BUSY, busy)
-        self._put_row(_WAITED, waited)
+        rank, size = self._group.rank, self._group.size
+        self._put(
+            (_BY_RANK + _BUSY * size + rank, busy), (_BY_RANK + _WAITED * size + rank, waited)
+        )
 
     def add_digest(self, digest: int, seconds: float) -> None:
         """Add a digest of what this rank began the step with, and the seconds that it took. The
         digest has 52 bits, so that float64 holds it exactly.
         """
-        self._put_row(_DIGESTS, digest)
-        self._put_row(_DIGESTING, seconds)
+        rank, size = self._group.rank, self._group.size
+        first = _BY_RANK + _DIGESTS * size + rank
+        self._put((first, digest), (first + (_DIGESTING - _DIGESTS) * size, seconds))
 
-    def _put_row(self, row: int, value: float) -> None:
-        self._put(_BY_RANK + row * self._group.size + self._group.rank, value)
-
-    def _put(self, index: int, value: float | Tensor) -> None:
-        if self._on_cpu:
-            self._values[index] = value
-        else:  # assigning a number copies it from the host, which waits for the GPU
-            self._values[index].fill_(value)
+    def _put(self, *values: tuple[int, float | Tensor]) -> None:
+        """Set numbers of the message, given with their indices."""
+        for index, value in values:
+            if self._on_cpu:
+                self._values[index] = value
+            else:  # assigning a number copies it from the host, which waits for the GPU
+                self._values[index].fill_(value)
 
     def send(self, *, stop: bool, newly_moving: bool) -> None:
         if stop:
-            self._put(_STOP, 1)
+            self._put((_STOP, 1))
         if newly_moving:
-            self._put(_NEWLY_MOVING, 1)
+            self._put((_NEWLY_MOVING, 1))
         if self._on_cpu:
             self._values = torch.tensor(self._values, dtype=torch.float64)
         self.sent = True

@@ -45,6 +45,7 @@ from lockstep.runtime.environment import rank_and_size
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's factors
 # every recorded run depends on these: add numbers, never renumber
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
@@ -72,13 +73,20 @@ _prefix = lru_cache(maxsize=64)(derive)
 
 
 def _extend(state: int, number: int) -> int:
-    return _mix(state ^ _mix((number + _GOLDEN) & _MASK))
+    """Return `_mix(state ^ _mix(number + golden))`, without calls: every sample needs one."""
+    value = number + _GOLDEN
+    for other in (state, 0):
+        value = (value + _GOLDEN) & _MASK
+        value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+        value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+        value ^= (value >> 31) ^ other
+    return value
 
 
 def _mix(value: int) -> int:
     value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
     return value ^ (value >> 31)
 
 
@@ -232,7 +240,7 @@ def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     mixed = numbers.astype(np.uint64) + golden
     for start in (np.uint64(0), np.uint64(_mix(key & _MASK))):
         mixed = (mixed ^ start) + golden
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         mixed ^= mixed >> np.uint64(31)
     return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

@@ -91,45 +91,22 @@ class Page:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             allocate(handle, ctypes.sizeof(_Fields), file)
-            self._fields = _Fields.from_buffer(mmap.mmap(handle, ctypes.sizeof(_Fields)))
+            self.fields = _Fields.from_buffer(mmap.mmap(handle, ctypes.sizeof(_Fields)))
         finally:
             os.close(handle)
         self.thread = threading.get_ident()
         """The thread that writes the page: the main thread."""
-        self._began_to_wait = 0
+        self.began_to_wait = 0
         self.plain = 0
         """Collective numbers that calls of torch.distributed have used."""
-        self._ring = list(self._fields.ring)
+        self._ring = list(self.fields.ring)
         self._among = EVERYBODY
-        self._fields.since = time.monotonic_ns()
-        self.enter(INDEX["start"], self._fields.since)
+        self.fields.phase, self.fields.since = INDEX["start"], time.monotonic_ns()
+        self.fields.ticks += 1
 
     @property
     def ticks(self) -> int:
-        return self._fields.ticks
-
-    def enter(self, phase: int, now: int) -> int:
-        """Record that a phase begins. Return the phase that it ends."""
-        fields = self._fields
-        before: int = fields.phase
-        fields.totals[before] += now - fields.since
-        fields.phase = phase
-        fields.since = now
-        fields.ticks += 1
-        return before
-
-    def step(self, number: int) -> None:
-        self._fields.step = number
-        self._fields.ticks += 1
-
-    def waits(self, begun: bool, now: int, messages: bool = False) -> None:
-        fields = self._fields
-        if begun:
-            self._began_to_wait = now
-        else:
-            fields.waited += now - self._began_to_wait
-        fields.waits = int(begun) + int(messages)
-        fields.ticks += 1
+        return self.fields.ticks
 
     def collective(self, number: int, text: bytes) -> None:
         """Record that this rank is about to do `text`, its collective `number`: of Lockstep's and
@@ -138,56 +115,56 @@ class Page:
         entry = self._ring[number % _RING]
         entry.number = 0  # marks the entry as unreadable while it changes
         entry.text = text
-        entry.number = self._fields.number = number
-        self._fields.ticks += 1
+        entry.number = self.fields.number = number
+        self.fields.ticks += 1
 
     def call(self, text: bytes, among: bytes, numbered: bool) -> None:
         """Record that a torch.distributed function begins. `numbered`: all ranks call it."""
-        fields = self._fields
+        fields = self.fields
         if numbered:
             self.plain += 1
             self.collective(fields.number + 1, text)
         self._wait_among(among)
-        self._began_to_wait = time.monotonic_ns()
+        self.began_to_wait = time.monotonic_ns()
         fields.call, fields.plain, fields.waits = text, 1, 1
         fields.native = b""  # the earlier native collective is over
         fields.ticks += 1
 
     def called(self) -> None:
         """Record that the call has ended."""
-        fields, now = self._fields, time.monotonic_ns()
-        fields.waited += now - self._began_to_wait
+        fields, now = self.fields, time.monotonic_ns()
+        fields.waited += now - self.began_to_wait
         fields.waits, fields.call, fields.since = 0, b"", now
         fields.ticks += 1
 
     def _wait_among(self, ranks: bytes) -> None:
         if ranks is not self._among:
-            ctypes.memmove(self._fields.among, ranks, _MEMBERS)
+            ctypes.memmove(self.fields.among, ranks, _MEMBERS)
             self._among = ranks
 
     def in_native(self, text: bytes, among: bytes = EVERYBODY) -> None:
         """Record that the main thread waits in native code for collective `text`; b"": it does not
         wait. Another thread calls this.
         """
-        if not self._fields.waits:
+        if not self.fields.waits:
             self._wait_among(among)
-            self._fields.native = text
+            self.fields.native = text
 
     def looked(self) -> None:
         """Record that what is noted of native code is up to date. Another thread calls this."""
-        self._fields.looked = time.monotonic_ns()
+        self.fields.looked = time.monotonic_ns()
 
     def moved(self) -> None:
         """Record that native code has begun or ended a collective. Another thread calls this."""
-        self._fields.native = b""
-        self._fields.ticks += 1
+        self.fields.native = b""
+        self.fields.ticks += 1
 
     @property
     def waiting(self) -> bool:
-        return bool(self._fields.waits)
+        return bool(self.fields.waits)
 
     def opened(self) -> None:
-        self._fields.opened = 1
+        self.fields.opened = 1
 
 
 _page: Page | None = None
@@ -247,7 +224,7 @@ def enter(phase: str, *, resumed: bool = False) -> str:
     """Record that a phase begins, and return the name of the phase that it ends. `resumed`: it
     goes on after a phase within it, so the hook is not called.
 
-    It runs a dozen times in a step, so it looks at the time once and calls little.
+    It runs a dozen times in a step, so it looks at the time once and calls nothing.
     """
     now, thread = time.monotonic_ns(), threading.get_ident()
     index, before = INDEX[phase], INDEX["loop"]
@@ -259,7 +236,11 @@ def enter(phase: str, *, resumed: bool = False) -> str:
         if clock.marks is not None:
             clock.mark(now)
     if page is not None and page.thread == thread:
-        before = page.enter(index, now)
+        fields = page.fields
+        before = fields.phase
+        fields.totals[before] += now - fields.since
+        fields.phase, fields.since = index, now
+        fields.ticks += 1
     if _hook is not None and not resumed:
         _hook(_step, phase)
     return PHASES[before]
@@ -289,7 +270,8 @@ def step(number: int) -> None:
     _step = number
     page = _page
     if page is not None and page.thread == threading.get_ident():
-        page.step(number)
+        page.fields.step = number
+        page.fields.ticks += 1
 
 
 def collective(number: int, text: str) -> None:
@@ -306,7 +288,13 @@ def waits(begun: bool, *, messages: bool = False) -> None:
     now, thread = time.monotonic_ns(), threading.get_ident()
     page, clock = _page, _clock
     if page is not None and page.thread == thread:
-        page.waits(begun, now, messages)
+        fields = page.fields
+        if begun:
+            page.began_to_wait = now
+        else:
+            fields.waited += now - page.began_to_wait
+        fields.waits = int(begun) + int(messages)
+        fields.ticks += 1
     if clock is not None and clock.thread == thread:
         clock.waits(begun, now)
 
