@@ -28,7 +28,8 @@ class NonFiniteTrace:
     def __init__(self, reducer: Reducer, *, always: bool) -> None:
         self._reducer = reducer
         self._always = always
-        self._due = always
+        self.due = always
+        """Whether the next window's gradients are looked at."""
         self.micro_batch = 0
         """This rank's micro-batch in the window."""
         # (micro-batch, parameter, whether its whole gradient is finite)
@@ -41,13 +42,13 @@ class NonFiniteTrace:
 
     def watch(self) -> None:
         """Look at the next window's gradients."""
-        self._due = True
+        self.due = True
 
     def begin(self) -> None:
         """Begin a window."""
         self._landed.clear()
-        self._reducer.on_ready = self._look if self._due else None
-        self._due = self._always
+        self._reducer.on_ready = self._look if self.due else None
+        self.due = self._always
 
     def _look(self, number: int, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient

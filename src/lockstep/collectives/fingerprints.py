@@ -98,7 +98,8 @@ class HostFingerprints(Uncompared):
         self._memory.close()
 
     def post(self, number: int, text: str) -> None:
-        start, words = self._tag(self._rank, number), self._words
+        start = self._rank * BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
+        words = self._words
         words[start // _WORD] = 0  # not to be read while it changes
         encoded = text.encode()[: _TAG - _WORD]
         self._memory[start + _WORD : start + _TAG] = encoded.ljust(_TAG - _WORD, b"\0")
@@ -106,7 +107,7 @@ class HostFingerprints(Uncompared):
         self._all_here(number)
 
     def compare(self, number: int) -> None:
-        here = self._tag(self._rank, number)
+        here = self._rank * BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
         tag = self._memory[here : here + _TAG]
         for other in self._others:
             there = here + (other - self._rank) * BLOCK

@@ -36,7 +36,7 @@ from lockstep.collectives.fingerprints import (
     listed,
     timed_out,
 )
-from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, working_dtype
+from lockstep.collectives.reduce_op import REDUCE_OPS, Op, reduced_dtype
 from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
 from lockstep.collectives.shared_memory.segment import share, this_host
 from lockstep.collectives.work import Done, Work, wait_on_page
@@ -196,7 +196,8 @@ class Group:
         """
         self.fingerprints = Uncompared()
         """Compares its collectives with the other ranks' before anything is sent."""
-        self._record = Record.where_asked_for(self.ranks)
+        self.record = Record.where_asked_for(self.ranks)
+        """Logs its collectives; None unless `--debug` asks for it."""
         self._background = Background("lockstep collectives")
         self.memory: HostMemory | None = None
         """The shared memory of the host, if all ranks share it: all-reduce goes through it."""
@@ -308,9 +309,9 @@ class Group:
         """
         atexit.unregister(self.forget)
         self._background.close()
-        if self._record is not None:
-            self._record.close()
-            self._record = None
+        if self.record is not None:
+            self.record.close()
+            self.record = None
         self.fingerprints.close()
         self.fingerprints = Uncompared()
         if self.memory is not None:
@@ -357,13 +358,12 @@ class Group:
 
     def backend_all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """all_reduce by the backend, even if the ranks share memory."""
-        check_op(op, tensor)
+        working = reduced_dtype(op, tensor.dtype, tensor.layout)
         self.announce(
             "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size
         )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        working = working_dtype(tensor)
         flat = tensor.detach().to(working).contiguous()
         work = dist.all_reduce(flat, op=REDUCE_OPS[op], group=self.process_group, async_op=True)
 
@@ -494,23 +494,23 @@ class Group:
         self.bytes_sent += sends
         if (
             self.fingerprints.compares
-            or self._record is not None
+            or self.record is not None
             or (self.watched and status.noted())
         ):
             place = place or call_site()
             call = described(kind, tensor.shape, tensor.dtype, detail, place)
             text = call if text is None else f"{text} {place}"
         self.say(text or "")
-        if self._record is not None:
-            self._record.begin(self.number, text or kind, tensor.numel())
+        if self.record is not None:
+            self.record.begin(self.number, text or kind, tensor.numel())
             if self.size == 1 or tensor.numel() == 0:
-                self._record.end(self.number)
+                self.record.end(self.number)
         return self.number
 
     def ended(self, number: int) -> None:
         """Note that the result of collective `number` is there."""
-        if self._record is not None:
-            self._record.end(number)
+        if self.record is not None:
+            self.record.end(number)
 
     def say(self, text: str) -> None:
         """Take the next number for something that all ranks do together, which `text` describes.

@@ -5,6 +5,7 @@ a meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -45,20 +46,25 @@ def check_op(op: str, tensor: Tensor) -> None:
     """Raise a UsageError for an unknown operation, and for one that has no meaning for the
     dtype.
     """
-    if op == "sum" and tensor.dtype in _WORKING and tensor.layout == torch.strided:
-        return
+    reduced_dtype(op, tensor.dtype, tensor.layout)
+
+
+@lru_cache(maxsize=128)
+def reduced_dtype(op: str, dtype: torch.dtype, layout: torch.layout) -> torch.dtype:
+    """Return the dtype in which backends reduce a tensor of `dtype`. Raises as `check_op`."""
     chosen("op", op, REDUCE_OPS)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError("mean-of-integers", dtype=dtype)
-    if op in ("max", "min") and tensor.is_complex():
-        raise UsageError("op-of-complex", op=op, dtype=dtype)
-    if tensor.dtype == torch.bool and op not in ("max", "min"):
+    name = str(dtype).removeprefix("torch.")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError("mean-of-integers", dtype=name)
+    if op in ("max", "min") and dtype.is_complex:
+        raise UsageError("op-of-complex", op=op, dtype=name)
+    if dtype == torch.bool and op not in ("max", "min"):
         raise UsageError("op-of-bool", op=op)
-    if tensor.layout != torch.strided:
+    if layout != torch.strided:
         raise UsageError("op-of-sparse", op=op)
-    if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
-        raise UsageError("op-of-dtype", op=op, dtype=dtype)
+    if dtype not in _WORKING and dtype not in _WIDER:
+        raise UsageError("op-of-dtype", op=op, dtype=name)
+    return _WIDER.get(dtype, dtype)
 
 
 def check_rows(tensor: Tensor) -> None:

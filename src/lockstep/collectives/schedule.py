@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -174,12 +175,14 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
+@lru_cache(maxsize=4096)  # asked for each bucket in each step
 def slice_of(numel: int, rank: int, size: int) -> range:
     """Return one rank's elements of `numel`: whole blocks, except at the tensor's end. Some ranks
     have none if there are fewer blocks than ranks.
     """
     blocks = -(-numel // BLOCK)
-    begin, end = (min(numel, place * blocks // size * BLOCK) for place in (rank, rank + 1))
+    begin = min(numel, rank * blocks // size * BLOCK)
+    end = min(numel, (rank + 1) * blocks // size * BLOCK)
     return range(begin, end)
 
 

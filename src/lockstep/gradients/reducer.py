@@ -417,7 +417,8 @@ class Reducer:
             return
         for number in delivered:
             self.ready[number] = True
-        self._note_order(delivered)
+        if self._order is not None:
+            self._note_order(delivered)
         if not self.closing:
             self.state = State.ACCUMULATING
             return
@@ -454,7 +455,8 @@ class Reducer:
         final = self.closing and (not static.on or static.is_last(number))
         self.fold.add(number, self.scale if final else 1.0)
         self.ready[number] = True
-        self._note_order([number])
+        if self._order is not None:
+            self._note_order([number])
         if final:
             self._final[number] = True
             if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
@@ -465,7 +467,8 @@ class Reducer:
             self.state = State.ACCUMULATING
 
     def _note_order(self, numbers: Iterable[int]) -> None:
-        if self._order is not None and self.fold.sets_order(closing=self.closing):
+        assert self._order is not None
+        if self.fold.sets_order(closing=self.closing):
             self._order += numbers
 
     def add_gradients(self) -> None:

@@ -132,10 +132,9 @@ class Assembly:
             )
 
     def follow_model(self, world: World) -> None:
-        """Look up the buffers again if layers were added, replaced or frozen."""
-        if self.reducer.generation != self.buffers.generation:
-            self.buffers.restore()
-            self.buffers = _buffers_of(self.model, self.reducer, world)
+        """Look up the buffers again: layers were added, replaced or frozen."""
+        self.buffers.restore()
+        self.buffers = _buffers_of(self.model, self.reducer, world)
 
 
 def _buffers_of(model: nn.Module, reducer: Reducer, world: World) -> MovingBuffers:

@@ -282,9 +282,11 @@ class Stepper:
             follow_epoch(self.scheduler, loaded)
         parts = self._parts
         parts.reducer.reset(None if loaded is None else loaded.cut)
-        parts.trace.begin()
+        if parts.trace.due or parts.reducer.on_ready is not None:
+            parts.trace.begin()
         parts.update.follow()
-        parts.follow_model(self.world)
+        if parts.reducer.generation != parts.buffers.generation:
+            parts.follow_model(self.world)
         self._run = run = WindowRun(
             loaded,
             self.steps,
@@ -294,7 +296,7 @@ class Stepper:
             exact=self.method.exact,
             reports=self.model_shard.reports,
             scale=self._loss_scale,
-            factor=self._loss_scale.begin(window),
+            factor=1.0 if self.scaler is None else self._loss_scale.begin(window),
             overwritten=self._overwritten,
         )
         run.stops = self._stop
@@ -356,7 +358,8 @@ class Stepper:
         """Bytes that this rank has sent since the world was opened, as Lockstep's groups count
         them.
         """
-        return self.everyone.bytes_sent + self.model_shard.sent()
+        sent = self.everyone.bytes_sent
+        return sent if self.model_shard.mesh is None else sent + self.model_shard.sent()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, also if each rank holds only a part. Every rank
@@ -409,7 +412,8 @@ class Stepper:
         self._run = None
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
             self.check_replicas(f"in step {self.steps + 1}")
-        self._loss_scale.note(facts.weight)
+        if self.scaler is not None:
+            self._loss_scale.note(facts.weight)
         parts.buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight and self.reducer.someone_misses:
             parts.unused()

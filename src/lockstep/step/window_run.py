@@ -130,10 +130,12 @@ class WindowRun:
             batch: its samples, for a witness.
             last: whether it is this rank's last: full buckets are launched in its backward.
         """
-        slot = self.slot(index)
+        window = self.window
+        slot = self._first_slot + index if window is None else window.slots[index]
         self.micro_batch, self.counted, self._last, self._weight = index, False, last, 0.0
         self._row = slot if self._exact else 0
-        self._count_samples(index, 1)
+        if window is not None and self._reports:
+            self.facts.add_samples(window.counts[index])
         if self.record is not None:
             self.record.open(slot, batch)
         self._buffers.begin_micro_batch()
@@ -143,14 +145,6 @@ class WindowRun:
         randomness.step(self._seed, self.step, slot)
         self._reducer.begin_micro_batch(last=last)
         status.enter("forward")
-
-    def slot(self, index: int) -> int:
-        """Return the number of this rank's micro-batch `index` in the step."""
-        return self._first_slot + index if self.window is None else self.window.slots[index]
-
-    def _count_samples(self, index: int, times: int) -> None:
-        if self.window is not None and self._reports:
-            self.facts.add_samples(times * self.window.counts[index])
 
     def count(self, loss: Tensor, weight: float | Tensor) -> float:
         """Count the micro-batch's sum of losses and its weight. With the last one, the facts of
@@ -163,17 +157,10 @@ class WindowRun:
         self.backwards += 1
         if self._reports:
             self.facts.add(weight, loss, self._row)
-        factor = self.factor(weight)
-        if self._last:
-            self._send()
-        return factor
-
-    def factor(self, weight: float | Tensor = 0.0) -> float:
-        """Return the factor for the losses of this step. `weight`: the weight of this micro-batch,
-        which is used if the ranks must still agree on the factor.
-        """
         if self._factor is None:
             self._factor = self._scale.agree(self._parts.facts_group, weight)
+        if self._last:
+            self._send()
         return self._factor
 
     def backward(self) -> AbstractContextManager[None]:
@@ -205,7 +192,8 @@ class WindowRun:
         """
         if self.micro_batch is None or self.counted:
             raise UsageError("micro-batch-counted")
-        self._count_samples(self.micro_batch, -1)
+        if self.window is not None and self._reports:
+            self.facts.add_samples(-self.window.counts[self.micro_batch])
         self.end()
 
     @contextmanager
@@ -220,13 +208,15 @@ class WindowRun:
     def enter_stream(self, index: int, stage: int) -> None:
         """Begin the forward of micro-batch `index` in a pipeline's stage."""
         status.enter("forward")
-        randomness.step(self._seed, self.step, self.slot(index) + stage * _STAGES)
+        slot = self._first_slot + index if self.window is None else self.window.slots[index]
+        randomness.step(self._seed, self.step, slot + stage * _STAGES)
 
     def add(self, index: int, loss: Tensor, weight: float | Tensor) -> None:
         """Count micro-batch `index`, its sum of losses and its weight."""
-        self._count_samples(index, 1)
         self.backwards += 1
         if self._reports:
+            if self.window is not None:
+                self.facts.add_samples(self.window.counts[index])
             self.facts.add(weight, loss)
 
     def again(self, share: Window) -> WindowRun:
@@ -287,18 +277,20 @@ class WindowRun:
         if reducer.unfinished:
             raise UsageError("backward-interrupted")
         status.enter("reduce")
-        factor = self.factor()
+        if self._factor is None:
+            self._factor = self._scale.agree(self._parts.facts_group, 0.0)
         if not self.facts.sent:
             self._send()
-        self._parts.shard.collect(reducer)
+        if self._parts.shard.mesh is not None:
+            self._parts.shard.collect(reducer)
         reducer.check_not_cleared()  # before waiting for other ranks
         if reduction.divisor is None:
             reducer.finish(self._buffers.send)
             facts = self.facts.wait()
-            divisor = facts.weight * factor
+            divisor = facts.weight * self._factor
         else:
             facts = self.facts.wait()
-            reduction.divisor = facts.weight * factor or 1.0
+            reduction.divisor = facts.weight * self._factor or 1.0
             try:
                 reducer.finish(self._buffers.send)
             finally:

@@ -135,14 +135,23 @@ class AllReduce(Exchange):
     these, so they are written out, with few calls.
     """
 
-    def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
-        flat = _flat(tensor, working_dtype(tensor))
+    def __init__(
+        self, slots: HostMemory, first: int, tensor: Tensor, op: Op, working: torch.dtype
+    ) -> None:
+        flat = _flat(tensor, working)
         super().__init__(slots, first, (flat,) if flat.numel() else (), [(flat, tensor)])
         self._op = op
 
+    def _write(self) -> None:
+        slots, (flat,) = self.slots, self._mine
+        slots.of_all_ranks(self.first, flat.numel(), flat.dtype)[slots.rank].copy_(flat)
+        self._ahead = 1
+        slots.put = self.first + 1
+        slots.written.post(self.first + 1)
+
     def take(self, piece: int) -> None:
         flat = self._mine[piece]
-        fold(self.slots.of_all_ranks(self.first + piece, flat.numel(), flat.dtype), self._op, flat)
+        fold(self.slots.of_all_ranks(self.first, flat.numel(), flat.dtype), self._op, flat)
 
     def complete(self) -> None:
         slots = self.slots
@@ -164,8 +173,10 @@ class AllReduceBySlices(Exchange):
     synchronization, for which a rank waits after it has added the next piece.
     """
 
-    def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
-        flat = _flat(tensor, working_dtype(tensor))
+    def __init__(
+        self, slots: HostMemory, first: int, tensor: Tensor, op: Op, working: torch.dtype
+    ) -> None:
+        flat = _flat(tensor, working)
         super().__init__(slots, first, _cut(flat), [(flat, tensor)])
         self._op = op
         self._collected = 0  # pieces

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.fingerprints import call_site, timed_out
-from lockstep.collectives.reduce_op import Op, check_op
+from lockstep.collectives.reduce_op import Op, check_op, reduced_dtype
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.exchange import (
     AT_ONCE,
@@ -147,10 +147,10 @@ class HostMemory:
         """Start to replace `tensor` on every rank by the sum (mean, max, min, prod) over all
         ranks.
         """
-        check_op(op, tensor)
+        working = reduced_dtype(op, tensor.dtype, tensor.layout)
         how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
         # may run out of memory, so it comes before the collective gets its number
-        work = how(self, self._given, tensor, op)
+        work = how(self, self._given, tensor, op, working)
         self.group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         return self._start(work)
 
@@ -349,7 +349,9 @@ class HostMemory:
             while self._open and not work.finished:
                 self._number = self._open[0].number
                 self._open[0].complete()
-                self.group.ended(self._open.popleft().number)
+                self._open.popleft()
+                if self.group.record is not None:
+                    self.group.record.end(self._number)
         finally:
             self._patience = before
 

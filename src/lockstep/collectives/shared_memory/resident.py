@@ -96,25 +96,21 @@ class Sum:
         self._memory.done.post(self.order + 1)
         self.finished = True
 
-    def _complete(self, mine: range, divisor: float) -> None:
-        spans = [
-            slice(start, min(start + _PIECE, mine.stop))
-            for start in range(mine.start, mine.stop, _PIECE)
-        ]
+    def _complete(self, own: range, divisor: float) -> None:
+        spans = []
+        for start in range(own.start, own.stop, _PIECE):
+            spans.append(slice(start, min(start + _PIECE, own.stop)))
         for span in spans:
             pieces = [part[span] for part in self._parts]
             if self._along is None:
                 fold(pieces, "sum", pieces[self._rank])
             else:
-                add_up(
-                    self._along.term,
-                    [tensor.data[span] for tensor in self._along.tensors],
-                    pieces[self._rank],
-                )
+                tensors = [tensor.data[span] for tensor in self._along.tensors]
+                add_up(self._along.term, tensors, pieces[self._rank])
             if self._across is None:
                 self._deliver(pieces, divisor)
         if self._across is not None:
-            self._across.reduce(self._parts[self._rank][mine.start : mine.stop])
+            self._across.reduce(self._parts[self._rank][own.start : own.stop])
             for span in spans:
                 self._deliver([part[span] for part in self._parts], divisor)
 
