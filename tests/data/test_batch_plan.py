@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from torch.utils.data import BatchSampler
 
-from lockstep.data.batch_plan import ByBatch, ByPosition
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Sequential, Shuffled
-from lockstep.data.windows import Plan
+from lockstep.data.windows import ByBatch, ByPosition, Plan
 from tests.data.datasets import Backwards, Numbers, Pairs
 from tests.refused import refused
 

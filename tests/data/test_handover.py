@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lockstep
-from lockstep.data.handover import SMALL, Sent, collated
+from lockstep.data.keyed import SMALL, Sent, collated
 
 
 def through(batch: Any) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.config.knob import whole
-from lockstep.data.batch_plan import BatchPlan, ByBatch, ByPosition
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
-from lockstep.data.windows import Plan
+from lockstep.data.windows import BatchPlan, ByBatch, ByPosition, Plan
 from lockstep.errors import UsageError
 
 

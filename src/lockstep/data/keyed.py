@@ -7,19 +7,25 @@ draw random numbers as well (masked tokens, mixed images).
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray
-from operator import length_hint
+from operator import getitem, length_hint
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import Dataset, StackDataset, Subset, get_worker_info
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_storage
+from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-from lockstep.data.handover import collated
 from lockstep.launcher import failures, processes, stalls
 from lockstep.runtime import randomness
 from lockstep.runtime.host_generators import HostState, host_generators
@@ -30,6 +36,15 @@ Made = TypeVar("Made")
 Enter = Callable[[int], None]
 Note = Callable[[int], None]
 Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
+
+
+class _Process(NamedTuple):
+    """What makes batches in one process."""
+
+    pid: int
+    streams: Streams
+    note: Note | None
+    collate: Callable[[list[Any]], Any]
 
 
 class KeyedDataset(Dataset[Any]):
@@ -52,12 +67,12 @@ class KeyedDataset(Dataset[Any]):
     ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._collate = collate or collated
+        self._collate = collate
         self._rank = rank
         self._progress = progress
         self._at_once = fetches_at_once(dataset)
         # begins with the pid, because a forked process needs new ones
-        self._process: tuple[int, Streams, Note | None] | None = None
+        self._process: _Process | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_process": None}
@@ -66,30 +81,40 @@ class KeyedDataset(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, keys: Keys) -> Any:
-        if self._process is None or self._process[0] != os.getpid():
-            worker = get_worker_info()
-            note = (
-                None
-                if worker is None or self._progress is None
-                else _noting(self._progress, worker.id)
-            )
-            self._process = os.getpid(), Streams(), note
-        _, streams, note = self._process
-        batch = streams.make(partial(self._batch, *keys, note=note))
-        if note is not None:
-            note(IDLE)
+        process = self._process
+        if process is None or process.pid != os.getpid():
+            process = self._process = self._here()
+        make = partial(self._batch, *keys, process.collate, note=process.note)
+        batch = process.streams.make(make)
+        if process.note is not None:
+            process.note(IDLE)
         return batch
 
+    def _here(self) -> _Process:
+        """Return what this process needs: a forked one needs new ones."""
+        worker = get_worker_info()
+        note = None
+        if worker is not None and self._progress is not None:
+            note = _noting(self._progress, worker.id)
+        collate = self._collate
+        if collate is None:
+            collate = default_collate if worker is None else collated
+        return _Process(os.getpid(), Streams(), note, collate)
+
     def _batch(
-        self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None = None
+        self,
+        epoch: int,
+        indices: list[int],
+        collate: Callable[[list[Any]], Any],
+        enter: Enter | None,
+        note: Note | None = None,
     ) -> Any:
-        samples = (self._at_one_go if self._at_once else self._one_by_one)(
-            epoch, indices, enter, note
-        )
+        fetch = self._at_one_go if self._at_once else self._one_by_one
+        samples = fetch(epoch, indices, enter, note)
         if enter is not None:
             enter(randomness.collate_key(self._seed, epoch, indices[0]))
         try:
-            return self._collate(samples)
+            return collate(samples)
         except Exception as error:
             self._tell(error, epoch, indices, ", while they were made a batch")
             raise
@@ -114,7 +139,7 @@ class KeyedDataset(Dataset[Any]):
         ahead = iter(indices)
         try:
             if enter is None and note is None:
-                return [dataset[index] for index in ahead]
+                return list(map(partial(getitem, dataset), ahead))
             samples = []
             for index in ahead:
                 if note is not None:
@@ -203,6 +228,63 @@ def _bind(parent: int, worker: int) -> None:
         die_with_parent(parent)
 
 
+# -- how a batch gets from a loader worker to the process that trains ------------------------------
+# torch puts each tensor into shared memory and sends an open file descriptor for it. That takes both
+# processes about half a millisecond a tensor, however small it is. Here small tensors are sent as
+# bytes, through the pipe that would carry the descriptor.
+
+SMALL = 2**19  # bytes; for larger tensors shared memory is as fast
+
+
+class Sent:
+    """A batch that is sent to another process. The class is also DataLoader's collate function:
+    the batch has been collated already.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stream = io.BytesIO()
+        pickler = ForkingPickler(stream, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {**pickler.dispatch_table, torch.UntypedStorage: _reduced}
+        pickler.dump(self._batch)
+        return pickle.loads, (stream.getvalue(),)
+
+
+def _reduced(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    if storage.device.type != "cpu" or storage.is_shared() or not 0 < len(storage) <= SMALL:
+        reduced: tuple[Any, ...] = reduce_storage(storage)
+        return reduced
+    data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return _storage_of, (pickle.PickleBuffer(data),)
+
+
+def _storage_of(data: bytearray) -> torch.UntypedStorage:
+    # The copy has torch's alignment. With another one a kernel may give other last bits.
+    return torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
+
+
+def collated(samples: list[Any]) -> Any:
+    """Collate with torch's default_collate. In a loader worker, small tensors are stacked without
+    shared memory, unless the user has registered another collate function for tensors.
+    """
+    if get_worker_info() is None or default_collate_fn_map[Tensor] is not collate_tensor_fn:
+        return default_collate(samples)
+    return collate(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
+
+
+def _stacked(tensors: Sequence[Tensor], **options: Any) -> Tensor:
+    first = tensors[0]
+    plain = first.layout is torch.strided and not first.is_nested
+    # torch refuses to stack tensors that need a gradient, because they could not be sent
+    plain = plain and not any(tensor.requires_grad for tensor in tensors)
+    if plain and first.nbytes * len(tensors) <= SMALL:
+        return torch.stack(tensors)  # type: ignore[arg-type]
+    stacked: Tensor = collate_tensor_fn(tensors, **options)
+    return stacked
+
+
 # -- whether a data set draws ---------------------------------------------------------------------
 # Seeding costs microseconds, and most samples draw nothing. Reading a generator's state is cheap
 # (host_generators.py). So no generator is seeded until its state shows that something was drawn.
@@ -235,22 +317,22 @@ class Streams:
             try:
                 made = make(enter)
             except Exception:
-                if not self._unseeded(before, seeded):
+                if not self._unseeded(before, self._generators.drawn(before), seeded):
                     raise
             else:
-                if not self._unseeded(before, seeded):
+                drawn = self._generators.drawn(before)
+                if not drawn or not self._unseeded(before, drawn, seeded):
                     return made
             finally:
                 if seeded:
                     self._generators.set_state(before, seeded)
             seeded += [name for name in self._seeded if name not in seeded]
 
-    def _unseeded(self, before: HostState, seeded: Sequence[str]) -> list[str]:
-        """Return the generators that were drawn from without a seed. Put their states back; they
+    def _unseeded(self, before: HostState, drawn: Sequence[str], seeded: Sequence[str]) -> bool:
+        """Whether a generator was drawn from without a seed. Put the states of such ones back; they
         are seeded from now on.
         """
-        unseeded = [name for name in self._generators.drawn(before) if name not in seeded]
-        if unseeded:
-            self._generators.set_state(before, unseeded)
-            self._seeded += [name for name in unseeded if name not in self._seeded]
-        return unseeded
+        unseeded = [name for name in drawn if name not in seeded]
+        self._generators.set_state(before, unseeded)
+        self._seeded += [name for name in unseeded if name not in self._seeded]
+        return bool(unseeded)

@@ -1,7 +1,7 @@
 """The Loader: windows of micro-batches from torch's DataLoader. It never pads or repeats samples,
 and drops some only on request.
 
-The cut alone decides which samples a step consumes (data/windows.py, data/batch_plan.py). The rank
+The cut alone decides which samples a step consumes (data/windows.py). The rank
 only decides which micro-batches are fetched here. So a micro-batch, with its augmentation
 (data/keyed.py), is the same at every world size.
 """
@@ -20,15 +20,63 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
 from lockstep.data.choice import choose_batch_plan
-from lockstep.data.epoch import DynamicSlots, Epoch, EpochCourse
+from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse, drawn_windows
 from lockstep.data.iterable.sharding import Sharding
 from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.walk import Walk
 from lockstep.data.window_loader import Position, WindowLoader, read_state
-from lockstep.data.windows import BY_RANKS, Cut, Plan
+from lockstep.data.windows import BY_RANKS, Cut, Plan, Window
 from lockstep.errors import UsageError
 from lockstep.runtime import status
+
+
+class Epoch:
+    """One epoch. Iteration yields its windows in order; `len` is its number of steps, the same on
+    all ranks.
+
+    A resumed epoch yields the windows from its step `begin` on; its length stays. A window has this
+    rank's fixed share of a step's micro-batches, or the slots that a parameter server has assigned
+    to it.
+    """
+
+    def __init__(self, loader: Loader, number: int, begin: int = 0) -> None:
+        self.number, self.begin = number, begin
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return self._loader.batch_plan.plan(self.number).steps_per_epoch
+
+    def __repr__(self) -> str:
+        return f"Epoch({self.number}, {len(self)} steps)"
+
+    def __iter__(self) -> Iterator[Window]:
+        """Yield every step's Window, empty ones too. Batches that the loop did not take from a
+        window are fetched before the next window.
+        """
+        loader, number = self._loader, self.number
+        loader._position = Position(number, self.begin)
+        if loader.draw is not None:
+            yield from drawn_windows(loader, self, loader.draw)
+            return
+        plan, first = loader.batch_plan.plan(number), loader.batch_plan.first(number)
+        steps = plan.steps_per_epoch
+        walk = loader.walk(number, range(self.begin, steps), loader.share)
+        for index in range(self.begin, steps):
+            cut = plan.at(index, number, first + index, loader.by_rank)
+            window = loader.window(cut, walk.take)
+            if walk.ahead:
+                count = len(window)
+                if index + 1 < steps:
+                    following = plan.at(index + 1, 0, 0, cut.by_rank)
+                    count += len(following.filled(loader.rank, loader.size))
+                walk.fetch_ahead(count)
+            if index + 1 < steps:
+                loader.move_to(number, index + 1)
+            else:
+                loader.move_to(number + 1, 0)
+            yield window
+            window.drain()
 
 
 class Loader(WindowLoader[Epoch]):
@@ -272,9 +320,17 @@ class Loader(WindowLoader[Epoch]):
         self._turns.next()
         self._position, self._loaded, self._recipe = position, True, None
 
-    def _hand_out(self, epoch: int, place: int, steps: int) -> None:
-        self._position = Position(epoch, place + 1) if place + 1 < steps else Position(epoch + 1, 0)
-        self._loaded = False
+    def move_to(self, epoch: int, step: int) -> None:
+        """Make this the position of the next window."""
+        self._position, self._loaded = Position(epoch, step), False
+
+    def window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
+        """Return this rank's window of a step; `take` returns its next batch."""
+        recipe = self._recipe or self.recipe
+        counts = self.batch_plan.counts_of(cut)
+        window = Window(cut, self.rank, self.size, take, counts, recipe, drawn)
+        window.read = self._read
+        return window
 
     def _read(self, cut: Cut, slots: range) -> Iterator[Any]:
         """Yield the micro-batches of these slots of a step, of any rank, made in this process."""
@@ -283,7 +339,7 @@ class Loader(WindowLoader[Epoch]):
             with status.inside("data"):
                 yield copies.arrive(copies.start(self._source.__getitems__((cut.epoch, indices))))
 
-    def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
+    def walk(self, epoch: int, steps: range, slots: range) -> Walk:
         """Start a walk over the micro-batches of these slots in these steps of an epoch."""
 
         # `keys` holds no reference to this Loader: a cycle would delay its end until gc runs

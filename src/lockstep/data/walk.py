@@ -96,7 +96,7 @@ class Walk:
         self._turn = turns.next()
         self._failed = False
         self.ahead = copies.ahead
-        self._ahead = Ahead(copies)
+        self._copies, self._ahead = copies, Ahead(copies)
         self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
         sampler.keys = keys
         if loader.num_workers:
@@ -115,8 +115,14 @@ class Walk:
         """Return the next batch of this rank, on its device."""
         if self._turn != self._turns.now:
             raise self._late("another epoch was begun, a state loaded or the Loader closed")
-        with status.inside("data"):
-            return self._ahead.take(self._fetch)
+        before = status.enter("data")
+        if self.ahead:
+            batch = self._ahead.take(self._fetch)
+        else:  # copied when it is asked for
+            fetched = self._fetch()
+            batch = self._copies.arrive(fetched)
+        status.enter(before, resumed=True)
+        return batch
 
     def _fetch(self) -> Any:
         if self._failed:

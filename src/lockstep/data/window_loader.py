@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config.knob import whole
 from lockstep.data.device import Copies, copies_to
-from lockstep.data.handover import Sent
+from lockstep.data.keyed import Sent
 from lockstep.data.walk import KeysSampler, Turns, Walk, end_workers
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size

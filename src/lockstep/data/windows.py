@@ -10,6 +10,11 @@ resumed run computes the same.
                 order, so the last slots of a short step are empty
     share       a rank's contiguous range of slots. The world size and the option `balance` affect
                 only the shares
+
+A batch plan says how each epoch is cut into steps, and which samples each micro-batch has. An order
+of samples is cut into micro-batches by position. If the order makes the micro-batches itself, their
+numbers are cut instead: the "samples" of that plan are micro-batches, with `micro_batches` of them
+in a step, and epochs may differ in length.
 """
 
 from __future__ import annotations
@@ -19,13 +24,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, overload
 
+import numpy as np
+
 from lockstep.config.knob import whole
+from lockstep.data.orders import Batches, Order
 from lockstep.errors import UsageError
 
 ENDLESS = 2**62
 """A length that is never reached: of a training without a last epoch, or of a stream."""
 BY_RANKS = "cut by the number of ranks"
 """Key in a recipe: whether the micro-batches depend on the number of ranks."""
+# positions in one call of an order: a permutation takes as long for one as for a hundred
+_AT_ONCE = 4096
 
 
 class Cut(NamedTuple):
@@ -53,6 +63,14 @@ class Cut(NamedTuple):
         assert 0 <= slot < self.slots
         begin = min(self.start + slot * self.micro_batch, self.stop)
         return range(begin, min(begin + self.micro_batch, self.stop))
+
+    def counts(self, slots: range) -> list[int]:
+        """Return the number of positions of each of these micro-batches."""
+        counts = []
+        for slot in slots:
+            begin = min(self.start + slot * self.micro_batch, self.stop)
+            counts.append(min(begin + self.micro_batch, self.stop) - begin)
+        return counts
 
     def share(self, rank: int, size: int) -> range:
         """Return the slots of one rank. With equal shares, the first `slots % size` ranks have one
@@ -141,14 +159,15 @@ class Plan:
         epochs.
         """
         assert step >= 0
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return self.at(place, epoch, step)
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return self.at(index, epoch, step)
 
-    def at(self, place: int, epoch: int, step: int, by_rank: tuple[int, ...] = ()) -> Cut:
-        """Return the cut of step number `place` of an epoch, number `step` over all epochs."""
-        start = place * self.global_batch
+    def at(self, index: int, epoch: int, step: int, by_rank: tuple[int, ...] = ()) -> Cut:
+        """Return the cut of step number `index` of an epoch, number `step` over all epochs."""
+        start = index * self.global_batch
         stop = min(start + self.global_batch, self.samples)
-        return Cut(step, epoch, start, stop, self.micro_batch, self.slots, by_rank)
+        slots = -(-self.global_batch // self.micro_batch)
+        return Cut(step, epoch, start, stop, self.micro_batch, slots, by_rank)
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
         """Describe in one line how a step is cut and shared among `size` ranks (or other owners of
@@ -203,6 +222,146 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
+class ByPosition:
+    """An order of samples, cut by one plan that is the same in every epoch."""
+
+    def __init__(self, order: Order, plan: Plan) -> None:
+        self.order: Order = order
+        self._plan = plan
+
+    def plan(self, epoch: int) -> Plan:
+        return self._plan
+
+    def first(self, epoch: int) -> int:
+        """Return the number of the epoch's first step, counted over all epochs."""
+        return epoch * self._plan.steps_per_epoch
+
+    def resume(self, epoch: int, first: int) -> None:
+        """Take the number of the epoch's first step from a saved state. Raises UsageError if this
+        plan knows another number.
+        """
+        _compare_first(epoch, first, self.first(epoch))
+
+    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch in these slots of these steps. Step 0 is the
+        epoch's first.
+        """
+        plan, within = self._plan, self._positions(slots)
+        share = len(within)
+        if not share:
+            return
+        offsets = np.arange(within.start, within.stop, dtype=np.int64)
+        at_once = -(-_AT_ONCE // share)
+        for first in range(steps.start, steps.stop, at_once):
+            last = min(first + at_once, steps.stop)
+            begins = np.arange(first, last, dtype=np.int64) * plan.global_batch
+            positions = (begins[:, None] + offsets).ravel()
+            indices = self.order.at(epoch, positions[positions < plan.samples]).tolist()
+            for begin in range(0, len(indices), share):  # one step each
+                end = min(begin + share, len(indices))
+                for start in range(begin, end, plan.micro_batch):
+                    yield indices[start : min(start + plan.micro_batch, end)]
+
+    def _positions(self, slots: range) -> range:
+        """Return the positions of these slots in a full step, counted from the step's first."""
+        most = self._plan.global_batch
+        return range(
+            min(slots.start * self._plan.micro_batch, most),
+            min(slots.stop * self._plan.micro_batch, most),
+        )
+
+    def counts_of(self, cut: Cut) -> None:
+        """Return None: each slot of the step has as many samples as positions."""
+        return
+
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+        return self._plan.describe(size, owner, by_rank)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the sizes that must not change during a training, by name."""
+        return {
+            "global_batch": self._plan.global_batch,
+            "micro_batch": self._plan.micro_batch,
+            "drop_last": self._plan.drop_last,
+        }
+
+
+class ByBatch:
+    """An order that makes the micro-batches itself; each step has `micro_batches` of them."""
+
+    def __init__(self, order: Batches, micro_batches: int, *, drop_last: bool) -> None:
+        self.order: Batches = order
+        self._size, self._drop_last = micro_batches, drop_last
+        self._firsts = {0: 0}
+        # each micro-batch is requested twice: for its samples, and for their number
+        self._batch = lru_cache(maxsize=512)(self._find)
+
+    def plan(self, epoch: int) -> Plan:
+        count = self.order.count(epoch)
+        if self._drop_last and count < self._size:
+            raise UsageError(
+                "only-step-dropped",
+                when=f"epoch {epoch}",
+                have=counted(count, "micro-batch", "es"),
+                need=f"micro_batches={self._size}",
+            )
+        return Plan(
+            samples=count, global_batch=self._size, micro_batch=1, drop_last=self._drop_last
+        )
+
+    def first(self, epoch: int) -> int:
+        known = max(number for number in self._firsts if number <= epoch)
+        for number in range(known, epoch):
+            self._firsts[number + 1] = self._firsts[number] + self.plan(number).steps_per_epoch
+        return self._firsts[epoch]
+
+    def resume(self, epoch: int, first: int) -> None:
+        _compare_first(epoch, first, self._firsts.get(epoch, first))
+        self._firsts[epoch] = first
+
+    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
+        plan = self.plan(epoch)
+        for place in steps:
+            cut = plan.at(place, epoch, place)
+            for number in map(cut.positions, slots):
+                if number:  # the last slots of a short step are empty
+                    yield self._batch(epoch, number.start)
+
+    def counts_of(self, cut: Cut) -> Callable[[range], list[int]]:
+        """Return a function that counts the samples in each of some slots of a step, none of them
+        empty.
+        """
+
+        def counts(slots: range) -> list[int]:
+            return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in slots]
+
+        return counts
+
+    def _find(self, epoch: int, number: int) -> list[int]:
+        found: list[int] = self.order.batch(epoch, number).tolist()
+        return found
+
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+        made = (
+            f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__}"
+            " makes them"
+        )
+        return f"{made}; {shares(self._size, size, owner, by_rank)}"
+
+    def fields(self) -> dict[str, Any]:
+        return {"micro_batches": self._size, "drop_last": self._drop_last}
+
+
+BatchPlan = ByPosition | ByBatch
+"""How epochs are cut into steps and micro-batches. All answers are the same on every rank."""
+
+
+def _compare_first(epoch: int, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        difference = f"epoch {epoch} began with step {theirs} and begins with step {ours}"
+        raise UsageError("another-training", place="the state", differences=difference)
+
+
 class Window(Sequence[Any]):
     """This rank's micro-batches of one step. It can be iterated more than once; batches are fetched
     the first time and then kept.
@@ -213,7 +372,7 @@ class Window(Sequence[Any]):
     position. `recipe` is the Loader's: the settings that must be equal on all ranks. A rank without
     a share has an empty window, and still takes part in the step. `drawn` says whether the slots
     were assigned dynamically, not by a fixed share. The argument `counts` returns the numbers of
-    samples in any slots of the step. If it is or returns None, there are as many as positions.
+    samples in any slots of the step. Without it there are as many as positions.
     """
 
     read: Callable[[Cut, range], Iterator[Any]] | None = None
@@ -225,7 +384,7 @@ class Window(Sequence[Any]):
         rank: int,
         size: int,
         fetch: Callable[[], Any],
-        counts: Callable[[range], Sequence[int] | None] | None = None,
+        counts: Callable[[range], Sequence[int]] | None = None,
         recipe: Mapping[str, Any] | None = None,
         drawn: range | None = None,
     ) -> None:
@@ -265,13 +424,12 @@ class Window(Sequence[Any]):
         rank. A window that was drawn counts 0 for all others, because it does not know their slots.
         """
         if self.drawn:
-            return tuple(self.samples if each == rank else 0 for each in range(size))
-        return tuple(sum(self._counted(self.cut.filled(each, size))) for each in range(size))
+            return tuple(self.samples if other == rank else 0 for other in range(size))
+        return tuple(sum(self._counted(self.cut.filled(other, size))) for other in range(size))
 
     def _counted(self, slots: range) -> Sequence[int]:
         """Return the number of samples in each of these slots of the step, of any rank."""
-        found = None if self._counts_of is None else self._counts_of(slots)
-        return [len(self.cut.positions(slot)) for slot in slots] if found is None else found
+        return self.cut.counts(slots) if self._counts_of is None else self._counts_of(slots)
 
     def turned(self, by: int, rank: int, size: int) -> Window:
         """Return a window with the share of rank `rank + by` (modulo `size`) of this step. Raises
@@ -287,20 +445,22 @@ class Window(Sequence[Any]):
         return len(self.slots)
 
     @overload
-    def __getitem__(self, place: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Any]: ...
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            return [self[number] for number in range(len(self))[place]]
-        place = range(len(self))[place]  # handles negative places, and raises IndexError
-        self._have(place + 1)
-        return self._batches[place]
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        index = range(len(self))[index]  # handles negative numbers, and raises IndexError
+        while len(self._batches) <= index:
+            self._fetch_next()
+        return self._batches[index]
 
     def __iter__(self) -> Iterator[Any]:
-        for place in range(len(self.slots)):
-            self._have(place + 1)
-            yield self._batches[place]
+        for index in range(len(self.slots)):
+            if len(self._batches) <= index:
+                self._fetch_next()
+            yield self._batches[index]
 
     def __repr__(self) -> str:
         return (
@@ -310,12 +470,12 @@ class Window(Sequence[Any]):
 
     def drain(self) -> None:
         """Fetch the remaining batches, because the next window's batches come after them."""
-        self._have(len(self.slots))
+        while len(self._batches) < len(self.slots):
+            self._fetch_next()
 
-    def _have(self, count: int) -> None:
-        while len(self._batches) < count:
-            assert self._fetch is not None
-            self._batches.append(self._fetch())
-            if len(self._batches) == len(self.slots):
-                # so a window that the user keeps does not keep the loader's processes alive
-                self._fetch = None
+    def _fetch_next(self) -> None:
+        assert self._fetch is not None
+        self._batches.append(self._fetch())
+        if len(self._batches) == len(self.slots):
+            # so a window that the user keeps does not keep the loader's processes alive
+            self._fetch = None

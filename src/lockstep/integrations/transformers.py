@@ -391,7 +391,7 @@ class _KeysOfRank(Sampler[Keys]):
         if self._first is None:  # the epoch begins, or a resume has skipped its first steps
             self._first = min(step, epoch * len(loader))
         cut = loader.batch_plan.plan(epoch).at(step - self._first, epoch, step)
-        counts = partial(loader.batch_plan.counts, cut)
+        counts = loader.batch_plan.counts_of(cut)
         return Window(cut, loader.rank, loader.size, lambda: None, counts)
 
     def __iter__(self) -> Iterator[Keys]:

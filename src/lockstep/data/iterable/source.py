@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from lockstep.data.handover import collated
 from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
-from lockstep.data.keyed import where
+from lockstep.data.keyed import collated, where
 from lockstep.runtime import randomness
 
 COMPARED = 8  # first items of a stream that ranks compare, to check that they read the same stream
