@@ -107,9 +107,9 @@ def test_samples_that_draw_late_draw_from_their_own_stream(first: str, then: str
     streams = Streams()
     for batch in ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10], [2, 5], [8]):
         before = everything()
-        assert streams.make(lambda enter, batch=batch: dataset._batch(3, batch, as_list, enter)) == [
-            (index, expected(index, draws_from.get(index))) for index in batch
-        ]
+        assert streams.make(
+            lambda enter, batch=batch: dataset._batch(3, batch, as_list, enter)
+        ) == [(index, expected(index, draws_from.get(index))) for index in batch]
         assert everything() == before
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lockstep.gradients.bucket_timeline import BucketTimeline
+from lockstep.gradients.bucket import BucketTimeline
 
 
 class Time:
@@ -40,7 +40,7 @@ class Begins:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr("lockstep.gradients.bucket_timeline.time", time)
+    monkeypatch.setattr("lockstep.gradients.bucket.time", time)
     return time
 
 

@@ -59,6 +59,10 @@ class ReplicaCheck:
         self.drifted = False
         """Whether replicas differed by no more than that."""
         self._times = 0
+        self.next_step = 0
+        """Compare after the first step that is not before this one: after the first two of this
+        process, and when the last comparison is `every` steps old.
+        """
         self.compared: int | None = None
         """The step after which the replicas were last equal; None: not compared in this process."""
         self.on_divergence: list[Callable[[int | None], str]] = []
@@ -67,10 +71,8 @@ class ReplicaCheck:
         """
 
     def due(self, step: int) -> bool:
-        """Whether to compare after `step`: after the first two of this process, and when the
-        last comparison is `every` steps old.
-        """
-        return self._times < 2 or step - (self.compared or 0) >= self._every
+        """Whether to compare after `step`."""
+        return step >= self.next_step
 
     @torch.no_grad()
     def compare(
@@ -90,6 +92,7 @@ class ReplicaCheck:
                 if len(set(everyone)) > 1 and not self._is_drift(group, named, when):
                     raise self._divergence(group, named, when)
         self.compared = step
+        self.next_step = 0 if self._times < 2 else step + self._every
 
     def _is_drift(self, group: Group, named: Named, when: str) -> bool:
         """Whether no tensor differs by more than the drift that is allowed. If so, warn once. A

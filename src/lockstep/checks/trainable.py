@@ -5,7 +5,6 @@ losses; tensors that cannot be added up, that share memory, or that lack a kerne
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Collection
 from functools import cache
 
@@ -49,33 +48,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     except ValueError:  # a builtin without a signature
         pass
     return False
-
-
-def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
-    """Check the loss, and return it as a sum of losses."""
-    if not isinstance(loss, Tensor):
-        raise UsageError("loss-not-a-tensor", kind=type(loss).__name__)
-    if loss.numel() != 1:
-        raise UsageError("loss-not-one-number", what="the loss", shape=list(loss.shape))
-    if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
-        raise UsageError(
-            "wrong-value",
-            name="weight",
-            value=weight,
-            expected="a finite number of at least 0",
-        )
-    if reduction == "mean":
-        if isinstance(weight, (int, float)) and weight == 0:
-            # a mean over no samples is nan, and so is its gradient
-            return torch.zeros((), device=loss.device)
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight > 0, loss.reshape(()), 0)
-        return loss.reshape(()) * weight
-    if reduction != "sum":
-        raise UsageError(
-            "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
-        )
-    return loss.reshape(()) if loss.ndim else loss
 
 
 def check_trained(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> None:

@@ -115,13 +115,15 @@ class Walk:
         """Return the next batch of this rank, on its device."""
         if self._turn != self._turns.now:
             raise self._late("another epoch was begun, a state loaded or the Loader closed")
-        before = status.enter("data")
+        # a Stepper's window has begun the phase
+        before = None if status.current == "data" else status.enter("data")
         if self.ahead:
             batch = self._ahead.take(self._fetch)
         else:  # copied when it is asked for
             fetched = self._fetch()
             batch = self._copies.arrive(fetched)
-        status.enter(before, resumed=True)
+        if before is not None:
+            status.enter(before, resumed=True)
         return batch
 
     def _fetch(self) -> Any:

@@ -37,8 +37,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LateGradient, LockstepWarning, UsageError
-from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.bucket_timeline import BucketTimeline
+from lockstep.gradients.bucket import Bucket, BucketTimeline
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -103,6 +102,8 @@ class Reducer:
         self.layouts = 0
         """How often the buckets were laid out."""
         self.buckets: list[Bucket] = []
+        self.sums: list[Tensor] = []
+        """The flat tensor of each bucket."""
 
         self.state = State.IDLE
         self.closing = False
@@ -219,10 +220,11 @@ class Reducer:
         self._planned = self._entries()
         self.layout: Layout = plan(self._planned, order, caps=self._caps)
         # release the old buckets before the new memory is allocated
-        self.buckets, self._bucket_of = [], []
+        self.buckets, self.sums, self._bucket_of = [], [], []
         memory = self.reduction.memory(self.layout)
         for bucket_plan, flat in zip(self.layout.buckets, memory, strict=True):
             self.buckets.append(Bucket(bucket_plan, self.parameters, flat))
+        self.sums = [bucket.sum for bucket in self.buckets]
         self.fold.lay(self.buckets, self.parameters)
         self._hook_parameters()
 

@@ -32,6 +32,7 @@ from typing import Any
 from lockstep.errors import ExitCode
 from lockstep.launcher import ending, failures
 from lockstep.launcher.failures import signal_name
+from lockstep.runtime import preemption as flag
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -39,8 +40,6 @@ HEEDS, ASKED = "heeds", "asked"
 """Names of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
 "asked": it has been asked.
 """
-
-_asked = False
 
 
 def listen() -> Callable[[], None]:
@@ -53,8 +52,7 @@ def listen() -> Callable[[], None]:
     _tell(HEEDS)
 
     def restore() -> None:
-        global _asked
-        _asked = False
+        flag.asked = False
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -63,7 +61,7 @@ def listen() -> Callable[[], None]:
 
 def to_stop() -> bool:
     """Whether this process was asked to stop."""
-    return _asked
+    return flag.asked
 
 
 def mark(directory: Path, rank: int, what: str) -> Path:
@@ -72,9 +70,8 @@ def mark(directory: Path, rank: int, what: str) -> Path:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _asked
-    if not _asked:
-        _asked = True
+    if not flag.asked:
+        flag.asked = True
         _tell(ASKED)
 
 

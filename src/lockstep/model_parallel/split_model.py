@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.checks.divergence import Named
-from lockstep.checks.trainable import summed
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.config.task import Task
@@ -47,6 +46,7 @@ from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, as_float32, enter_stream, outputs
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.stepper import Stepper
+from lockstep.step.window_run import summed
 from lockstep.world.world import World
 
 

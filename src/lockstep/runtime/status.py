@@ -167,6 +167,8 @@ class Page:
         self.fields.opened = 1
 
 
+current = "loop"
+"""The phase that was begun last, if somebody is told of phases."""
 _page: Page | None = None
 _clock: StepClock | None = None
 # called with (step, phase) whenever a phase begins; testing.faults sets it
@@ -226,6 +228,7 @@ def enter(phase: str, *, resumed: bool = False) -> str:
 
     It runs a dozen times in a step, so it looks at the time once and calls nothing.
     """
+    global current
     now, thread = time.monotonic_ns(), threading.get_ident()
     index, before = INDEX[phase], INDEX["loop"]
     page, clock = _page, _clock
@@ -233,6 +236,7 @@ def enter(phase: str, *, resumed: bool = False) -> str:
         before = clock.phase
         clock.spent[before] += now - clock.since
         clock.phase, clock.since = index, now
+        current = phase
         if clock.marks is not None:
             clock.mark(now)
     if page is not None and page.thread == thread:
@@ -241,6 +245,7 @@ def enter(phase: str, *, resumed: bool = False) -> str:
         fields.totals[before] += now - fields.since
         fields.phase, fields.since = index, now
         fields.ticks += 1
+        current = phase
     if _hook is not None and not resumed:
         _hook(_step, phase)
     return PHASES[before]

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.config.documented import documented
 from lockstep.errors import LockstepWarning
-from lockstep.gradients.bucket_timeline import BucketTimeline
+from lockstep.gradients.bucket import BucketTimeline
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock, StepTimes
@@ -189,7 +189,7 @@ class StepperClock:
     def add_times(self, facts: FactsMessage) -> None:
         """Add the times of the latest step that has finished to the facts of the next."""
         if self._latest is not None:
-            facts.add_times(self._latest.busy, self._latest.waits)
+            facts.add_times(self._latest.forward + self._latest.backward, self._latest.waits)
 
     def end(self, step: int, timeline: BucketTimeline) -> tuple[StepTimes, ...]:
         """End step `step`, and return the steps whose times have become known. `timeline`: of its

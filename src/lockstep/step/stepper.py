@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
 from lockstep.checks.start import compare_start, optimizer_numbers
-from lockstep.checks.trainable import check_kinds, summed
+from lockstep.checks.trainable import check_kinds
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.config import knob
@@ -37,18 +37,18 @@ from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.exact import check_window
 from lockstep.gradients.facts import Facts
-from lockstep.runtime import randomness, status
+from lockstep.runtime import preemption, randomness, status
 from lockstep.step.assembly import StepperOptions, assemble, check_drawn
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.learning_rate import follow_epoch
 from lockstep.step.loss_scale import LossScale
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
-from lockstep.step.window_run import WindowRun
+from lockstep.step.window_run import WindowRun, summed
 from lockstep.step.witnessed_step import held, witnessed
 from lockstep.step.wrapper_arguments import Checks
 from lockstep.updates.server.worker import ServerUpdate
-from lockstep.updates.update import Applied
+from lockstep.updates.update import Applied, may_draw
 from lockstep.world.world import World
 
 Batch = TypeVar("Batch")
@@ -417,7 +417,10 @@ class Stepper:
         parts.buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight and self.reducer.someone_misses:
             parts.unused()
-        with randomness.update(self._options.seed, run.step):
+        if may_draw(self.optimizer):
+            with randomness.update(self._options.seed, run.step):
+                ended = self.update.end(self.steps, facts, divisor)
+        else:
             ended = self.update.end(self.steps, facts, divisor)
         self.steps = ended.steps
         if ended.outcome is not None:
@@ -427,7 +430,7 @@ class Stepper:
         if ended.windows:
             self._outcomes.skipped(ended.windows)
         stop = self.update.synchronize_if_due(ended)
-        if self.replicas is not None and self.replicas.due(self.steps):
+        if self.replicas is not None and self.steps >= self.replicas.next_step:
             self.check_replicas()
         if self.witness is not None and run.record is not None:
             self.witness.keep(held(self), self.steps)
@@ -519,7 +522,7 @@ class Stepper:
         if self.between_synchronizations:
             raise UsageError("workers-not-together", call="Stepper.synchronize()")
         self._outcomes.settle()
-        return self.update.synchronize(stop=self._stop or self.world.asked_to_stop)
+        return self.update.synchronize(stop=self._stop or preemption.asked)
 
     @property
     def alike(self) -> Group:

@@ -16,10 +16,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lockstep.checks.divergence import OverwrittenCheck
@@ -28,7 +30,7 @@ from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
 from lockstep.gradients.facts import Facts, FactsMessage
-from lockstep.runtime import randomness, status
+from lockstep.runtime import preemption, randomness, status
 from lockstep.step.assembly import Assembly
 from lockstep.step.loss_scale import LossScale
 from lockstep.world.world import World
@@ -36,6 +38,33 @@ from lockstep.world.world import World
 Batch = TypeVar("Batch")
 _STAGES = 2**48  # offset of a slot's random-stream number from one pipeline stage to the next
 _END = object()
+
+
+def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
+    """Check the loss, and return it as a sum of losses."""
+    if not isinstance(loss, Tensor):
+        raise UsageError("loss-not-a-tensor", kind=type(loss).__name__)
+    if loss.numel() != 1:
+        raise UsageError("loss-not-one-number", what="the loss", shape=list(loss.shape))
+    if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
+        raise UsageError(
+            "wrong-value",
+            name="weight",
+            value=weight,
+            expected="a finite number of at least 0",
+        )
+    if reduction == "mean":
+        if isinstance(weight, (int, float)) and weight == 0:
+            # a mean over no samples is nan, and so is its gradient
+            return torch.zeros((), device=loss.device)
+        if isinstance(weight, Tensor):
+            loss = torch.where(weight > 0, loss.reshape(()), 0)
+        return loss.reshape(()) * weight
+    if reduction != "sum":
+        raise UsageError(
+            "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
+        )
+    return loss.reshape(()) if loss.ndim else loss
 
 
 class WindowRun:
@@ -253,7 +282,7 @@ class WindowRun:
             overwritten = [*self._parts.update.overwritten(), *self._buffers.starts]
             check.add_digest(self.facts, overwritten)
         self.facts.send(
-            stop=self.stops or self._world.asked_to_stop, newly_moving=self._buffers.newly_moving
+            stop=self.stops or preemption.asked, newly_moving=self._buffers.newly_moving
         )
 
     @property

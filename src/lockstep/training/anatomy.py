@@ -33,7 +33,7 @@ from torch import Tensor
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
-from lockstep.gradients.bucket_timeline import BucketTimes
+from lockstep.gradients.bucket import BucketTimes
 from lockstep.runtime.cores import cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult

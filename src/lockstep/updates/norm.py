@@ -1,4 +1,4 @@
-"""The norm of all gradients, as one process would see it.
+"""The norm of all gradients, as one process would see it, and the factor that clips them.
 
 Squares are added in blocks of fixed places, and the blocks one after another. So the norm has the
 same bits whichever rank adds which block.
@@ -22,19 +22,17 @@ def block_sums(flat: Tensor) -> Tensor:
     """The sum of |z|^2 of every BLOCK elements of a flat tensor, in float32 or wider; shape
     [ceil(n / BLOCK)].
     """
-    if flat.device.type != "cpu":
+    if flat.device.type != "cpu" or flat.numel() <= _PIECE:
         return _sums(flat)
-    return (
-        torch.cat([_sums(piece) for piece in flat.split(_PIECE)]) if flat.numel() else _sums(flat)
-    )
+    return torch.cat([_sums(piece) for piece in flat.split(_PIECE)])
 
 
 def _sums(flat: Tensor) -> Tensor:
-    whole = flat.numel() // BLOCK * BLOCK
+    full = flat.numel() // BLOCK * BLOCK
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
     squares = (wide * wide.conj()).real
-    sums = squares[:whole].view(-1, BLOCK).sum(1)
-    return sums if whole == flat.numel() else torch.cat([sums, squares[whole:].sum().view(1)])
+    sums = squares[:full].view(-1, BLOCK).sum(1)
+    return sums if full == flat.numel() else torch.cat([sums, squares[full:].sum().view(1)])
 
 
 def norm_of(sums: Sequence[Tensor]) -> Tensor:
@@ -42,7 +40,8 @@ def norm_of(sums: Sequence[Tensor]) -> Tensor:
     device of the first tensor. It does not wait for the device.
     """
     device = sums[0].device
-    return torch.cat([each.to(device, torch.float64) for each in sums]).sum().sqrt()
+    wide = [block.to(device, torch.float64) for block in sums]
+    return torch.cat(wide).sum().sqrt()
 
 
 class InBuckets:
@@ -56,24 +55,29 @@ class InBuckets:
     def __init__(self, reducer: Reducer) -> None:
         self._reducer, self.device = reducer, reducer.parameters[0].device
 
-    def flats(self) -> list[Tensor]:
+    def flats(self) -> Sequence[Tensor]:
         """This rank's gradients, in flat tensors."""
-        return [bucket.sum for bucket in self._reducer.buckets]
+        return self._reducer.sums
 
     def blocks(self) -> list[Tensor]:
         """The block sums of all gradients, in the order in which one rank would have them. A
         collective if the gradients are spread over ranks.
         """
-        return [block_sums(flat) for flat in self.flats()]
+        return list(map(block_sums, self.flats()))
 
     def named(self) -> Iterable[tuple[str, Tensor]]:
         """This rank's gradients, by the names of their parameters."""
         reducer = self._reducer
         return [
-            (name, each.grad)
-            for name, each in zip(reducer.names, reducer.parameters, strict=True)
-            if each.grad is not None
+            (name, parameter.grad)
+            for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
+            if parameter.grad is not None
         ]
+
+
+def clip_factor(norm: Tensor, clip: float) -> Tensor:
+    """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
+    return (clip / (norm + 1e-6)).clamp(max=1.0)
 
 
 Norm = Callable[[InBuckets, float], Tensor]

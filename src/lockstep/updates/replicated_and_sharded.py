@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import status
-from lockstep.updates.norm import InBuckets, block_sums
+from lockstep.updates.norm import InBuckets, block_sums, clip_factor
 from lockstep.updates.optimizer_state import (
     CutOptimizer,
     OptimizerState,
@@ -69,16 +69,13 @@ class OwnStep(Update):
         clip, scaler = self._updated.clip, self._updated.scaler
         if scaler is not None and scaler.is_enabled():
             return self._apply_scaled(divisor, clip, scaler)
+        optimizer, flats = self._updated.optimizer, self._summed.flats
         if clip is None:
-            return self._apply(divisor, None)
+            self._take_step(optimizer, flats, divisor, None)
+            return Applied()
         norm = self._updated.norm(self._summed, divisor)
         skipped = ~norm.isfinite()
-        return self._apply(divisor / _shrink(norm, clip), norm, skipped)
-
-    def _apply(
-        self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None
-    ) -> Applied:
-        self._take_step(self._updated.optimizer, self._summed.flats, divisor, skipped)
+        self._take_step(optimizer, flats, divisor / clip_factor(norm, clip), skipped)
         return Applied(norm, skipped=skipped)
 
     def _take_step(
@@ -138,7 +135,7 @@ class OwnStep(Update):
             # The scaler checks elements. A norm that overflows while no element does must become
             # visible in them, so the factor is nan. Between gradients a flat tensor has zeros, which
             # must stay: nan there would be in the norm of every later step.
-            factor = torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor
+            factor = torch.where(norm.isfinite(), clip_factor(norm, clip), torch.nan) / divisor
             _multiply([gradient for _, gradient in self._summed.named()], factor)
         scaler.unscale_(self._updated.optimizer)
         scaler.step(self._updated.optimizer)
@@ -148,13 +145,8 @@ class OwnStep(Update):
 
 def _multiply(flats: Sequence[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor) or factor != 1:
-        for each in flats:
-            each.mul_(factor)
-
-
-def _shrink(norm: Tensor, clip: float) -> Tensor:
-    """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
-    return (clip / (norm + 1e-6)).clamp(max=1.0)
+        for flat in flats:
+            flat.mul_(factor)
 
 
 class Replicated(OwnStep):

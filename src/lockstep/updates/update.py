@@ -44,6 +44,17 @@ class Updated:
     norm: Norm
 
 
+def may_draw(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step may draw random numbers: torch's own optimizers do not, unless
+    hooks are registered.
+    """
+    return (
+        not type(optimizer).__module__.startswith("torch.optim.")
+        or bool(optimizer._optimizer_step_pre_hooks)
+        or bool(optimizer._optimizer_step_post_hooks)
+    )
+
+
 class Applied:
     """What an update did. On a GPU the device knows it first: the host reads it, and waits, only
     when somebody looks.
@@ -62,26 +73,32 @@ class Applied:
         reason: str | None = None,
     ) -> None:
         self._known_reason = reason
-        self._names = [
-            name
-            for name, value in (("norm", norm), ("skipped", skipped), ("scale", scale))
-            if value is not None
-        ]
-        values = [
-            value.reshape(1).double()
-            for value in (norm, skipped, *(scale or ()))
-            if value is not None
-        ]
-        self._reading = Reading(torch.cat(values)) if values else None
-        self._found: dict[str, float] | None = None
+        self._names: list[str] = []
+        values: list[Tensor] = []
+        if norm is not None:
+            self._names.append("norm")
+            values.append(norm.reshape(1).double())
+        if skipped is not None:
+            self._names.append("skipped")
+            values.append(skipped.reshape(1).double())
+        if scale is not None:
+            self._names += ["scale", "scale after"]
+            values += [value.reshape(1).double() for value in scale]
+        self._values = torch.cat(values) if values else None
+        self._reading: Reading | None = None
+        if self._values is not None and self._values.is_cuda:
+            self._reading = Reading(self._values)
+        self._numbers: dict[str, float] | None = None
 
     def _read(self) -> dict[str, float]:
-        if self._found is None:
-            names = [*self._names, "scale after"] if "scale" in self._names else self._names
-            self._found = dict(
-                zip(names, self._reading.list() if self._reading else [], strict=True)
-            )
-        return self._found
+        if self._numbers is None:
+            numbers: list[float] = []
+            if self._reading is not None:
+                numbers = self._reading.list()
+            elif self._values is not None:
+                numbers = self._values.tolist()
+            self._numbers = dict(zip(self._names, numbers, strict=True))
+        return self._numbers
 
     @property
     def norm(self) -> float | None:
@@ -95,14 +112,14 @@ class Applied:
     def reason(self) -> str | None:
         if self._known_reason is not None:
             return self._known_reason
-        found = self._read()
-        if found.get("scale after", math.inf) < found.get("scale", -math.inf):
+        numbers = self._read()
+        if numbers.get("scale after", math.inf) < numbers.get("scale", -math.inf):
             return (
-                f"gradients overflowed at loss scale {found['scale']:g}; it is"
-                f" {found['scale after']:g} now"
+                f"gradients overflowed at loss scale {numbers['scale']:g}; it is"
+                f" {numbers['scale after']:g} now"
             )
-        if found.get("skipped"):
-            return f"the gradient's norm is {found['norm']}"
+        if numbers.get("skipped"):
+            return f"the gradient's norm is {numbers['norm']}"
         return None
 
     def explain(self, reason: str) -> None:
