@@ -37,12 +37,16 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LateGradient, LockstepWarning, UsageError
-from lockstep.gradients.bucket import Bucket, BucketTimeline
+from lockstep.gradients.bucket import (
+    Bucket,
+    BucketTimeline,
+    TrainedParameters,
+    bucket_of_each,
+)
 from lockstep.gradients.fold import Fold, InPlace
-from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
+from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Layout, plan
 from lockstep.gradients.reductions import Reduction
 from lockstep.gradients.static_graph import StaticGraph
-from lockstep.gradients.trained_parameters import TrainedParameters
 
 _SMALL = 2**17  # bytes; zeroing the memory of a larger gradient costs more than a Python call
 _MISSING = "for the number of missing gradients"
@@ -202,22 +206,16 @@ class Reducer:
         if not named and not self._guarded:
             return
         identities = [id(parameter) for _, parameter in named]
-        if identities == list(map(id, self.parameters)) and self._entries() == self._planned:
+        entries = self._trained.entries(self.fold.sizes(self.parameters))
+        if identities == list(map(id, self.parameters)) and entries == self._planned:
             return
         self._take_parameters()
         self._trained.make_equal(self.group)
 
-    def _entries(self) -> list[Entry]:
-        sizes = self.fold.sizes(self.parameters)
-        return [
-            Entry(name, size, parameter.dtype, parameter.device)
-            for name, parameter, size in zip(self.names, self.parameters, sizes, strict=True)
-        ]
-
     def _build(self, order: Sequence[int]) -> None:
         """Lay out the buckets. Gradients that exist already move into them."""
         self.layouts += 1
-        self._planned = self._entries()
+        self._planned = self._trained.entries(self.fold.sizes(self.parameters))
         self.layout: Layout = plan(self._planned, order, caps=self._caps)
         # release the old buckets before the new memory is allocated
         self.buckets, self.sums, self._bucket_of = [], [], []
@@ -230,14 +228,9 @@ class Reducer:
 
     def _hook_parameters(self) -> None:
         """Have autograd call a hook for each parameter."""
-        buckets = {}
-        last_in_bucket = set()
-        for bucket in self.buckets:
-            last_in_bucket.add(bucket.spans[-1].parameter)
-            for span in bucket.spans:
-                buckets[span.parameter] = bucket
-        numbers = range(len(self.parameters))
-        self._bucket_of = [buckets[number] for number in numbers]
+        self._bucket_of = bucket_of_each(self.buckets)
+        numbers = range(len(self._bucket_of))
+        last_in_bucket = {bucket.spans[-1].parameter for bucket in self.buckets}
         small: set[int] = set()
         # the first window checks each gradient: whether it is sparse, and when it becomes ready
         if self._adds_in_place and self.fold.adds_in_place and self._order is None:
@@ -345,16 +338,8 @@ class Reducer:
 
     def lay(self, names: Sequence[str]) -> None:
         """Lay out the buckets in this order, as another process did, and keep it. Every rank calls
-        it alike. Raises UsageError if the names are not this model's.
+        it alike, with the names of all parameters.
         """
-        if sorted(names) != sorted(self.names):
-            raise UsageError(
-                "checkpoint-of-another-model",
-                checkpoint="the checkpoint",
-                task="this training",
-                differences=f"{sorted(set(names) ^ set(self.names))} have no place in the order of"
-                " gradients",
-            )
         numbers = {name: number for number, name in enumerate(self.names)}
         self._lay([numbers[name] for name in names])
 

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.config.documented import documented
 from lockstep.errors import LockstepWarning
-from lockstep.gradients.bucket import BucketTimeline
-from lockstep.gradients.facts import Facts, FactsMessage
+from lockstep.gradients.facts import Facts
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock, StepTimes
 from lockstep.updates.update import Applied, AppliedWindow
@@ -169,7 +168,8 @@ class StepperClock:
         self.running = StepClock(self._mark if device.type == "cuda" else None)
         self.keeps_spans: Callable[[int], bool] | None = None
         """Whether to record spans (begin and end of every phase) for a step, by its number."""
-        self._latest: StepTimes | None = None
+        self.latest: StepTimes | None = None
+        """The times of the latest step that has finished."""
 
     def open(self) -> None:
         """Make this the active clock: from now on it counts the phases. Called for every window."""
@@ -186,21 +186,15 @@ class StepperClock:
         event.record(self._stream)
         return event
 
-    def add_times(self, facts: FactsMessage) -> None:
-        """Add the times of the latest step that has finished to the facts of the next."""
-        if self._latest is not None:
-            facts.add_times(self._latest.forward + self._latest.backward, self._latest.waits)
-
-    def end(self, step: int, timeline: BucketTimeline) -> tuple[StepTimes, ...]:
-        """End step `step`, and return the steps whose times have become known. `timeline`: of its
-        buckets.
+    def end(self, step: int, hidden: float | None) -> tuple[StepTimes, ...]:
+        """End step `step`, and return the steps whose times have become known. `hidden`: as in
+        `StepTimes`.
         """
-        hidden = None if self._device.type == "cuda" else timeline.hidden()
         spans = self.keeps_spans is not None and self.keeps_spans(step + 1)
         self.running.end(step, hidden, spans=spans)
         finished = tuple(self.running.finished())
         if finished:
-            self._latest = finished[-1]
+            self.latest = finished[-1]
         return finished
 
 

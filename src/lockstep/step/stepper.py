@@ -270,7 +270,8 @@ class Stepper:
             status.step(self.steps + 1)
         if not self._outcomes.known_at_once:
             self._outcomes.settle()
-        self.part_if_due()
+        if self.steps >= self._alone_from and not self.steps_alone:
+            self.part_if_due()
         if self._compares_data:
             self._compare_data(window)
         loaded = window if isinstance(window, Window) else None
@@ -300,7 +301,9 @@ class Stepper:
             overwritten=self._overwritten,
         )
         run.stops = self._stop
-        self.clock.add_times(run.facts)
+        if self.clock.latest is not None:  # they travel with the facts of this step
+            times = self.clock.latest
+            run.facts.add_times(times.forward + times.backward, times.waits)
         status.enter("data")
         return run
 
@@ -415,6 +418,7 @@ class Stepper:
         if self.scaler is not None:
             self._loss_scale.note(facts.weight)
         parts.buffers.finish(facts.weight, facts.newly_moving > 0)
+        hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         if facts.weight and self.reducer.someone_misses:
             parts.unused()
         if may_draw(self.optimizer):
@@ -430,6 +434,7 @@ class Stepper:
         if ended.windows:
             self._outcomes.skipped(ended.windows)
         stop = self.update.synchronize_if_due(ended)
+        synchronized = self.update.synchronized
         if self.replicas is not None and self.steps >= self.replicas.next_step:
             self.check_replicas()
         if self.witness is not None and run.record is not None:
@@ -444,9 +449,9 @@ class Stepper:
             samples_by_rank=self._samples_by_rank(run, facts),
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
-            synchronized=self.update.synchronized,
+            synchronized=synchronized,
             windows=ended.windows,
-            times=self.clock.end(ended.number, self.reducer.timeline),
+            times=self.clock.end(ended.number, hidden),
             busy_by_rank=facts.busy_by_rank,
             waited_by_rank=facts.waited_by_rank,
         )

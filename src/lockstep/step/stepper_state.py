@@ -117,9 +117,17 @@ def restore(
     stepper.steps = int(state["steps"])
     stepper.part_if_due()
     split = stepper.model_shard.mesh is not None or state.get("split", False)
-    if not split or set(state["order of gradients"]) == set(stepper.reducer.order):
-        # a model that was split in another way has another order
-        stepper.reducer.lay(state["order of gradients"])
+    order = state["order of gradients"]
+    differing = sorted(set(order) ^ set(stepper.reducer.order))
+    if not differing:
+        stepper.reducer.lay(order)
+    elif not split:  # a model that was split in another way has another order
+        raise UsageError(
+            "checkpoint-of-another-model",
+            checkpoint="the checkpoint",
+            task="this training",
+            differences=f"{differing} have no place in the order of gradients",
+        )
     stepper.update.follow()
     form.load(checkpoint)  # after the layout, which may move the weights
     if stepper.average is not None:

@@ -130,11 +130,11 @@ class WindowRun:
     def walk(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield each batch with its micro-batch begun. It reads one batch ahead."""
         reducer = self._reducer
-        rest = iter(batches)
-        batch: Any = next(rest, _END)
-        index = 0
-        try:
-            with cut_by_buckets(reducer.bucket_bytes, wanted=reducer.group.size > 1):
+        with cut_by_buckets(reducer.bucket_bytes, wanted=reducer.group.size > 1):
+            rest = iter(batches)
+            batch: Any = next(rest, _END)
+            index = 0
+            try:
                 while batch is not _END:
                     following: Any = next(rest, _END)
                     self.begin(index, batch, last=following is _END)
@@ -146,10 +146,10 @@ class WindowRun:
                     self.end()
                     batch = following
                     index += 1
-        finally:
-            if self._random_state is not None:
-                randomness.set_state(self._random_state)
-                self._random_state = None
+            finally:
+                if self._random_state is not None:
+                    randomness.set_state(self._random_state)
+                    self._random_state = None
 
     def begin(self, index: int, batch: object = None, *, last: bool) -> None:
         """Begin a micro-batch: its random stream, its buffers, its gradients.
@@ -169,10 +169,10 @@ class WindowRun:
             self.record.open(slot, batch)
         self._buffers.begin_micro_batch()
         self._parts.trace.micro_batch = index
+        self._reducer.begin_micro_batch(last=last)
         if self._random_state is None:
             self._random_state = randomness.get_state()
         randomness.step(self._seed, self.step, slot)
-        self._reducer.begin_micro_batch(last=last)
         status.enter("forward")
 
     def count(self, loss: Tensor, weight: float | Tensor) -> float:
