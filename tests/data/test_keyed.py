@@ -17,7 +17,7 @@ from torch.utils.data import StackDataset, Subset
 from lockstep.data import keyed
 from lockstep.data.keyed import KeyedDataset, Streams, fetches_at_once
 from lockstep.errors import UsageError
-from lockstep.runtime import host_generators, randomness
+from lockstep.runtime import randomness
 from tests.data.datasets import AtOnce, Augmented, Moody, Numbers, as_list, draw_from, with_draws
 
 
@@ -157,9 +157,9 @@ def test_an_error_after_a_draw_is_the_seeded_samples_own() -> None:
 
 
 def test_the_word_of_a_python_that_cannot_be_read_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_generators._readable()
-    monkeypatch.setattr(host_generators, "_readable", lambda: False)
-    unread = host_generators.HostGenerators()
+    assert randomness._readable()
+    monkeypatch.setattr(randomness, "_readable", lambda: False)
+    unread = randomness.HostGenerators()
     monkeypatch.setattr(keyed, "host_generators", lambda: unread)
     before = everything()
     draws_from = {1: "random", 2: "gauss"}

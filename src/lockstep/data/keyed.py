@@ -28,8 +28,8 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from lockstep.launcher import failures, processes, stalls
 from lockstep.runtime import randomness
-from lockstep.runtime.host_generators import HostState, host_generators
 from lockstep.runtime.process_lifetime import die_with_maker, die_with_parent, heed_parent_only
+from lockstep.runtime.randomness import HostState, host_generators
 
 IDLE = -1
 Made = TypeVar("Made")
@@ -287,7 +287,7 @@ def _stacked(tensors: Sequence[Tensor], **options: Any) -> Tensor:
 
 # -- whether a data set draws ---------------------------------------------------------------------
 # Seeding costs microseconds, and most samples draw nothing. Reading a generator's state is cheap
-# (host_generators.py). So no generator is seeded until its state shows that something was drawn.
+# (runtime/randomness.py). So no generator is seeded until its state shows that something was drawn.
 # The states are then put back, and the fetch is repeated under its own stream. From then on that
 # generator is always seeded. What a fetch returns does not depend on this.
 

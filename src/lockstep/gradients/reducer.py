@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
-from lockstep.errors import LateGradient, LockstepWarning, UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.bucket import (
     Bucket,
     BucketTimeline,
@@ -404,15 +404,15 @@ class Reducer:
             return
         for number in delivered:
             self.ready[number] = True
-        if self._order is not None:
-            self._note_order(delivered)
+        if self._order is not None and self.fold.sets_order(closing=self.closing):
+            self._order += delivered
         if not self.closing:
             self.state = State.ACCUMULATING
             return
         self.state = State.SENDING
         for number in delivered:
             if self._final[number]:
-                raise self._late(number)
+                raise self.static_graph.late(number, self.names[number])
             self._final[number] = True
             self._to_come[self._bucket_of[number].index] -= 1
         self._launch_full()
@@ -421,10 +421,9 @@ class Reducer:
         bucket, static = self._bucket_of[number], self.static_graph
         if self._guarded and self.ready[number] and self.fold.cleared(number, adding=True):
             raise UsageError("gradient-cleared", parameter=self.names[number])
-        if bucket.index < len(self._works):
-            raise self._late(number)
-        if self.closing and (self._final[number] or (static.on and static.has_all(number))):
-            raise self._late(number)
+        had_all = self._final[number] or (static.on and static.has_all(number))
+        if bucket.index < len(self._works) or (self.closing and had_all):
+            raise static.late(number, self.names[number])
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             self._warn_once(_NO_GRAPH, number)
@@ -442,8 +441,8 @@ class Reducer:
         final = self.closing and (not static.on or static.is_last(number))
         self.fold.add(number, self.scale if final else 1.0)
         self.ready[number] = True
-        if self._order is not None:
-            self._note_order([number])
+        if self._order is not None and self.fold.sets_order(closing=self.closing):
+            self._order.append(number)
         if final:
             self._final[number] = True
             if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
@@ -452,11 +451,6 @@ class Reducer:
             self._launch_full()
         elif self.state is State.IDLE:
             self.state = State.ACCUMULATING
-
-    def _note_order(self, numbers: Iterable[int]) -> None:
-        assert self._order is not None
-        if self.fold.sets_order(closing=self.closing):
-            self._order += numbers
 
     def add_gradients(self) -> None:
         """Count the gradients that something other than autograd has put into `.grad`. Call it
@@ -469,10 +463,6 @@ class Reducer:
                 self.fold.add(number, 1.0)
                 self.ready[number] = True
                 self.state = State.ACCUMULATING
-
-    def _late(self, number: int) -> LateGradient:
-        """Return the error for a gradient that comes after its parameter's last one."""
-        return self.static_graph.late(number, self.names[number])
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:

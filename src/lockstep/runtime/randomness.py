@@ -25,19 +25,20 @@ Plain scripts use one seed for all ranks, and blocks that draw from their own st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+import math
+import random
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
-    from lockstep.runtime.host_generators import HostGenerators, HostState
-
-import math
 
 from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
@@ -53,6 +54,11 @@ WITNESS = 17
 """Key for the choice of the steps to compute again, and of the ranks that do it. It is no stream.
 """
 _UPDATE = 2**62  # stands where other keys have a slot
+NAMES = ("torch", "numpy", "random")
+# words of a Mersenne twister's state, 32 bits each; numpy and `random` store the position beside
+# them
+_WORDS = 624
+_BYTES = 4 * (_WORDS + 1)
 
 
 def derive(seed: int, *key: int) -> int:
@@ -96,19 +102,11 @@ def seed_all(value: int) -> None:
     """
     import torch
 
-    _host().seed(value & _MASK)
+    host_generators().seed(value & _MASK)
     if torch.accelerator.is_available():
         # without an accelerator torch.manual_seed wastes time: it formats a stack trace for a later
         # GPU
         torch.manual_seed(value & _MASK)
-
-
-@cache
-def _host() -> HostGenerators:
-    """Return the generators of the host. Not imported before they are used: they need torch."""
-    from lockstep.runtime.host_generators import host_generators
-
-    return host_generators()
 
 
 def shared(seed: int) -> None:
@@ -138,14 +136,14 @@ def sample(seed: int, epoch: int, index: int) -> None:
     """Enter the stream of one sample in one epoch. It seeds the CPU only: loading a sample must not
     disturb the GPU's draws for the model.
     """
-    _host().seed(sample_key(seed, epoch, index))
+    host_generators().seed(sample_key(seed, epoch, index))
 
 
 def collate(seed: int, epoch: int, index: int) -> None:
     """Enter the stream in which samples are collated to the micro-batch whose first sample is
     `index`. It seeds the CPU only.
     """
-    _host().seed(collate_key(seed, epoch, index))
+    host_generators().seed(collate_key(seed, epoch, index))
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:
@@ -187,12 +185,12 @@ def get_state(*, devices: bool = True) -> RandomState:
     states = []
     if devices and torch.cuda.is_initialized():
         states = [generator.get_state() for generator in torch.cuda.default_generators]
-    return RandomState(_host().get_state(), states)
+    return RandomState(host_generators().get_state(), states)
 
 
 def set_state(state: RandomState) -> None:
     """Restore what `get_state` returned."""
-    _host().set_state(state.host)
+    host_generators().set_state(state.host)
     if state.devices:
         import torch
 
@@ -219,7 +217,7 @@ def sampler(seed: int, epoch: int) -> int:
     it is seeded with.
     """
     key = derive(seed, _SAMPLER, epoch)
-    _host().seed(key)
+    host_generators().seed(key)
     return key
 
 
@@ -245,6 +243,159 @@ def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         mixed ^= mixed >> np.uint64(31)
     return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
+
+# -- the generators of the host -------------------------------------------------------------------
+# numpy's and Python's own functions for the state take 20 to 70 microseconds, and a step asks several
+# times. So the states of these two are read and written in memory: numpy's at the address that its
+# `ctypes` interface gives, Python's where a trial has found it.
+
+
+class HostState(NamedTuple):
+    """The states of the three generators."""
+
+    torch: torch.Tensor
+    numpy: bytes
+    """The words and the position of the twister."""
+    normal: float | None
+    """The normal number that numpy has cached, if any: it makes them in pairs. Drawing it leaves no
+    trace in the words, while making a pair does.
+    """
+    random: Any
+    """The words and the position; where they cannot be read, what `random.getstate` returns."""
+    gauss: float | None
+    """The normal number that `random` has cached."""
+
+
+class HostGenerators:
+    """The generators of this process."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        import torch
+
+        self._np, self._equal = np, torch.equal
+        self._torch = torch.random.default_generator
+        self._random: Any = random._inst
+        self._random_memory = _memory_of(self._random) if _readable() else None
+        self._numpy: Any = None
+        self._numpy_memory: Any = None
+        # numpy's words when they were last seen with nothing cached, and right after the last seed
+        self._clean = self._seeded = b""
+
+    def get_state(self) -> HostState:
+        """Return the states, to restore them or to see later whether something was drawn."""
+        if self._numpy is not self._np.random.mtrand._rand._bit_generator:
+            self._find_numpy()
+        words: bytes = self._numpy_memory.raw
+        normal: float | None = None
+        if words != self._clean and words != self._seeded:
+            *_, has_normal, cached = self._np.random.get_state()
+            if has_normal:
+                normal = float(cached)
+            else:
+                self._clean = words
+        if self._random_memory is None:
+            return HostState(self._torch.get_state(), words, normal, random.getstate(), None)
+        return HostState(
+            self._torch.get_state(),
+            words,
+            normal,
+            self._random_memory.raw,
+            self._random.gauss_next,
+        )
+
+    def drawn(self, state: HostState) -> list[str]:
+        """Return the names of the generators that were drawn from since `state` was taken. A normal
+        number that numpy had cached then is not seen.
+        """
+        names = []
+        if not self._equal(self._torch.get_state(), state.torch):
+            names.append("torch")
+        if self._numpy_memory.raw != state.numpy:
+            names.append("numpy")
+        if self._random_memory is None:
+            if random.getstate() != state.random:
+                names.append("random")
+        elif self._random_memory.raw != state.random or self._random.gauss_next != state.gauss:
+            names.append("random")
+        return names
+
+    def set_state(self, state: HostState, names: Collection[str] = NAMES) -> None:
+        """Restore the states of these generators."""
+        if "torch" in names:
+            self._torch.set_state(state.torch)
+        if "numpy" in names:
+            self._set_numpy(state)
+        if "random" in names:
+            if self._random_memory is None:
+                random.setstate(state.random)
+            else:
+                ctypes.memmove(self._random_memory, state.random, _BYTES)
+                self._random.gauss_next = state.gauss
+
+    def _set_numpy(self, state: HostState) -> None:
+        if (
+            state.normal is not None
+            or self._numpy is not self._np.random.mtrand._rand._bit_generator
+        ):
+            *words, position = self._np.frombuffer(state.numpy, dtype=self._np.uint32).tolist()
+            has_normal = int(state.normal is not None)
+            self._np.random.set_state(("MT19937", words, position, has_normal, state.normal or 0.0))
+            return
+        words_now = self._numpy_memory.raw
+        if words_now != self._clean and words_now != self._seeded:
+            self._np.random.seed(0)  # drops a cached normal number
+        ctypes.memmove(self._numpy_memory, state.numpy, _BYTES)
+
+    def seed(self, value: int, names: Collection[str] = NAMES) -> None:
+        """Seed these generators with a number of 64 bits (numpy with 32 of them)."""
+        if "torch" in names:
+            self._torch.manual_seed(value)
+        if "numpy" in names:
+            self._np.random.seed(value & 0xFFFFFFFF)
+            if self._numpy is not self._np.random.mtrand._rand._bit_generator:
+                self._find_numpy()
+            self._seeded = self._numpy_memory.raw
+        if "random" in names:
+            random.seed(value)
+
+    def _find_numpy(self) -> None:
+        generator = self._np.random.mtrand._rand._bit_generator
+        if not isinstance(generator, self._np.random.MT19937):
+            raise UsageError("numpy-generator-not-seedable", kind=type(generator).__name__)
+        self._numpy = generator  # keeps the generator's memory alive
+        self._numpy_memory = (ctypes.c_char * _BYTES).from_address(generator.ctypes.state_address)
+        self._clean = self._seeded = b""
+
+
+@cache
+def host_generators() -> HostGenerators:
+    """Return the one object of this process."""
+    return HostGenerators()
+
+
+def _memory_of(generator: random.Random) -> Any:
+    return (ctypes.c_char * _BYTES).from_address(id(generator) + object.__basicsize__)
+
+
+@cache
+def _readable() -> bool:
+    """Whether a generator's position and words are where CPython stores them."""
+    if (
+        sys.implementation.name != "cpython"
+        or random.Random.__basicsize__ < object.__basicsize__ + _BYTES
+    ):
+        return False
+    import numpy as np
+
+    trial = random.Random(1)
+    trial.random()
+    *words, position = trial.getstate()[1]
+    memory = np.frombuffer(_memory_of(trial).raw, dtype=np.uint32)
+    return bool(memory.tolist() == [position, *words])
+
+
+# -- plain scripts --------------------------------------------------------------------------------
 
 Kind = Literal["rank", "step", "sample"]
 _KEYS = {

@@ -421,6 +421,8 @@ class Stepper:
         hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         if facts.weight and self.reducer.someone_misses:
             parts.unused()
+        if self.method.update != "server":  # whose ranks only send
+            status.enter("optimizer")
         if may_draw(self.optimizer):
             with randomness.update(self._options.seed, run.step):
                 ended = self.update.end(self.steps, facts, divisor)

@@ -22,7 +22,6 @@ from lockstep.checks.witness import Witness
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
-from lockstep.runtime import status
 from lockstep.updates.norm import InBuckets, block_sums, clip_factor
 from lockstep.updates.optimizer_state import (
     CutOptimizer,
@@ -44,7 +43,6 @@ class OwnStep(Update):
         self._updated, self._summed = updated, summed
 
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        status.enter("optimizer")
         if facts.weight == 0:
             outcome = Applied(reason=NOTHING)
         elif not math.isfinite(facts.loss) and self._updated.scaler is None:

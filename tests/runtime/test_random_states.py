@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.runtime import randomness
-from lockstep.runtime.host_generators import HostGenerators
+from lockstep.runtime.randomness import HostGenerators
 from tests.data.datasets import draw_from
 
 
