@@ -360,7 +360,7 @@ class Group:
         """all_reduce by the backend, even if the ranks share memory."""
         working = reduced_dtype(op, tensor.dtype, tensor.layout)
         self.announce(
-            "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size
+            "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * tensor.nbytes // self.size
         )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
@@ -396,7 +396,7 @@ class Group:
             tensor,
             f"from {root}",
             place,
-            _bytes(tensor) if self.rank == root and self.size > 1 else 0,
+            tensor.nbytes if self.rank == root and self.size > 1 else 0,
             text,
         )
         if self.size == 1 or tensor.numel() == 0:
@@ -424,7 +424,7 @@ class Group:
             pieces = tensor.new_empty((self.size, *tensor.shape))
             self.memory.all_gather(pieces.unbind(), tensor, place, text).wait()
             return pieces.flatten(0, 1) if tensor.dim() else pieces
-        self.announce("all_gather", tensor, "", place, (self.size - 1) * _bytes(tensor), text)
+        self.announce("all_gather", tensor, "", place, (self.size - 1) * tensor.nbytes, text)
         self.wait_for_all(self.number)
         piece = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
         if self.size == 1 or tensor.numel() == 0:
@@ -466,7 +466,7 @@ class Group:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous tensor to rank `to` of this group and wait until it has left."""
-        self.bytes_sent += _bytes(tensor)
+        self.bytes_sent += tensor.nbytes
         status.waits(True)
         dist.send(tensor, dst=self.ranks[to], group=self.process_group)
         status.waits(False)
@@ -492,11 +492,7 @@ class Group:
         `text` describes it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
-        if (
-            self.fingerprints.compares
-            or self.record is not None
-            or (self.watched and status.noted())
-        ):
+        if self.watched or self.fingerprints.compares or self.record is not None:
             place = place or call_site()
             call = described(kind, tensor.shape, tensor.dtype, detail, place)
             text = call if text is None else f"{text} {place}"
@@ -542,10 +538,6 @@ class Group:
 
     def check_root(self, root: int) -> None:
         check_root(root, self.size)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:

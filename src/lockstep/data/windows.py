@@ -402,7 +402,9 @@ class Window(Sequence[Any]):
 
     @cached_property
     def counts(self) -> Sequence[int]:
-        return self._counted(self.slots)
+        if self._counts_of is None:
+            return self.cut.counts(self.slots)
+        return self._counts_of(self.slots)
 
     @property
     def step(self) -> int:

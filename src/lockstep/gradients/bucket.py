@@ -211,7 +211,8 @@ class TrainedParameters:
         self._module, self.ignored = module, frozenset(ignored)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        self._taken_over = False
+        self.taken_over = False
+        """Whether another owner has taken charge of these parameters."""
         self._handles: list[RemovableHandle] = []
         # parameters that are equal on all ranks
         self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
@@ -241,7 +242,7 @@ class TrainedParameters:
             owner = self._owners.get(parameter, lambda: None)()
             if owner is not None and owner is not self:
                 owner.close()
-                owner._taken_over = True
+                owner.taken_over = True
             self._owners[parameter] = ref(self)
 
     def entries(self, sizes: Sequence[int]) -> list[Entry]:
@@ -267,11 +268,6 @@ class TrainedParameters:
                     parameter.detach(), place=f"for {name}, which joined the training"
                 ).wait()
                 self._equal[parameter] = None
-
-    def check_ours(self) -> None:
-        """Raise UsageError if another owner has taken charge of these parameters."""
-        if self._taken_over:
-            raise UsageError("parameters-taken-over")
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -135,7 +135,8 @@ class MovingBuffers:
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
-        self._watched = list(range(len(self._owners)))  # buffers that are not known to move
+        self.watched = list(range(len(self._owners)))
+        """The numbers of the buffers that are not known to move."""
         self._kinds: list[_Kind] = []
         self._moved = torch.zeros(0)
         self._sum: Work = Done()
@@ -189,7 +190,7 @@ class MovingBuffers:
                 kind.moved = moved
         self._moved.fill_(ABSENT if slots else 0.0)
         self._touched = set()
-        if self._watched:
+        if self.watched:
             self._seen = self._marks()
 
     def _same(self) -> bool:
@@ -243,8 +244,8 @@ class MovingBuffers:
         self._moved = torch.empty(0)
 
     def begin_micro_batch(self) -> None:
-        if self._watched:
-            self._seen = self._marks()
+        """Begin a micro-batch. Not needed if no buffer is `watched`."""
+        self._seen = self._marks()
 
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
         """Write these values to a kind's buffers one by one, except to caches."""
@@ -257,7 +258,7 @@ class MovingBuffers:
         """End a micro-batch of that weight; `slot` is its row. The buffers return to the values
         that the step began with.
         """
-        if self._watched:
+        if self.watched:
             self._look()
         same = self._agreed and self._same()
         for kind in self._kinds:
@@ -283,20 +284,20 @@ class MovingBuffers:
 
     def _look(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
-        for number, before, after in zip(self._watched, self._seen, self._marks(), strict=True):
+        for number, before, after in zip(self.watched, self._seen, self._marks(), strict=True):
             if before != after and not self._resized(number):
                 self._touched.add(number)
 
     def _marks(self) -> list[tuple[int, int]]:
         """The identity and version of each watched buffer: a write changes one of them."""
-        return [(id(buffer), buffer._version) for buffer in map(self._buffer, self._watched)]
+        return [(id(buffer), buffer._version) for buffer in map(self._buffer, self.watched)]
 
     @property
     def newly_moving(self) -> bool:
         """Whether a forward of this rank has written to a buffer that was agreed not to move. The
         open micro-batch counts.
         """
-        if not self._agreed or not self._watched:
+        if not self._agreed or not self.watched:
             return False
         self._look()
         return bool(self._touched)
@@ -350,7 +351,7 @@ class MovingBuffers:
                 ).wait()
             self._moving = self._by_dtype(moving)
             self._find()
-            self._watched = sorted(set(self._watched) - moving)
+            self.watched = sorted(set(self.watched) - moving)
         self._agreed = True
 
     def _warn(self, moving: Collection[int]) -> None:

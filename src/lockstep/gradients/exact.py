@@ -119,16 +119,16 @@ class ExactInMemory(ExactReduction):
         ]
 
         # called when all ranks are ready, before this rank's slice is added up
-        def divisor() -> float:
-            if self.on_read is not None:
-                mine = slice_of(bucket.sum.numel(), self.rank, self.size)
-                self.on_read(bucket, [term.data[mine.start : mine.stop] for term in terms])
-            return self.divisor or 1.0
+        def read() -> None:
+            assert self.on_read is not None
+            own = slice_of(bucket.sum.numel(), self.rank, self.size)
+            self.on_read(bucket, [term.data[own.start : own.stop] for term in terms])
 
         return self._memory.sum_in_place(
             self._parts[0][bucket.index],
             bucket.place,
-            divisor=divisor,
+            divides=self,
+            before=None if self.on_read is None else read,
             scattered=self.scattered,
             along=Along(self.term, terms),
         )

@@ -139,6 +139,7 @@ class Reducer:
         # by number, the parameters whose small gradients were delivered and not counted yet
         self._uncounted: dict[int, Tensor] = {}
         self._bucket_of: list[Bucket] = []
+        self._gradients_in: list[int] = []  # per bucket: how many gradients it has
         self._to_come: list[int] = []  # per bucket: the final gradients that it waits for
         self._order: list[int] | None = []
         """The parameters' numbers in the order in which gradients become ready in a backward of the
@@ -229,6 +230,7 @@ class Reducer:
     def _hook_parameters(self) -> None:
         """Have autograd call a hook for each parameter."""
         self._bucket_of = bucket_of_each(self.buckets)
+        self._gradients_in = [len(bucket.spans) for bucket in self.buckets]
         numbers = range(len(self._bucket_of))
         last_in_bucket = {bucket.spans[-1].parameter for bucket in self.buckets}
         small: set[int] = set()
@@ -253,7 +255,7 @@ class Reducer:
         self._works.clear()
         self._versions.clear()
         self._final = [False] * len(self.parameters)
-        self._to_come = [len(bucket.spans) for bucket in self.buckets]
+        self._to_come = self._gradients_in.copy()
         if self.static_graph.on:
             self.static_graph.begin(len(self.parameters))
 
@@ -293,7 +295,8 @@ class Reducer:
         Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's.
         If an exception ended a backward, the sums that were launched are awaited and dropped.
         """
-        self._trained.check_ours()
+        if self._trained.taken_over:
+            raise UsageError("parameters-taken-over")
         if self.state is State.SENDING:
             for work in self._works:
                 work.wait()
@@ -410,12 +413,16 @@ class Reducer:
             self.state = State.ACCUMULATING
             return
         self.state = State.SENDING
+        full = False
         for number in delivered:
             if self._final[number]:
                 raise self.static_graph.late(number, self.names[number])
             self._final[number] = True
-            self._to_come[self._bucket_of[number].index] -= 1
-        self._launch_full()
+            index = self._bucket_of[number].index
+            self._to_come[index] -= 1
+            full = full or self._to_come[index] == 0
+        if full:
+            self._launch_full()
 
     def _gradient_ready(self, number: int, parameter: Tensor) -> None:
         bucket, static = self._bucket_of[number], self.static_graph
@@ -448,7 +455,8 @@ class Reducer:
             if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
                 self.timeline.look()
             self._to_come[bucket.index] -= 1
-            self._launch_full()
+            if self._to_come[bucket.index] == 0:
+                self._launch_full()
         elif self.state is State.IDLE:
             self.state = State.ACCUMULATING
 
@@ -505,8 +513,8 @@ class Reducer:
         """
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
-        while not self.all_launched:
-            self._fill(self.buckets[len(self._works)])
+        for bucket in self.buckets[len(self._works) :]:
+            self._fill(bucket)
             self._launch_next()
         send()
         for number, work in enumerate(self._works):

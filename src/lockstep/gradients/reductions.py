@@ -183,7 +183,7 @@ class SharedMemory(Reduction):
     def start(self, bucket: Bucket) -> Work:
         parts = self._parts[bucket.index]
         return self._memory.sum_in_place(
-            parts, bucket.place, divisor=lambda: self.divisor or 1.0, scattered=not self.carries_all
+            parts, bucket.place, divides=self, scattered=not self.carries_all
         )
 
 

@@ -36,7 +36,6 @@ from lockstep.config.task import SchedulerPer, Unused
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.exact import check_window
-from lockstep.gradients.facts import Facts
 from lockstep.runtime import preemption, randomness, status
 from lockstep.step.assembly import StepperOptions, assemble, check_drawn
 from lockstep.step.data_parallel import DistributedDataParallel
@@ -285,7 +284,8 @@ class Stepper:
         parts.reducer.reset(None if loaded is None else loaded.cut)
         if parts.trace.due or parts.reducer.on_ready is not None:
             parts.trace.begin()
-        parts.update.follow()
+        if parts.update.follows:
+            parts.update.follow()
         if parts.reducer.generation != parts.buffers.generation:
             parts.follow_model(self.world)
         self._run = run = WindowRun(
@@ -448,7 +448,7 @@ class Stepper:
             weight=ended.weight,
             step=self.steps,
             stop=stop,
-            samples_by_rank=self._samples_by_rank(run, facts),
+            samples_by_rank=self._own_samples(run) if self.steps_alone else facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
             synchronized=synchronized,
@@ -458,12 +458,10 @@ class Stepper:
             waited_by_rank=facts.waited_by_rank,
         )
 
-    def _samples_by_rank(self, run: WindowRun, facts: Facts) -> tuple[int, ...]:
-        """Return the samples of each rank: for a rank that steps alone those of the Loader's
+    def _own_samples(self, run: WindowRun) -> tuple[int, ...]:
+        """Return the samples of each rank, for a rank that steps alone: those of the Loader's
         window, else zeros.
         """
-        if not self.steps_alone:
-            return facts.samples_by_rank
         if run.window is None:
             return (0,) * self.everyone.size
         return run.window.samples_by_rank(self.everyone.rank, self.everyone.size)

@@ -167,7 +167,8 @@ class WindowRun:
             self.facts.add_samples(window.counts[index])
         if self.record is not None:
             self.record.open(slot, batch)
-        self._buffers.begin_micro_batch()
+        if self._buffers.watched:
+            self._buffers.begin_micro_batch()
         self._parts.trace.micro_batch = index
         self._reducer.begin_micro_batch(last=last)
         if self._random_state is None:

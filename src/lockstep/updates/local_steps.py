@@ -102,6 +102,7 @@ class LocalSteps(Replicated):
     """
 
     name = "local steps"
+    follows = True
 
     def __init__(self, updated: Updated, every: int, outer: Outer) -> None:
         super().__init__(updated)

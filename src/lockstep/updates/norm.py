@@ -40,7 +40,9 @@ def norm_of(sums: Sequence[Tensor]) -> Tensor:
     device of the first tensor. It does not wait for the device.
     """
     device = sums[0].device
-    wide = [block.to(device, torch.float64) for block in sums]
+    wide = []
+    for blocks in sums:
+        wide.append(blocks.to(device, torch.float64))
     return torch.cat(wide).sum().sqrt()
 
 

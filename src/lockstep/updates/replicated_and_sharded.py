@@ -151,13 +151,11 @@ class Replicated(OwnStep):
     """Every rank holds the whole optimizer."""
 
     name = "replicated"
+    follows = False
 
     def __init__(self, updated: Updated) -> None:
         super().__init__(updated, InBuckets(updated.reducer))
         self.optimizer: OptimizerState = WholeOptimizer(updated.reducer, updated.optimizer)
-
-    def follow(self) -> None:
-        """Do nothing: a replicated update does not depend on the layout."""
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         reducer = self._updated.reducer

@@ -177,12 +177,14 @@ class Update(Keeps, ABC):
 
     name: str
     optimizer: OptimizerState
+    follows = True
+    """Whether the update depends on the layout of the reducer's parameters: call `follow`."""
 
-    @abstractmethod
     def follow(self) -> None:
         """Before each window: follow a new layout of the reducer's parameters, which may be other
         parameters. Every rank calls it.
         """
+        return
 
     @abstractmethod
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ def noise(rank: int, number: int) -> Tensor:
     ).to(TYPES[number])
 
 
+@dataclass
+class Divisor:
+    divisor: float | None
+
+
 def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) -> list[Tensor]:
     memory = world.group.memory
     assert memory is not None
@@ -40,7 +46,7 @@ def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) 
         for number, tensors in enumerate(everybodys):
             tensors[world.rank].copy_(noise(world.rank, number))
         works = [
-            memory.sum_in_place(tensors, divisor=lambda: divisor, scattered=scattered)
+            memory.sum_in_place(tensors, divides=Divisor(divisor), scattered=scattered)
             for tensors in everybodys
         ]
         small = memory.all_reduce(torch.ones(1))

@@ -141,17 +141,18 @@ class AllReduce(Exchange):
         flat = _flat(tensor, working)
         super().__init__(slots, first, (flat,) if flat.numel() else (), [(flat, tensor)])
         self._op = op
+        self._all: Sequence[Tensor] = ()  # every rank's slot
 
     def _write(self) -> None:
         slots, (flat,) = self.slots, self._mine
-        slots.of_all_ranks(self.first, flat.numel(), flat.dtype)[slots.rank].copy_(flat)
+        self._all = slots.of_all_ranks(self.first, flat.numel(), flat.dtype)
+        self._all[slots.rank].copy_(flat)
         self._ahead = 1
         slots.put = self.first + 1
         slots.written.post(self.first + 1)
 
     def take(self, piece: int) -> None:
-        flat = self._mine[piece]
-        fold(self.slots.of_all_ranks(self.first, flat.numel(), flat.dtype), self._op, flat)
+        fold(self._all, self._op, self._mine[piece])
 
     def complete(self) -> None:
         slots = self.slots

@@ -42,7 +42,7 @@ from lockstep.collectives.shared_memory.exchange import (
     ReduceScatter,
 )
 from lockstep.collectives.shared_memory.one_copy import OneCopy
-from lockstep.collectives.shared_memory.resident import Across, Along, Sum
+from lockstep.collectives.shared_memory.resident import Across, Along, Divides, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
 
@@ -244,7 +244,8 @@ class HostMemory:
         parts: Sequence[Tensor],
         place: str | None = None,
         *,
-        divisor: Callable[[], float] = lambda: 1.0,
+        divides: Divides | None = None,
+        before: Callable[[], None] | None = None,
         scattered: bool = False,
         across: Across | None = None,
         along: Along | None = None,
@@ -252,9 +253,10 @@ class HostMemory:
         """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all
         ranks. With `scattered`, each rank only gets its slice of the sum.
 
-        `wait` calls `divisor()` and divides the sum by it, on all ranks. Nobody may touch the
-        tensor until `wait` returns. With `across` it is the sum over several hosts, each of which
-        calls this. With `along` it is the sum of other tensors of `allocate`.
+        `wait` calls `before()` when all tensors are ready, and divides the sum by
+        `divides.divisor`, on all ranks. Nobody may touch the tensor until `wait` returns. With
+        `across` it is the sum over several hosts, each of which calls this. With `along` it is the
+        sum of other tensors of `allocate`.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self.group.announce(kind, parts[self.rank], "sum in place", place, sends=0)
@@ -266,7 +268,8 @@ class HostMemory:
             self.rank,
             self._sums,
             self.group.number,
-            divisor,
+            divides,
+            before,
             scattered=scattered,
             across=across,
             along=along,

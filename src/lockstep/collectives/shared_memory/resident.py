@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -49,6 +49,12 @@ class Along(NamedTuple):
     tensors: Sequence[Tensor]
 
 
+class Divides(Protocol):
+    """What a sum is divided by: read when the sum is complete."""
+
+    divisor: float | None
+
+
 class Sum:
     """The sum of one tensor of each rank, in shared memory. It replaces all of these tensors or, if
     `scattered`, each slice on its rank only.
@@ -61,13 +67,15 @@ class Sum:
         rank: int,
         order: int,
         number: int,
-        divisor: Callable[[], float],
+        divides: Divides | None,
+        before: Callable[[], None] | None,
         *,
         scattered: bool,
         across: Across | None = None,
         along: Along | None = None,
     ) -> None:
-        self._memory, self._parts, self._rank, self._divisor = memory, parts, rank, divisor
+        self._memory, self._parts, self._rank = memory, parts, rank
+        self._divides, self._before = divides, before
         self.order = order  # number among the group's sums
         self._scattered = scattered
         self._across = across
@@ -92,7 +100,10 @@ class Sum:
         self._memory.ready.until(self.order + 1)
         owners = len(self._parts) if self._across is None else self._across.owners
         if self._rank < owners:
-            self._complete(slice_of(self._parts[0].numel(), self._rank, owners), self._divisor())
+            if self._before is not None:
+                self._before()
+            divisor = 1.0 if self._divides is None else self._divides.divisor or 1.0
+            self._complete(slice_of(self._parts[0].numel(), self._rank, owners), divisor)
         self._memory.done.post(self.order + 1)
         self.finished = True
 
