@@ -178,10 +178,12 @@ class Task:
     @property
     def metric_objects(self) -> dict[str, Any] | None:
         """The torchmetrics objects of `metrics` by name; None if `metrics` is a function."""
-        found: Any = self.metrics
-        if hasattr(found, "items"):
-            return dict(found.items())
-        return {type(found).__name__: found} if hasattr(found, "compute") else None
+        metrics: Any = self.metrics
+        if hasattr(metrics, "items"):
+            return dict(metrics.items())
+        if hasattr(metrics, "compute"):
+            return {type(metrics).__name__: metrics}
+        return None
 
     def __post_init__(self) -> None:
         self._check_callables()
@@ -206,22 +208,25 @@ class Task:
             raise TaskError("no-average", average_per=self.average_per, average_after=after)
 
     def _check_callables(self) -> None:
-        needed = ("model", "loss", "optimizer", "inputs")
-        others = ("collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate")
-        for name in (*needed, *others):
+        names = ["model", "loss", "optimizer", "inputs"]
+        optional = ["collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate"]
+        names += [name for name in optional if getattr(self, name) is not None]
+        if self.metric_objects is not None:
+            names.remove("metrics")
+        for name in names:
             value = getattr(self, name)
-            if name == "metrics" and self.metric_objects is not None:
-                continue
-            if not callable(value) and (value is not None or name in needed):
+            if not callable(value):
                 raise TaskError("not-a-function", name=f"Task.{name}", kind=type(value).__name__)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise TaskError("model-already-built")
 
     def _check_sizes(self) -> None:
-        for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
-            value = getattr(self, name)
-            if value is not None or name != "eval_micro_batch":
-                object.__setattr__(self, name, knob.whole(f"Task.{name}", value, error=TaskError))
+        names = ["global_batch", "micro_batch", "epochs"]
+        if self.eval_micro_batch is not None:
+            names.append("eval_micro_batch")
+        for name in names:
+            count = knob.whole(f"Task.{name}", getattr(self, name), error=TaskError)
+            object.__setattr__(self, name, count)
         if self.micro_batch > self.global_batch:
             raise TaskError(
                 "micro-batch-too-large",
