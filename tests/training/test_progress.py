@@ -64,7 +64,7 @@ def test_plain_lines_at_most_every_ten_seconds_also_on_a_terminal_that_cannot_re
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Plain)
     train(shown, time, 3)
-    shown.say("epoch 1/2: accuracy [0.9]")
+    shown.print("epoch 1/2: accuracy [0.9]")
     shown.close()
     out, err = capsys.readouterr()
     assert out == ""
@@ -85,7 +85,7 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
     shown = progress.progress(Facts(2000, 2))
     assert isinstance(shown, Live)
     train(shown, time, 0.01, steps=2000)
-    shown.say("epoch 1/2: accuracy [0.9] " + "long " * 30)
+    shown.print("epoch 1/2: accuracy [0.9] " + "long " * 30)
     shown.close()
     assert sys.stderr is stderr
     out, err = capsys.readouterr()
@@ -108,7 +108,7 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
     train(shown, time, 6)
-    shown.say("epoch 1/2: accuracy [0.9]")
+    shown.print("epoch 1/2: accuracy [0.9]")
     print("from the task", file=sys.stderr)
     print("to a file")
     shown.close()
@@ -130,7 +130,7 @@ def test_what_is_left_saved_restarted_and_done_between_steps(time: Clock) -> Non
     facts = Facts(300, None, starts=2, newest=lambda: (80, time.now - 65))
     assert facts.all() == []
     facts.step(record(101), times(101))
-    assert facts.where() == "epoch 11, step 101/300"
+    assert facts.position() == "epoch 11, step 101/300"
     assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "started 3 times"]
     assert not any("left" in fact for fact in facts.all())
     for step in range(102, 201):

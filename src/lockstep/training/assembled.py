@@ -66,7 +66,9 @@ class BestMetric:
         value = metrics[self.metric]
         improved = value > self.value if self.mode == "max" else value < self.value
         if improved or (math.isnan(self.value) and not math.isnan(value)):
-            self.value, self.step, self.waited = value, step, 0
+            self.value = value
+            self.step = step
+            self.waited = 0
             return True
         self.waited += 1
         return False
@@ -110,31 +112,36 @@ class TrainingState:
         """Return the state at the start of a training."""
         best = BestMetric(task.best, task.best_mode) if task.best and task.best_mode else None
         stopping = task.early_stopping
-        return cls(
-            best, None if stopping is None else BestMetric(stopping.metric, stopping.mode), stopping
-        )
+        patience = None if stopping is None else BestMetric(stopping.metric, stopping.mode)
+        return cls(best, patience, stopping)
 
-    def note(self, metrics: dict[str, float], step: int) -> BestMetric | None:
+    def record(self, metrics: dict[str, float], step: int) -> BestMetric | None:
         """Take in an evaluation after `step` steps; return the best metric if it has improved.
 
         Raises TaskError if a watched metric is missing."""
-        self.metrics, self.unevaluated, self.evaluated = metrics, None, step
+        self.metrics = metrics
+        self.unevaluated = None
+        self.evaluated = step
         improved = self.best is not None and self.best.better(metrics, step)
         if self.patience is not None and self._stopping is not None:
-            better, most = self.patience.better(metrics, step), self._stopping.patience
-            if not better and self.patience.waited >= most:
-                value = (
-                    f"{self.patience.metric} has not improved on {self.patience.value:.4f} (step"
-                    f" {self.patience.step})"
+            watched = self.patience
+            limit = self._stopping.patience
+            if not watched.better(metrics, step) and watched.waited >= limit:
+                self.stopped_early = (
+                    f"{watched.metric} has not improved on {watched.value:.4f} (step"
+                    f" {watched.step}) for {counted(limit, 'evaluation')}"
                 )
-                self.stopped_early = f"{value} for {counted(most, 'evaluation')}"
         return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:
         """Return name and value of the watched metric, else of the first, else of the loss."""
         watched = self.best or self.patience
-        names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
-        name = watched.metric if watched else next(iter(names), "loss")
+        others = [name for name in self.metrics if name != "loss"]
+        name = "loss"
+        if watched is not None:
+            name = watched.metric
+        elif others:
+            name = others[0]
         return name, self.metrics.get(name, self.loss)
 
     def as_json(self) -> dict[str, Any]:
@@ -162,7 +169,8 @@ class TrainingState:
         for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
             if watch is not None and saved is not None:
                 watch.load(saved)
-        self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
+        self.stopped_early = state["stopped_early"]
+        self.unevaluated = state["unevaluated"]
 
 
 class WholeModel(ModelShard, OwnRows):
@@ -214,8 +222,8 @@ def place_model(
     grid = settings.mesh
     if grid is None or grid.only_data:
         return WholeModel(forward.model, world, compiles=bool(compiles), exact=settings.exact)
-    precision, average = settings.precision or task.precision, task.average is not None
-    check_parts(grid, precision, compile=compiles, average=average)
+    precision = settings.precision or task.precision
+    check_parts(grid, precision, compile=compiles, average=task.average is not None)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
         raise UsageError(
             "mesh-with-iterable",
@@ -246,13 +254,15 @@ class AssembledTraining:
     def __init__(
         self, task: Task, settings: Settings, world: World, run: RunDirectory | None
     ) -> None:
-        self.task, self.settings, self.world, self.directory = task, settings, world, run
+        self.task = task
+        self.settings = settings
+        self.world = world
+        self.directory = run
         grid = settings.mesh
         share = None if grid is None else (grid.share(world.rank), grid.replicas)
         self.loader = loader_of(task, world, settings.loader_workers, share, settings.balance)
-        self.length = Length.of(
-            task, settings, None if is_iterable(task.train_data) else len(self.loader)
-        )
+        steps_per_epoch = None if is_iterable(task.train_data) else len(self.loader)
+        self.length = Length.of(task, settings, steps_per_epoch)
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
         self.forward = Forward(model_of(task), task, self.precision, world.device)
@@ -274,7 +284,8 @@ class AssembledTraining:
         self.reached = TrainingState.of(task)
 
     def _new_stepper(self) -> Stepper:
-        task, settings = self.task, self.settings
+        task = self.task
+        settings = self.settings
         method = {name: getattr(settings, name) for name in knob.knobs(Parallelism)}
         del method["mesh"]  # `placed` handles it
         if self.world.size == 1 and (settings.grow or settings.grow_if_wanted):
@@ -318,16 +329,11 @@ class AssembledTraining:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the Stepper's and the Loader's state."""
-        found: dict[str, Any] = finite(
-            {
-                "task": self.task.name,
-                "seed": self.task.seed,
-                **self.reached.as_json(),
-                "applied": self.reached.applied + self.stepper.applied,
-                **asdict(self.identity),
-            }
-        )
-        return found
+        state: dict[str, Any] = {"task": self.task.name, "seed": self.task.seed}
+        state |= self.reached.as_json()
+        state["applied"] = self.reached.applied + self.stepper.applied
+        state |= asdict(self.identity)
+        return {name: finite(value) for name, value in state.items()}
 
     def resume(self) -> tuple[str, Checkpoint | None]:
         """Resume from the newest complete checkpoint of the run directory, if there is one. Return
@@ -335,12 +341,12 @@ class AssembledTraining:
         """
         changed = ""
 
-        def check(found: Checkpoint) -> None:
+        def check(checkpoint: Checkpoint) -> None:
             nonlocal changed
-            changed = self.identity.check(found, self.settings, self.world)
+            changed = self.identity.check(checkpoint, self.settings, self.world)
 
-        found = self.saves.resume(check)
-        if found is not None:
-            self.reached.load(found.state)
+        checkpoint = self.saves.resume(check)
+        if checkpoint is not None:
+            self.reached.load(checkpoint.state)
         self.saves.forget_after(self.reached.evaluated)
-        return changed, found
+        return changed, checkpoint

@@ -16,7 +16,7 @@ from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
 from lockstep.training.anatomy import AnatomyFile, begins, starts
 from lockstep.training.assembled import AssembledTraining
-from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
+from lockstep.training.journal import Journal, mesh_in_words, record_resumed, record_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
 from lockstep.training.opening import matmul_precision
 from lockstep.training.progress import Facts
@@ -39,19 +39,16 @@ class Training(AssembledTraining):
         self.world.heed_signals()
         changed, resumed = self.resume()
         with self._journal() as journal, matmul_precision(self.precision), self._timed():
-            say_start(self, journal)
+            record_start(self, journal)
             began = time.perf_counter()
             if resumed is not None:
-                say_resumed(self, journal, resumed, changed)
+                record_resumed(self, journal, resumed, changed)
             self._epochs(journal)
             self._check_trained()
             seconds = time.perf_counter() - began
             if self.reached.stopped_early:
-                journal.event(
-                    "early stop",
-                    f"stopped early: {self.reached.stopped_early}",
-                    step=self.stepper.steps,
-                )
+                line = f"stopped early: {self.reached.stopped_early}"
+                journal.event("early stop", line, step=self.stepper.steps)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
             result = self._result(seconds)
             journal.finished(result)
@@ -60,17 +57,18 @@ class Training(AssembledTraining):
 
     def _journal(self) -> Journal:
         loggers = None
+        previous_starts = 0
         if self.world.rank == 0 and self.directory is not None:
+            identity = self.identity
             run = LoggedRun(
                 path=self.directory.path,
                 records=self.directory.metrics,
                 task=self.task.name or "task",
                 step=self.stepper.steps,
-                parameters=hyper_parameters(
-                    self.settings, self.identity.recipe, self.identity.machine
-                ),
+                parameters=hyper_parameters(self.settings, identity.recipe, identity.machine),
             )
             loggers = Loggers(self.settings.log, run)
+            previous_starts = starts(self.directory.path)
         try:
             return Journal(
                 self.task,
@@ -83,9 +81,7 @@ class Training(AssembledTraining):
                 facts=Facts(
                     self.length.steps,
                     self.length.epochs,
-                    starts=starts(self.directory.path)
-                    if self.directory and self.world.rank == 0
-                    else 0,
+                    starts=previous_starts,
                     newest=lambda: self.saves.newest,
                 ),
             )
@@ -105,19 +101,19 @@ class Training(AssembledTraining):
             self._evaluate(journal, self.reached.unevaluated)
         elif at["epoch"] > self.reached.epochs:
             # resumed from a checkpoint that was saved before the end of its epoch was handled
-            self._end_of_epoch(journal, at["epoch"], whole=True)
+            self._end_of_epoch(journal, at["epoch"], complete=True)
         elif self._over() and self.reached.evaluated != self.stepper.steps:
-            self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
+            self._end_of_epoch(journal, at["epoch"] + 1, complete=False)
         if self._over():
             return
         for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
-            whole = True
+            complete = True
             for window in epoch:
                 self._step(window, journal)
                 if self._at_last_step():
-                    whole = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
+                    complete = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
                     break
-            self._end_of_epoch(journal, epoch.number + 1, whole=whole)
+            self._end_of_epoch(journal, epoch.number + 1, complete=complete)
             if self._over():
                 break
 
@@ -127,9 +123,9 @@ class Training(AssembledTraining):
     def _at_last_step(self) -> bool:
         return self.stepper.steps == self.length.steps
 
-    def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
-        self.reached.epochs += whole
-        if whole:
+    def _end_of_epoch(self, journal: Journal, epoch: int, *, complete: bool) -> None:
+        if complete:
+            self.reached.epochs += 1
             self.average.after_epoch(self.reached.epochs)
         if self.task.scheduler_per == "epoch" and self.scheduler is not None:
             self.scheduler.step()
@@ -151,17 +147,13 @@ class Training(AssembledTraining):
 
     def _stop(self, journal: Journal) -> NoReturn:
         """A rank was asked to stop: save and raise Preempted. All ranks call it."""
-        steps, command = self.stepper.steps, self.saves.stop(self.state)
-        then = (
-            f"saved: resume with {command}"
-            if command
-            else "nothing is saved: there is no run directory"
-        )
-        journal.event(
-            "preempted",
-            f"stopped after step {steps}{self.length.of_steps}, {then}",
-            step=steps,
-        )
+        steps = self.stepper.steps
+        command = self.saves.stop(self.state)
+        outcome = "nothing is saved: there is no run directory"
+        if command:
+            outcome = f"saved: resume with {command}"
+        line = f"stopped after step {steps}{self.length.of_steps}, {outcome}"
+        journal.event("preempted", line, step=steps)
         raise Preempted(steps, command is not None)
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
@@ -177,7 +169,7 @@ class Training(AssembledTraining):
             metrics = self.evaluation()
         if metrics is None:
             self._stop(journal)
-        improved = self.reached.note(metrics, steps)
+        improved = self.reached.record(metrics, steps)
         if improved is not None:
             self.saves.best(self.state, improved.metric, improved.value)
         journal.evaluated(steps, epoch, metrics, time.perf_counter() - began)
@@ -191,7 +183,8 @@ class Training(AssembledTraining):
     def _result(self, seconds: float) -> Result:
         """Save the last checkpoint of the finished training, and return its result."""
         digest = self.placed.digest()
-        reached, average = self.reached, self.average.found
+        reached = self.reached
+        average = self.average.current
         return Result(
             task=self.task.name or "task",
             model=self.model,

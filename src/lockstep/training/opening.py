@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,22 +107,20 @@ def claimed_by_first(
     """Yield on all ranks the folder that rank 0 claims, and may have named. If rank 0 cannot claim
     it, the others raise what `refused` returns for its exit code.
     """
-    mine, problem = None, None
+    own: RunDirectory | None = None
+    problem: BaseException | None = None
+    outcome: dict[str, Any] = {"code": 0, "path": None}
     if world.rank == 0:
         try:
-            mine = claim()
+            own = claim()
+            outcome["path"] = str(own.path.absolute())
         except (UsageError, OSError, SystemExit) as error:
             problem = error
-    code = 0 if problem is None else _exit_code(problem)
-    said = said_by(
-        0,
-        {"code": code, "path": mine and str(mine.path.absolute())},
-        world.control,
-        "for the run directory",
-    )
-    if said["code"]:
-        raise problem or refused(said["code"])
-    with mine or RunDirectory.of_launcher(Path(said["path"])) as directory:
+            outcome["code"] = _exit_code(error)
+    outcome = said_by(0, outcome, world.control, "for the run directory")
+    if outcome["code"]:
+        raise problem or refused(outcome["code"])
+    with own or RunDirectory.of_launcher(Path(outcome["path"])) as directory:
         yield directory
 
 

@@ -109,14 +109,13 @@ class Saving(Unsaved):
         self._settings = settings
         self._stepper = stepper
         self._world = stepper.world
-        every, remote = settings.checkpoint_every, settings.checkpoints
         self._checkpoints = Checkpoints(
             run.checkpoints,
             stepper,
             loader,
             scheduler=scheduler,
-            every=every,
-            remote=remote,
+            every=settings.checkpoint_every,
+            remote=settings.checkpoints,
             guard=run.check,
         )
 
@@ -202,7 +201,8 @@ def saving_in(
     """
     if run is not None:
         return Saving(run, settings, stepper, loader, scheduler)
-    for name, value in (("log", settings.log), ("checkpoints", settings.checkpoints)):
+    for name in ("log", "checkpoints"):
+        value = getattr(settings, name)
         if value:
             raise UsageError("needs-run-directory", name=name, value=value)
     return Unsaved()

@@ -54,14 +54,15 @@ class States:
     """
 
     def __init__(self, name: str, metric: Any, device: torch.device, world: World) -> None:
-        whole = all(hasattr(metric, part) for part in _NEEDED)
-        if not whole or not metric._reductions:
+        is_metric = all(hasattr(metric, attribute) for attribute in _NEEDED)
+        if not is_metric or not metric._reductions:
             raise UsageError("not-a-metric", name=name, type=type(metric).__name__)
-        self._name, self._world = name, world
+        self._name = name
+        self._world = world
         self._metric = metric.clone().to(device)
         # as `sync_on_compute=False` does: the states are reduced here
         self._metric._to_sync = False
-        self._kept: dict[str, Tensor] = {}
+        self._parts: dict[str, Tensor] = {}
         """On the CPU, by "state batch position-in-a-list". Of a folded state there is one, which
         has the rank in the place of the batch. Leading zeros let the keys sort.
         """
@@ -77,18 +78,19 @@ class States:
         for name, state in self._metric.metric_state.items():
             fold = _fold(self._metric._reductions[name], state)
             owner = number if fold is None else self._world.rank
-            for position, part in enumerate(state if isinstance(state, list) else [state]):
+            tensors = state if isinstance(state, list) else [state]
+            for position, tensor in enumerate(tensors):
                 key = f"{name} {owner:012} {position:012}"
-                kept = part.detach().cpu().clone(memory_format=torch.contiguous_format)
-                if fold is not None and key in self._kept:
-                    kept = fold(self._kept[key], kept)
-                self._kept[key] = kept
+                part = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                if fold is not None and key in self._parts:
+                    part = fold(self._parts[key], part)
+                self._parts[key] = part
 
     def compute(self) -> dict[str, float]:
         """Return the metric over all batches as {name: value}; a metric of several values gives
         "name_key" for each. A collective.
         """
-        packed = save(self._kept)
+        packed = save(self._parts)
         gathered: dict[str, Tensor] = {}
         for rank in range(self._world.size):
             gathered |= load(bytes_of(rank, packed, self._world.control))
@@ -106,10 +108,10 @@ class States:
 def _fold(
     reduction: Any, state: Tensor | list[Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
+    if not isinstance(state, Tensor):
+        return None
     name = getattr(reduction, "__name__", "")
-    if not isinstance(state, Tensor) or (
-        name == "dim_zero_sum" and (state.is_floating_point() or state.is_complex())
-    ):
+    if name == "dim_zero_sum" and (state.is_floating_point() or state.is_complex()):
         return None
     return _FOLDS.get(name)
 
@@ -134,11 +136,10 @@ def _on(state: Any, device: torch.device) -> Any:
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
-        return {
-            inner: number
-            for key, part in value.items()
-            for inner, number in _numbers(f"{name}_{key}", part).items()
-        }
+        numbers: dict[str, float] = {}
+        for key, part in value.items():
+            numbers |= _numbers(f"{name}_{key}", part)
+        return numbers
     if isinstance(value, Tensor) and value.numel() != 1:
         raise UsageError("metric-not-a-number", name=name, shapes=[list(value.shape)])
     return {name: float(value)}
@@ -150,7 +151,8 @@ class Measured:
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
-        self._device, self._world = device, world
+        self._device = device
+        self._world = world
         self._states = {
             name: States(name, metric, device, world) for name, metric in metrics.items()
         }
@@ -162,10 +164,10 @@ class Measured:
         more than one number.
         """
         for name, state in self._states.items():
-            state.update(
-                piece.number,
-                values[name] if name in values else _default_arguments(name, output, piece.batch),
-            )
+            if name in values:
+                state.update(piece.number, values[name])
+            else:
+                state.update(piece.number, _default_arguments(name, output, piece.batch))
         self._pairs[piece.number] = {
             name: self._pair(name, *pair)
             for name, pair in values.items()
@@ -176,20 +178,21 @@ class Measured:
         """Return the weighted means over all ranks' batches, equal on all ranks (0/0 is nan), and
         the values of the metric objects. A collective.
         """
-        own = [
-            (number, {name: pair.tolist() for name, pair in pairs.items()})
-            for number, pairs in self._pairs.items()
-        ]
-        by_rank = everybodys(own, self._world.control, "for the sums of metrics")
-        batches = dict(pairs for rank in by_rank for pairs in rank)
+        own = []
+        for number, pairs in self._pairs.items():
+            own.append((number, {name: pair.tolist() for name, pair in pairs.items()}))
+        batches: dict[int, dict[str, list[float]]] = {}
+        for numbered in everybodys(own, self._world.control, "for the sums of metrics"):
+            batches.update(numbered)
+        in_order = [batches[number] for number in sorted(batches)]
         names = sorted(batches[0])
-        for pairs in batches.values():
-            if sorted(pairs) != names:
-                raise TaskError("metric-names-changed", names=sorted(pairs), first=names)
+        for sums in batches.values():
+            if sorted(sums) != names:
+                raise TaskError("metric-names-changed", names=sorted(sums), first=names)
         totals = {}
         for name in names:
-            in_order = [batches[number][name] for number in sorted(batches)]
-            value, weight = map(sum, zip(*in_order, strict=True))
+            value = sum(sums[name][0] for sums in in_order)
+            weight = sum(sums[name][1] for sums in in_order)
             totals[name] = value / weight if weight else float("nan")
         for state in self._states.values():
             totals |= state.compute()
@@ -198,9 +201,8 @@ class Measured:
     def _pair(self, name: str, *pair: Tensor | float) -> Tensor:
         parts = [torch.as_tensor(part, dtype=torch.float64, device=self._device) for part in pair]
         if any(part.numel() != 1 for part in parts):
-            raise TaskError(
-                "metric-not-a-number", name=name, shapes=[list(part.shape) for part in parts]
-            )
+            shapes = [list(part.shape) for part in parts]
+            raise TaskError("metric-not-a-number", name=name, shapes=shapes)
         return torch.stack([part.reshape(()) for part in parts])
 
 
@@ -291,14 +293,14 @@ def evaluate(
     """
     if fn is None and not metrics:
         raise UsageError("nothing-to-measure")
-    found = World.current() if world is None else world
+    world = world or World.current()
     module = bare(model)
-    device = device_of(module, found)
+    device = device_of(module, world)
     objects = metrics or {}
-    measured = Measured(objects, device, found)
+    measured = Measured(objects, device, world)
     rows = DatasetRows(
         dataset,
-        found,
+        world,
         batch=batch,
         seed=seed,
         collate=collate,
@@ -308,7 +310,9 @@ def evaluate(
     try:
         with evaluating(module):
             for piece, output in outputs(Call(module, inputs), rows, seed):
-                values = {} if fn is None else checked_sums(fn(output, piece.batch), "fn", objects)
+                values: Mapping[str, Any] = {}
+                if fn is not None:
+                    values = checked_sums(fn(output, piece.batch), "fn", objects)
                 measured.add(piece, output, values)
     finally:
         rows.close()
@@ -347,12 +351,13 @@ class Evaluation:
             loader_workers=loader_workers,
             share=self._placed.share,
         )
-        self._metrics, self._arguments = {}, {}
-        for name, given in (task.metric_objects or {}).items():
-            if isinstance(given, tuple) and len(given) == 2:
-                self._metrics[name], self._arguments[name] = given
+        self._metrics = {}
+        self._arguments = {}
+        for name, metric in (task.metric_objects or {}).items():
+            if isinstance(metric, tuple) and len(metric) == 2:
+                self._metrics[name], self._arguments[name] = metric
             else:
-                self._metrics[name] = given
+                self._metrics[name] = metric
         if "loss" in self._metrics:
             raise TaskError("metric-named-loss")
         self._measured()  # fails now, and not after an epoch, if an object is no metric
