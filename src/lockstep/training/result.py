@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.documented import documented
+from lockstep.data.windows import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def last_line(result: Mapping[str, Any]) -> str:
     units = ["step", "worker"]
     if result["epochs"]:  # training may end within the first one
         units.insert(0, "epoch")
-    counts = ", ".join(_count(result[f"{unit}s"], unit) for unit in units)
+    counts = ", ".join(counted(result[f"{unit}s"], unit) for unit in units)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
     line = (
@@ -100,7 +101,3 @@ def read(file: Path) -> dict[str, Any]:
     """Return the contents of result.json."""
     contents: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return contents
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
