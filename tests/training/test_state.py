@@ -9,16 +9,15 @@ import math
 
 import pytest
 
-from lockstep.config.task import EarlyStopping, Mode
+from lockstep.config.task import Mode
 from lockstep.training.assembled import BestMetric, TrainingState
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:
     watched = BestMetric(best, "max") if best else None
     if patience is None:
-        return TrainingState(watched, None, None)
-    stopping = EarlyStopping(metric="loss", mode="min", patience=patience)
-    return TrainingState(watched, BestMetric("loss", "min"), stopping)
+        return TrainingState(watched, None, 0)
+    return TrainingState(watched, BestMetric("loss", "min"), patience)
 
 
 def test_what_is_written_is_what_is_gone_on_with() -> None:

@@ -119,14 +119,11 @@ app = typer.Typer(no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
 
-HostRanks = Annotated[
-    int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
-]
-
-
 @app.command("collectives", cls=GroupedCommand)
 def collectives(
-    workers: HostRanks = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
+    ] = 2,
     sizes: Annotated[
         str,
         typer.Option(

@@ -51,7 +51,7 @@ def doctor(
     )
     if cluster.ray is not None:
         nodes.refuse_beside_ray(cluster)
-        _leave(
+        _exit_as(
             nodes.run_on_ray(
                 cluster.ray,
                 target,
@@ -66,10 +66,10 @@ def doctor(
 
         work_as(placement, lambda: sys.exit(not main(json_file)))
         return
-    fixed, workers = nodes.fixed_set(cluster, workers)
-    if fixed is not None:
-        with nodes.placed(fixed) as (share, network):
-            _leave(
+    node_set, workers = nodes.fixed_set(cluster, workers)
+    if node_set is not None:
+        with nodes.placed(node_set) as (share, network):
+            _exit_as(
                 supervise(target, environment=network, share=share, console="first", reports=False)
             )
     from lockstep.tools.doctor.examine import examine_host
@@ -81,7 +81,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _leave(outcome: Outcome) -> None:
+def _exit_as(outcome: Outcome) -> None:
     """Exit with the ranks' exit code. The first rank has printed the report."""
     from lockstep.launcher import failures
 

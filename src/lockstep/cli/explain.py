@@ -67,7 +67,7 @@ def _text(code: str, entry: Mapping[str, str], width: int) -> str:
     message = wrapped("    ", _shown(entry["message"]))
     cause = wrapped("Cause: ", entry["cause"])
     fix = wrapped("Fix:   ", entry["fix"])
-    return f"{code}\n\n{message}\n\n{cause}\n\n{fix}"
+    return "\n\n".join([code, message, cause, fix])
 
 
 def _section(code: str, entry: Mapping[str, str]) -> str:
@@ -81,6 +81,6 @@ def _shown(message: str) -> str:
         shown += text
         if name:
             shown += f"<{name}>"
-        if name and spec and spec.startswith("#"):
-            shown += f" {spec.lstrip('# ')}s"
+            if spec and spec.startswith("#"):
+                shown += f" {spec.lstrip('# ')}s"
     return shown

@@ -202,11 +202,11 @@ def placed(
     from lockstep.launcher.supervise import Share
     from lockstep.runtime.interfaces import gloo_and_nccl
 
-    here = ranks_here(nodes)
+    count = ranks_here(nodes)
     ranks = LocalRanks(
-        count=here,
-        first_rank=nodes.rank * here,
-        size=nodes.count * here,
+        count=count,
+        first_rank=nodes.rank * count,
+        size=nodes.count * count,
         node=nodes.rank,
         nodes=nodes.count,
         address=nodes.host,

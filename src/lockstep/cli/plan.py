@@ -138,12 +138,13 @@ def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parall
         source, ranks_beside, options.seconds, talking=talking(scaling, counts, device)
     )
     print(measured.describe(options.nodes_of))
-    print(described(network, options.network))
+    network_text = described(network, options.network)
+    print(network_text)
     rows = plan_rows(measured, counts, scaling, network, method)
     print(describe(rows, measured, scaling))
     report = {
         "task": short_name(task_path),
-        "network": described(network, options.network),
+        "network": network_text,
         "base": scaling.base,
         "weak": scaling.weak,
         "rows": [row.as_json() for row in rows],
@@ -168,12 +169,10 @@ def _plan_numbers(options: PlanChoice, gradient_mb: float, method: Parallelism) 
     network = connection(options.network, options.nodes_of)
     step = GivenStep(gradient_mb=gradient_mb, buckets=options.buckets, step_ms=options.step_ms)
     times = rows(step, counts, network, method)
-    print(described(network, options.network))
+    network_text = described(network, options.network)
+    print(network_text)
     print(describe(step, times))
-    report = {
-        "network": described(network, options.network),
-        "rows": [row.as_json() for row in times],
-    }
+    report = {"network": network_text, "rows": [row.as_json() for row in times]}
     write_json(options.json_file, report)
 
 

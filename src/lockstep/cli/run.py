@@ -96,8 +96,8 @@ def run(
     if placement is not None:
         script.as_rank(placement)
         return
-    fixed, workers = nodes.fixed_set(cluster, workers)
-    raise typer.Exit(script.on_nodes(fixed, workers))
+    node_set, workers = nodes.fixed_set(cluster, workers)
+    raise typer.Exit(script.on_nodes(node_set, workers))
 
 
 def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
@@ -182,14 +182,14 @@ class _Script:
 
         work_as(placement, program)
 
-    def on_nodes(self, fixed: Nodes | None, workers: int | None) -> int:
+    def on_nodes(self, node_set: Nodes | None, workers: int | None) -> int:
         """Run it on this host, alone or as one of a fixed set, and return the exit code."""
         from lockstep.launcher.supervise import supervise
 
         if workers is not None and workers > 1 and sys.stderr.isatty():
             # the imports that follow take seconds
             print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
-        with nodes.placed(fixed, self.launch.timeout) as (share, network):
+        with nodes.placed(node_set, self.launch.timeout) as (share, network):
             return supervise(
                 self.target,
                 workers if share is None else share.ranks.count,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
 app = typer.Typer(no_args_is_help=True)
+Ranks = Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")]
+GlobalBatch = Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")]
 DrawnFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE.svg", help="Draw a picture into FILE.svg, in place of text."),
@@ -38,8 +40,8 @@ def _show(
 
 @app.command("step", cls=GroupedCommand)
 def step(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 2,
-    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
+    workers: Ranks = 2,
+    batch: GlobalBatch = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per rank."),
@@ -58,7 +60,7 @@ def exact(
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
     ] = 8,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 3,
+    workers: Ranks = 3,
     out: DrawnFile = None,
 ) -> None:
     """Show the tree along which exact mode adds gradients."""
@@ -125,7 +127,7 @@ def mesh(
         str | None,
         typer.Option(metavar="TASK", help="Task whose layers to name."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
+    batch: GlobalBatch = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per replica."),
@@ -181,7 +183,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 def _algorithm(name: str) -> Callable[..., None]:
     def show(
-        workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 4,
+        workers: Ranks = 4,
         out: DrawnFile = None,
         ranks_per_node: Annotated[
             int | None, typer.Option(help="Ranks of a node, for hierarchical only. Default: 2.")

@@ -58,7 +58,7 @@ def train(
     from lockstep.launcher.rank import rank_here
 
     placement: Placement | None = None  # as a rank of another launcher
-    fixed: Nodes | None = None
+    node_set: Nodes | None = None
     if launch.on_corruption == "exclude" and cluster.ray is None:
         raise UsageError("nothing-to-exclude", where="this host or a fixed set of nodes")
     if cluster.ray is not None:
@@ -68,7 +68,7 @@ def train(
         if cluster.nodes is None:
             placement = rank_here(workers)
         if placement is None:
-            fixed, count = nodes.fixed_set(cluster, workers)
+            node_set, count = nodes.fixed_set(cluster, workers)
             workers = None if count is None else str(count)
         else:
             _prepare_rank(placement, launch)
@@ -77,12 +77,12 @@ def train(
         config,
         task=task_path,
         overrides=overrides,
-        workers=_ranks(workers, placement, fixed),
+        workers=_ranks(workers, placement, node_set),
     )
     if placement is not None:
         _train_as_rank(placement, settings, choice)
-    elif fixed is not None:
-        _train_on_nodes(fixed, settings, choice, launch)
+    elif node_set is not None:
+        _train_on_nodes(node_set, settings, choice, launch)
     elif not _finished(settings, choice):
         run_here = _Run(settings=settings, choice=choice, launch=launch, ray=cluster.ray)
         run_here.train(task, workers)
@@ -106,14 +106,14 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
     return workers
 
 
-def _ranks(workers: str | None, placement: Placement | None, fixed: Nodes | None) -> int:
+def _ranks(workers: str | None, placement: Placement | None, node_set: Nodes | None) -> int:
     """Return the number of ranks over all nodes, as far as it is known."""
     from lockstep.launcher.supervise import Workers
 
     if placement is not None:
         return placement.size
-    if fixed is not None:
-        return fixed.count * nodes.ranks_here(fixed)
+    if node_set is not None:
+        return node_set.count * nodes.ranks_here(node_set)
     return 1 if workers is None else Workers.read(workers).most
 
 
@@ -139,7 +139,7 @@ def _train_as_rank(placement: Placement, settings: Settings, choice: RunChoice) 
 
 
 def _train_on_nodes(
-    fixed: Nodes,
+    node_set: Nodes,
     settings: Settings,
     choice: RunChoice,
     launch: Launch,
@@ -153,7 +153,7 @@ def _train_on_nodes(
     from lockstep.launcher.supervise import supervise
 
     target = nodes.as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh)
-    with nodes.placed(fixed, launch.timeout) as (share, network):
+    with nodes.placed(node_set, launch.timeout) as (share, network):
         outcome = supervise(
             target,
             environment=network,

@@ -14,7 +14,6 @@ that needs the position of a rank uses `Mesh`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
@@ -126,12 +125,11 @@ class Mesh:
         order. `rank` is one of them.
         """
         position = self.at(rank)
-        ranges: list[Iterable[int]] = []
+        ranges = []
         for axis in AXES:
-            if axis in axes:
-                ranges.append(range(getattr(self, axis)))
-            else:
-                ranges.append([getattr(position, axis)])
+            number = getattr(position, axis)
+            along = range(getattr(self, axis)) if axis in axes else range(number, number + 1)
+            ranges.append(along)
         return tuple(self.rank(Coordinates(*numbers)) for numbers in product(*ranges))
 
     def share(self, rank: int) -> int:

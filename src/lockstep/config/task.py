@@ -28,8 +28,7 @@ Mode = Literal["max", "min"]
 Unused = Literal["error", "zeros", "skip"]
 SchedulerPer = Literal["step", "epoch"]
 Record = Mapping[str, Any]
-UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
+UNUSED: tuple[Unused, ...] = get_args(Unused)
 
 
 @documented
@@ -194,7 +193,7 @@ class Task:
             kind = type(self.parts).__name__
             raise TaskError("parts-of-other-type", kind=kind)
         for name, choices in (
-            ("precision", PRECISIONS),
+            ("precision", get_args(Precision)),
             ("callbacks_on", ("first", "all")),
             ("unused", UNUSED),
             ("scheduler_per", get_args(SchedulerPer)),

@@ -172,11 +172,9 @@ class AnatomyFile:
         """Record one step over this window."""
         if self._pending and self._count == 0:  # the optimizer has its state by now
             self._write_memory()
-        if self._pending:
-            *earlier, latest = self._pending
-            for step in earlier:
-                self._add(step, {})
-            self._add(latest, _lost(result.waited_by_rank, self._stepper.place))
+        lost = _lost(result.waited_by_rank, self._stepper.place)
+        for step in self._pending:
+            self._add(step, lost if step is self._pending[-1] else {})
         buckets: Sequence[BucketTimes] = ()
         # On a GPU, `result.times` are those of earlier steps than the bucket times.
         if self._stepper.world.device.type != "cuda":

@@ -21,7 +21,7 @@ from lockstep.checkpoints.identity import check_storable, sha256, weights
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts
-from lockstep.config.task import EarlyStopping, Mode, Precision, Task
+from lockstep.config.task import Mode, Precision, Task
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
@@ -38,7 +38,7 @@ from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.task_digest import compare_tasks, task_digests
-from lockstep.training.weight_average import average_of
+from lockstep.training.weight_average import NoAverage, WeightAverage
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class TrainingState:
 
     best: BestMetric | None
     patience: BestMetric | None
-    _stopping: EarlyStopping | None
+    _limit: int
+    """Evaluations without a new best value of `patience` after which training ends."""
     epochs: int = 0
     """Completed epochs."""
     evaluated: int = 0
@@ -112,8 +113,9 @@ class TrainingState:
         """Return the state at the start of a training."""
         best = BestMetric(task.best, task.best_mode) if task.best and task.best_mode else None
         stopping = task.early_stopping
-        patience = None if stopping is None else BestMetric(stopping.metric, stopping.mode)
-        return cls(best, patience, stopping)
+        if stopping is None:
+            return cls(best, None, 0)
+        return cls(best, BestMetric(stopping.metric, stopping.mode), stopping.patience)
 
     def record(self, metrics: dict[str, float], step: int) -> BestMetric | None:
         """Take in an evaluation after `step` steps; return the best metric if it has improved.
@@ -123,14 +125,16 @@ class TrainingState:
         self.unevaluated = None
         self.evaluated = step
         improved = self.best is not None and self.best.better(metrics, step)
-        if self.patience is not None and self._stopping is not None:
-            watched = self.patience
-            limit = self._stopping.patience
-            if not watched.better(metrics, step) and watched.waited >= limit:
-                self.stopped_early = (
-                    f"{watched.metric} has not improved on {watched.value:.4f} (step"
-                    f" {watched.step}) for {counted(limit, 'evaluation')}"
-                )
+        watched = self.patience
+        if (
+            watched is not None
+            and not watched.better(metrics, step)
+            and watched.waited >= self._limit
+        ):
+            self.stopped_early = (
+                f"{watched.metric} has not improved on {watched.value:.4f} (step"
+                f" {watched.step}) for {counted(self._limit, 'evaluation')}"
+            )
         return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:
@@ -268,30 +272,30 @@ class AssembledTraining:
         self.forward = Forward(model_of(task), task, self.precision, world.device)
         # fails now, and not after the training, if something cannot be stored
         check_storable(self.forward.model)
-        self.placed = place_model(task, self.forward, settings, world)
-        self.model = self.placed.runs
+        self.model_shard = place_model(task, self.forward, settings, world)
+        self.model = self.model_shard.runs
         self.optimizer = optimizer_of(task, self.model)
         recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
-        self.placed.adopt(self.optimizer)
-        self.average = average_of(task, self.model)
+        self.model_shard.adopt(self.optimizer)
+        self.average = NoAverage() if task.average is None else WeightAverage(task, self.model)
         self.stepper = self._new_stepper()
         self.evaluation = self.new_evaluation()
         self.identity = Identity(recipe, machine(), task_digests(task) if run is not None else {})
         compare_tasks(world.control, self.identity.digests)
         by_epoch = self.scheduler if task.scheduler_per == "epoch" else None
-        self.saves = saving_in(run, settings, self.stepper, self.loader, by_epoch)
-        self.reached = TrainingState.of(task)
+        self.saving = saving_in(run, settings, self.stepper, self.loader, by_epoch)
+        self.progress = TrainingState.of(task)
 
     def _new_stepper(self) -> Stepper:
         task = self.task
         settings = self.settings
         method = {name: getattr(settings, name) for name in knob.knobs(Parallelism)}
-        del method["mesh"]  # `placed` handles it
+        del method["mesh"]  # `model_shard` handles it
         if self.world.size == 1 and (settings.grow or settings.grow_if_wanted):
             method["witness"] = None  # needs other ranks; they have died, and may come back
         stepper = Stepper(
-            self.placed.module,
+            self.model_shard.module,
             self.optimizer,
             clip=task.clip,
             scaler=grad_scaler(self.precision, self.world.device),
@@ -300,7 +304,7 @@ class AssembledTraining:
             unused=task.unused,
             average=self.average.model,
             bucket_mb=settings.bucket_mb,
-            model_shard=self.placed,
+            model_shard=self.model_shard,
             world=self.world,
             **method,
         )
@@ -317,12 +321,12 @@ class AssembledTraining:
             self.forward,
             self.world,
             loader_workers=self.settings.loader_workers,
-            placed=self.placed,
+            runner=self.model_shard,
         )
 
     def step(self, window: Window) -> StepResult:
         """Take one optimizer step without recording it."""
-        self.placed.walk(self.stepper, window, self.forward)
+        self.model_shard.walk(self.stepper, window, self.forward)
         result = self.stepper.step()
         self.average.after_step(result, self.stepper.steps)
         return result
@@ -330,8 +334,8 @@ class AssembledTraining:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the Stepper's and the Loader's state."""
         state: dict[str, Any] = {"task": self.task.name, "seed": self.task.seed}
-        state |= self.reached.as_json()
-        state["applied"] = self.reached.applied + self.stepper.applied
+        state |= self.progress.as_json()
+        state["applied"] = self.progress.applied + self.stepper.applied
         state |= asdict(self.identity)
         return {name: finite(value) for name, value in state.items()}
 
@@ -345,8 +349,8 @@ class AssembledTraining:
             nonlocal changed
             changed = self.identity.check(checkpoint, self.settings, self.world)
 
-        checkpoint = self.saves.resume(check)
+        checkpoint = self.saving.resume(check)
         if checkpoint is not None:
-            self.reached.load(checkpoint.state)
-        self.saves.forget_after(self.reached.evaluated)
+            self.progress.load(checkpoint.state)
+        self.saving.forget_after(self.progress.evaluated)
         return changed, checkpoint

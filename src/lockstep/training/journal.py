@@ -149,7 +149,8 @@ class Journal:
         if skipped is not None:
             line = f"step {record['step']} was skipped: {skipped}" if self._says_skips else None
             self.event("step skipped", line, step=record["step"], reason=skipped)
-        _call(self._on_step, record)
+        if self._on_step is not None:
+            self._on_step(record)
 
     def evaluating(self) -> None:
         """Show that an evaluation begins."""
@@ -172,7 +173,8 @@ class Journal:
         if self._last:
             shown += f", training loss {self._last['loss']:.4f}"
         self._print(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}")
-        _call(self._on_evaluate, record)
+        if self._on_evaluate is not None:
+            self._on_evaluate(record)
         self._start_watch()
 
     def __enter__(self) -> Journal:
@@ -213,16 +215,11 @@ class Journal:
             self._screen.print(line)
 
 
-def _call(callback: Callable[[Record], None] | None, record: Record) -> None:
-    if callback is not None:
-        callback(record)
-
-
 def record_start(training: AssembledTraining, journal: Journal) -> None:
     """Record how the training starts. Every rank calls it."""
     settings = training.settings
     world = training.world
-    shares = training.loader.describe(training.placed.holder)
+    shares = training.loader.describe(training.model_shard.holder)
     line = f"{shares}; {', '.join(_method_in_words(training))}"
     journal.event(
         "start",
@@ -254,7 +251,7 @@ def _method_in_words(training: AssembledTraining) -> Iterator[str]:
     """Yield how gradients are summed, how parameters are updated, and what a rank has."""
     settings = training.settings
     method = training.stepper.method
-    replicas = training.placed.replicas(training.world.group).size
+    replicas = training.model_shard.replicas(training.world.group).size
     if not method.server and (replicas > 1 or method.compress is not None):
         summed = "gradients" if method.local is None else "synchronizations"
         reduction = f"{summed} by {training.stepper.reducer.reduction.name}"
@@ -281,13 +278,13 @@ def _record_mesh(training: AssembledTraining, journal: Journal) -> None:
     world = training.world
     grid = training.settings.mesh
     assert grid is not None
-    own = {"host": socket.gethostname(), **training.placed.describe()}
+    own = {"host": socket.gethostname(), **training.model_shard.describe()}
     ranks: list[dict[str, Any]] = everybodys(own, world.control, "for mesh.json")
-    if world.rank == 0 and training.saves.path is not None:
+    if world.rank == 0 and training.saving.path is not None:
         schedule = training.settings.schedule if grid.pipeline > 1 else None
         contents = {"mesh": str(grid), "schedule": schedule, "ranks": ranks}
         text = json.dumps(contents, indent=1) + "\n"
-        (training.saves.path / MESH).write_text(text, encoding="utf-8")
+        (training.saving.path / MESH).write_text(text, encoding="utf-8")
     sizes = [rank["parameters"] for rank in ranks if "parameters" in rank]
     if sizes:
         least, most = min(sizes), max(sizes)

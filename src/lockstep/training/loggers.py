@@ -89,11 +89,8 @@ class Loggers:
         self.problems: list[str] = []
         self._open: dict[str, Logger] = {}
         check_installed(names)
-        if not names and _is_installed("tensorboard"):
-            opened: Sequence[str] = ["tensorboard"]
-        else:
-            opened = names
-        for name in opened:
+        default = ["tensorboard"] if _is_installed("tensorboard") else []
+        for name in names or default:
             try:
                 logger = self._open[name] = LOGGERS[name](run)
             except Exception as error:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,18 +108,17 @@ def claimed_by_first(
     """
     own: RunDirectory | None = None
     problem: BaseException | None = None
-    outcome: dict[str, Any] = {"code": 0, "path": None}
     if world.rank == 0:
         try:
             own = claim()
-            outcome["path"] = str(own.path.absolute())
         except (UsageError, OSError, SystemExit) as error:
             problem = error
-            outcome["code"] = _exit_code(error)
-    outcome = said_by(0, outcome, world.control, "for the run directory")
-    if outcome["code"]:
-        raise problem or refused(outcome["code"])
-    with own or RunDirectory.of_launcher(Path(outcome["path"])) as directory:
+    code = 0 if problem is None else _exit_code(problem)
+    path = None if own is None else str(own.path.absolute())
+    code, path = said_by(0, [code, path], world.control, "for the run directory")
+    if code:
+        raise problem or refused(code)
+    with own or RunDirectory.of_launcher(Path(path)) as directory:
         yield directory
 
 

@@ -19,9 +19,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_PLAIN = (
-    *("task", "epochs", "steps", "workers", "update", "reduce", "metrics", "best", "loss"),
-    *("seconds", "stopped_early", "sha256", "average_sha256"),
+_UNCHANGED = (
+    "task",
+    "epochs",
+    "steps",
+    "workers",
+    "update",
+    "reduce",
+    "metrics",
+    "best",
+    "loss",
+    "seconds",
+    "stopped_early",
+    "sha256",
+    "average_sha256",
 )
 
 
@@ -76,7 +87,7 @@ class Result:
         return {
             "headline": {"name": name, "value": value},
             "checkpoint": checkpoint,
-            **{field: getattr(self, field) for field in _PLAIN},
+            **{field: getattr(self, field) for field in _UNCHANGED},
         }
 
 

@@ -47,8 +47,17 @@ MODULES = 1000  # of a folder, of which the files are compared
 SECONDS = 0.05  # of reading, after which no further sample is read
 _SHA = "sha256:"
 _FIELDS = (
-    *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler"),
-    *("average", "metrics", "train_data", "eval_data"),
+    "model",
+    "loss",
+    "optimizer",
+    "inputs",
+    "collate",
+    "order",
+    "scheduler",
+    "average",
+    "metrics",
+    "train_data",
+    "eval_data",
 )
 _LOCKSTEP = Path(__file__).parents[1]
 _PYTHON = Path(os.__file__).parent

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Annotated
 
@@ -207,10 +207,8 @@ class Generation:
     @property
     def last(self) -> int:
         """The last step that a rank has recorded, else the step from which they continued."""
-        last = self.step
-        for lane in self.lanes.values():
-            last = max([last, *(line.last for line in lane.steps)])
-        return last
+        lines = chain(*(lane.steps for lane in self.lanes.values()))
+        return max((line.last for line in lines), default=self.step)
 
     @property
     def seconds(self) -> float:
@@ -227,8 +225,7 @@ class Generation:
         """Return it with only the lines that every rank has; a killed rank lacks the last ones. If
         the ranks have no line in common, because they take different steps, it is unchanged.
         """
-        places = [lane.places for lane in self.lanes.values()]
-        common = set.intersection(*places)
+        common = set.intersection(*(lane.places for lane in self.lanes.values()))
         if not common:
             return self
         lanes = {}
@@ -283,13 +280,12 @@ def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
 
 def _hosts_apart(lanes: dict[int, Lane]) -> dict[int, Lane]:
     """Add the node number to hosts of one name: containers may all have the same name."""
-    nodes: dict[str, set[int]] = {}
-    for lane in lanes.values():
-        nodes.setdefault(lane.begin.host, set()).add(lane.begin.node)
+    nodes = {(lane.begin.host, lane.begin.node) for lane in lanes.values()}
+    counts = Counter(host for host, _ in nodes)
     renamed = dict(lanes)
     for rank, lane in lanes.items():
         begin = lane.begin
-        if len(nodes[begin.host]) > 1:
+        if counts[begin.host] > 1:
             begin = replace(begin, host=f"{begin.host} (node {begin.node})")
             renamed[rank] = replace(lane, begin=begin)
     return renamed

@@ -71,8 +71,3 @@ class WeightAverage(NoAverage):
     def after_epoch(self, epochs: int) -> None:
         if self._per == "epoch" and epochs > self._after:
             self._average.update_parameters(self._trained)
-
-
-def average_of(task: Task, trained: nn.Module) -> NoAverage:
-    """Return the average that the task asks for. Raises TaskError as `WeightAverage` does."""
-    return NoAverage() if task.average is None else WeightAverage(task, trained)

@@ -21,6 +21,7 @@ users who bring such a metric need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,18 +182,16 @@ class Measured:
         own = []
         for number, pairs in self._pairs.items():
             own.append((number, {name: pair.tolist() for name, pair in pairs.items()}))
-        batches: dict[int, dict[str, list[float]]] = {}
-        for numbered in everybodys(own, self._world.control, "for the sums of metrics"):
-            batches.update(numbered)
-        in_order = [batches[number] for number in sorted(batches)]
+        by_rank = everybodys(own, self._world.control, "for the sums of metrics")
+        batches = dict(chain(*by_rank))
         names = sorted(batches[0])
-        for sums in batches.values():
-            if sorted(sums) != names:
-                raise TaskError("metric-names-changed", names=sorted(sums), first=names)
+        for pairs in batches.values():
+            if sorted(pairs) != names:
+                raise TaskError("metric-names-changed", names=sorted(pairs), first=names)
         totals = {}
         for name in names:
-            value = sum(sums[name][0] for sums in in_order)
-            weight = sum(sums[name][1] for sums in in_order)
+            in_order = [batches[number][name] for number in sorted(batches)]
+            value, weight = map(sum, zip(*in_order, strict=True))
             totals[name] = value / weight if weight else float("nan")
         for state in self._states.values():
             totals |= state.compute()
@@ -334,14 +333,14 @@ class Evaluation:
         world: World,
         *,
         loader_workers: int = 0,
-        placed: OwnRows | SplitModel | None = None,
+        runner: OwnRows | SplitModel | None = None,
     ) -> None:
-        """`placed`: runs the model. Default: every rank runs the whole model."""
+        """`runner`: runs the model. Default: every rank runs the whole model."""
         assert task.eval_data is not None
         self._forward = forward
         self._seed = task.seed
         self._world = world
-        self._placed = placed or OwnRows(world)
+        self._runner = runner or OwnRows(world)
         self.rows = DatasetRows(
             task.eval_data,
             world,
@@ -349,7 +348,7 @@ class Evaluation:
             seed=task.seed,
             collate=task.collate,
             loader_workers=loader_workers,
-            share=self._placed.share,
+            share=self._runner.share,
         )
         self._metrics = {}
         self._arguments = {}
@@ -371,8 +370,8 @@ class Evaluation:
         """
         measured = self._measured()
         with evaluating(self._forward.model):
-            for piece, output in self._placed.outputs(self._forward, self.rows, self._seed):
-                if self._world.asked_to_stop and self._placed.walks_alone:
+            for piece, output in self._runner.outputs(self._forward, self.rows, self._seed):
+                if self._world.asked_to_stop and self._runner.walks_alone:
                     break
                 values = dict(self._forward.metrics(output, piece.batch))
                 for name, arguments in self._arguments.items():

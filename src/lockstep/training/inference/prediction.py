@@ -119,11 +119,11 @@ def run(
     try:
         with evaluating(call.model):
             for piece, output in outputs(call, rows, seed):
-                this, tensors = split(output, piece)
+                batch_layout, tensors = split(output, piece)
                 del output
-                layout = layout or this
+                layout = layout or batch_layout
                 samples = f"samples {piece.rows.start} to {piece.rows.stop - 1}"
-                same(layout, this, samples, "those before")
+                same(layout, batch_layout, samples, "those before")
                 sink.put(piece, layout, tensors)
                 del tensors
         return sink.finish(agreed(layout, rows.total, world))
