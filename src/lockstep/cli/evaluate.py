@@ -112,7 +112,7 @@ class AppliedCheckpoint:
         with TemporaryDirectory(prefix=".lockstep-", dir=seen_by_all) as scratch:
             file = Path(scratch) / "answer.json"
             job = InferenceJob(
-                what=self.command,
+                command=self.command,
                 task=settings.task,
                 overrides=settings.overrides,
                 checkpoint=str(folder.absolute()),

@@ -102,7 +102,8 @@ def _expected(context: Any, error: Any) -> str:
         if isinstance(kind, type) and issubclass(kind, Enum):
             return f"choose one of {', '.join(str(choice.value) for choice in kind)}"
         if kind in _TYPES:
-            return f"give {_TYPES[kind]}" + (f" of at least {least}" if least is not None else "")
+            bound = "" if least is None else f" of at least {least}"
+            return f"give {_TYPES[kind]}{bound}"
     return str(error.message)
 
 

@@ -59,8 +59,7 @@ def report(
         try:
             print(f"timeline: {perfetto.write(run, recorded.anatomy)}")
         except OSError as error:
-            timeline = run / perfetto.FILE
             print(
-                f"warning: {timeline} cannot be written ({error.strerror}) and is left out",
+                f"warning: {run / perfetto.FILE} cannot be written ({error.strerror}) and is left out",
                 file=sys.stderr,
             )

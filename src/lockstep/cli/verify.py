@@ -170,14 +170,12 @@ def _runs(first: Path, second: Path, json: Path | None) -> None:
 def _table(verdict: Verified) -> str:
     from lockstep.tools.timing.output_files import table
 
-    rows = []
-    for number, row in enumerate(verdict.rows):
-        comparison = ""
-        if number > 0 and not row.same:
-            comparison = "differs"
-        elif number > 0:
-            comparison = "same" if verdict.exact else "agrees"
+    same = "same" if verdict.exact else "agrees"
+    rows: list[list[object]] = []
+    for row in verdict.rows:
+        comparison = same if row.same else "differs"
         rows.append([row.workers, row.steps, f"{row.loss:.9g}", row.sha256[:16], comparison])
+    rows[0][-1] = ""  # the others are compared with the first one
     return table("workers | steps | loss at the end | weights sha256 | ", rows, left=())
 
 

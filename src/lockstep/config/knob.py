@@ -103,7 +103,7 @@ class Field:
         """The field's docstring, followed by the default if there is one to show."""
         sentence = field_docstrings(self.owner).get(self.name, "")
         default = self.knob.default
-        if not default and isinstance(self.default, int | float | str) and self.type is not bool:
+        if not default and isinstance(self.default, (int, float, str)) and self.type is not bool:
             default = str(self.default).removesuffix(".0")
         return f"{sentence} Default: {default}." if default else sentence
 

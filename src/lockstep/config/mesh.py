@@ -136,5 +136,4 @@ class Mesh:
         """Return which of the `replicas` shares of a step `rank` works on. Ranks that differ only
         on the pipeline and tensor axes work on the same share.
         """
-        position = self.at(rank)
-        return position.data * self.shard + position.shard
+        return rank // (self.pipeline * self.tensor)

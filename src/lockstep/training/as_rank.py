@@ -35,9 +35,8 @@ def train_as_rank(
     """
     task = resolve(settings.task, settings.overrides)  # before the rendezvous
     with world_for(None, settings.device) as world:
-        options = settings.as_json()
-        options |= {"run": run and str(run), "resume": resume, "fresh": fresh}
-        _compare(world, options)
+        launched = {"run": run and str(run), "resume": resume, "fresh": fresh}
+        _compare(world, settings.as_json() | launched)
         claim = partial(_claimed, settings, run, resume=resume, fresh=fresh)
         with claimed_by_first(world, claim, SystemExit) as directory:
             if not directory.result.exists():

@@ -138,12 +138,12 @@ def hyper_parameters(
     settings: Settings, recipe: Mapping[str, Any], machine: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return them by name: "global_batch", "optimizer.0.lr", "set.width" (of --set width=8), ..."""
-    parameters = settings.as_json()
+    parameters = {**settings.as_json(), **recipe}
     for name in ("log", "grow", "grow_if_wanted"):
         del parameters[name]
-    overrides = parameters.pop("overrides")
-    parameters |= recipe
-    return dict(_flat({**parameters, "set": overrides, "machine": machine}))
+    parameters["set"] = parameters.pop("overrides")
+    parameters["machine"] = machine
+    return dict(_flat(parameters))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

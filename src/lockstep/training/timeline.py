@@ -86,8 +86,9 @@ class StepsLine:
 
     def total(self, name: str) -> float:
         """Return the value of a phase or of another field."""
-        value = self.phases[name] if name in self.phases else getattr(self, name)
-        return float(value)
+        if name in self.phases:
+            return self.phases[name]
+        return float(getattr(self, name))
 
     @property
     def count(self) -> int:

@@ -18,7 +18,7 @@ from lockstep.errors import TaskError, UsageError
 class InferenceJob:
     """What the command sends to its ranks, as JSON."""
 
-    what: Literal["evaluate", "predict"]
+    command: Literal["evaluate", "predict"]
     task: str
     """A bundled name or the path of a file."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def apply(job: InferenceJob) -> None:
 
     task = resolve(job.task, job.overrides)
     if task.eval_data is None:
-        raise TaskError("no-eval-data", task=task.name, what=job.what)
+        raise TaskError("no-eval-data", task=task.name, what=job.command)
     precision: Any = job.precision or task.precision
     with world_for(None, job.device) as world:
         randomness.shared(task.seed)
