@@ -59,7 +59,7 @@ _WIDEST = 120  # columns of the help, on a terminal that is wide enough
 _MODULES = {"predict": "evaluate"}  # commands that share a module; others have their own
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands whose help shows the whole first sentence of each."""
 
     sections: Mapping[str, Collection[str]] = MappingProxyType({})
@@ -76,7 +76,7 @@ class Group(TyperGroup):
                 formatter.write_dl(rows)
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """The commands of `lockstep`, each imported when the user gives it. Until then a command with
     only its name and its line of help takes its place.
     """
@@ -112,7 +112,7 @@ def _imported(name: str) -> Any:
     alone = _frame(add_completion=False)
     alone.callback()(_options)
     if hasattr(module, "app"):
-        alone.add_typer(module.app, name=name, cls=Group, help=COMMANDS[name])
+        alone.add_typer(module.app, name=name, cls=CommandGroup, help=COMMANDS[name])
     else:
         frame = getattr(module, "COMMAND", GroupedCommand)
         context = getattr(module, "CONTEXT", None)

@@ -28,7 +28,7 @@ from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.training.loggers import Ended, Loggers
 from lockstep.training.metrics import MetricsFile
-from lockstep.training.progress import Facts, Progress, of, progress
+from lockstep.training.progress import Progress, ProgressFacts, of, progress
 from lockstep.training.result import Result
 from lockstep.training.resume import differences
 from lockstep.training.run_directory import RunDirectory
@@ -60,7 +60,7 @@ class Journal:
         says_skips: bool,
         sent: Callable[[], int],
         loggers: Loggers | None = None,
-        facts: Facts | None = None,
+        facts: ProgressFacts | None = None,
     ) -> None:
         self._epochs = epochs
         self._says_skips = says_skips

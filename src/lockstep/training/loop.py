@@ -17,10 +17,10 @@ from lockstep.training.assembled import AssembledTraining
 from lockstep.training.journal import Journal, mesh_in_words, record_resumed, record_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
 from lockstep.training.opening import matmul_precision
-from lockstep.training.progress import Facts
+from lockstep.training.progress import ProgressFacts
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.saving import Untimed
+from lockstep.training.saving import NoStepTimes
 from lockstep.world.world import World
 
 
@@ -31,7 +31,7 @@ class Training(AssembledTraining):
         self, task: Task, settings: Settings, world: World, run: RunDirectory | None
     ) -> None:
         super().__init__(task, settings, world, run)
-        self._times: AnatomyFile | Untimed = Untimed()
+        self._times: AnatomyFile | NoStepTimes = NoStepTimes()
 
     def run(self) -> Result:
         self.world.heed_signals()
@@ -81,7 +81,7 @@ class Training(AssembledTraining):
                 says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
                 sent=lambda: self.stepper.bytes_sent,
                 loggers=loggers,
-                facts=Facts(
+                facts=ProgressFacts(
                     self.length.steps,
                     self.length.epochs,
                     starts=previous_starts,

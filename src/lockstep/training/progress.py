@@ -29,7 +29,7 @@ _SPARE = 5
 """Columns between the parts, and at the end, where a terminal writes the ^C of Ctrl-C."""
 
 
-class Facts:
+class ProgressFacts:
     """What is known of a training so far, in words. Costs a few microseconds a step."""
 
     def __init__(
@@ -121,16 +121,16 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def progress(facts: Facts) -> Progress:
+def progress(facts: ProgressFacts) -> Progress:
     """Return a bar if stderr is a terminal that can redraw a row, else lines."""
     redraws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return Live(facts) if redraws else Plain(facts)
+    return ProgressBar(facts) if redraws else ProgressLines(facts)
 
 
-class Plain:
+class ProgressLines:
     """Lines: at most one every ten seconds, besides those of `print`."""
 
-    def __init__(self, facts: Facts, out: TextIO | None = None) -> None:
+    def __init__(self, facts: ProgressFacts, out: TextIO | None = None) -> None:
         """`out`: where to print; None: stderr."""
         self._facts = facts
         self._out = out
@@ -166,12 +166,12 @@ def _line_seconds(elapsed: float) -> float:
     return min(most, max(least, _LINES_SHARE * elapsed))
 
 
-class Live:
+class ProgressBar:
     """One row that is redrawn. Lines of `print` appear above it. A log that copies the terminal
     gets the plain lines instead.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgressFacts) -> None:
         from rich.console import Console  # imported only on a terminal: it takes a while
         from rich.file_proxy import FileProxy
         from rich.live import Live as Row
@@ -181,9 +181,9 @@ class Live:
                 return False  # a hidden cursor would stay hidden if this rank were killed
 
         self._facts = facts
-        self._log: Plain | None = None
+        self._log: ProgressLines | None = None
         if isinstance(sys.stderr, Tee):
-            self._log = Plain(facts, sys.stderr.copy)
+            self._log = ProgressLines(facts, sys.stderr.copy)
             self._console = Terminal(file=sys.stderr.stream)
         else:
             self._console = Terminal(stderr=True)

@@ -206,7 +206,7 @@ class RunDirectory:
         self.release(failed=isinstance(error, Exception))
 
 
-def take_over(directory: RunDirectory, settings: Settings) -> None:
+def write_settings(directory: RunDirectory, settings: Settings) -> None:
     """Write the settings of a run that starts or resumes here. Raises UsageError if an unfinished
     run here is another training.
     """
@@ -273,7 +273,7 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
             remote.set_aside()
         if resume:
             _check_resumable(directory, remote)
-        take_over(directory, settings)
+        write_settings(directory, settings)
     except BaseException:
         directory.release()
         raise

@@ -49,7 +49,7 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class States:
+class MetricStates:
     """One metric's states, batch by batch. Call `update` after each of this rank's batches, and
     `compute` once, on all ranks.
     """
@@ -146,7 +146,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     return {name: float(value)}
 
 
-class Measured:
+class Measurements:
     """What is measured of this rank's batches: (sum, weight) by name, and the states of metric
     objects.
     """
@@ -155,7 +155,7 @@ class Measured:
         self._device = device
         self._world = world
         self._states = {
-            name: States(name, metric, device, world) for name, metric in metrics.items()
+            name: MetricStates(name, metric, device, world) for name, metric in metrics.items()
         }
         self._pairs: dict[int, dict[str, Tensor]] = {}
 
@@ -296,7 +296,7 @@ def evaluate(
     module = bare(model)
     device = device_of(module, world)
     objects = metrics or {}
-    measured = Measured(objects, device, world)
+    measurements = Measurements(objects, device, world)
     rows = DatasetRows(
         dataset,
         world,
@@ -312,10 +312,10 @@ def evaluate(
                 values: Mapping[str, Any] = {}
                 if fn is not None:
                     values = checked_sums(fn(output, piece.batch), "fn", objects)
-                measured.add(piece, output, values)
+                measurements.add(piece, output, values)
     finally:
         rows.close()
-    return measured.totals()
+    return measurements.totals()
 
 
 class Evaluation:
@@ -359,16 +359,16 @@ class Evaluation:
                 self._metrics[name] = metric
         if "loss" in self._metrics:
             raise TaskError("metric-named-loss")
-        self._measured()  # fails now, and not after an epoch, if an object is no metric
+        self._new_measurements()  # fails now, and not after an epoch, if an object is no metric
 
-    def _measured(self) -> Measured:
-        return Measured(self._metrics, self._world.device, self._world)
+    def _new_measurements(self) -> Measurements:
+        return Measurements(self._metrics, self._world.device, self._world)
 
     def __call__(self) -> dict[str, float] | None:
         """Return the values, or None if a rank was asked to stop meanwhile (World.heed_signals):
         then no rank waits for the rest.
         """
-        measured = self._measured()
+        measurements = self._new_measurements()
         with evaluating(self._forward.model):
             for piece, output in self._runner.outputs(self._forward, self.rows, self._seed):
                 if self._world.asked_to_stop and self._runner.walks_alone:
@@ -376,7 +376,7 @@ class Evaluation:
                 values = dict(self._forward.metrics(output, piece.batch))
                 for name, arguments in self._arguments.items():
                     values[name] = arguments(output, piece.batch)
-                measured.add(piece, output, values)
+                measurements.add(piece, output, values)
         if self._world.agree(self._world.asked_to_stop):
             return None
-        return measured.totals()
+        return measurements.totals()
