@@ -238,36 +238,41 @@ class Task:
             knob.number("Task.clip", self.clip, above=0, error=TaskError)
 
     def _check_data(self) -> None:
-        data: Any
-        for name, data in (("train_data", self.train_data), ("eval_data", self.eval_data)):
-            if data is None and name == "eval_data":
-                continue
-            kind = type(data).__name__
-            if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-                if len(data) == 0:
-                    raise TaskError("empty-dataset", name=f"Task.{name}")
-            elif name == "eval_data":
+        data: Any = self.train_data
+        kind = type(data).__name__
+        if _is_map_style(data):
+            _check_not_empty("Task.train_data", data)
+        elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
+            raise TaskError("not-a-dataset", kind=kind)
+        elif self.order is not None:  # a stream may be empty: that is only known later
+            raise TaskError("numbers-of-stream", name="Task.order", dataset=kind)
+        if self.eval_data is not None:
+            kind = type(self.eval_data).__name__
+            if not _is_map_style(self.eval_data):
                 raise TaskError("not-map-style", name="Task.eval_data", kind=kind)
-            elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
-                raise TaskError("not-a-dataset", kind=kind)
-            elif self.order is not None:  # a stream may be empty: that is only known later
-                raise TaskError("numbers-of-stream", name="Task.order", dataset=kind)
+            _check_not_empty("Task.eval_data", self.eval_data)
 
     def _check_evaluation(self) -> None:
         if self.best_mode is not None:
             knob.chosen("Task.best_mode", self.best_mode, get_args(Mode), error=TaskError)
         if (self.best is None) != (self.best_mode is None):
             raise TaskError("best-without-mode", best=self.best, best_mode=self.best_mode)
-        watched = {
-            "best": self.best,
-            "early_stopping": self.early_stopping and self.early_stopping.metric,
-        }
-        for name, metric in watched.items():
-            if metric is not None and self.eval_data is None:
-                raise TaskError("metric-without-eval-data", name=f"Task.{name}")
-            if metric not in (None, "loss") and self.metrics is None:
-                raise TaskError("no-metrics", name=f"Task.{name}", metric=metric)
         if self.eval_data is None:
-            for name in ("metrics", "eval_micro_batch", "on_evaluate"):
+            for name in ("best", "early_stopping", "metrics", "eval_micro_batch", "on_evaluate"):
                 if getattr(self, name) is not None:
                     raise TaskError("metric-without-eval-data", name=f"Task.{name}")
+        if self.metrics is None:
+            if self.best not in (None, "loss"):
+                raise TaskError("no-metrics", name="Task.best", metric=self.best)
+            stopping = self.early_stopping
+            if stopping is not None and stopping.metric != "loss":
+                raise TaskError("no-metrics", name="Task.early_stopping", metric=stopping.metric)
+
+
+def _is_map_style(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _check_not_empty(name: str, data: Any) -> None:
+    if len(data) == 0:
+        raise TaskError("empty-dataset", name=name)

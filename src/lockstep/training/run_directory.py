@@ -222,11 +222,11 @@ def write_settings(directory: RunDirectory, settings: Settings) -> None:
         settings.write(directory.path)
 
 
-def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> bool:
+def finished_before(settings: Settings, run: Path, *, resume: bool, fresh: bool) -> bool:
     """Whether `run` holds the result of this training, so that nothing is left to train: true for
     the same command after its end, or with `resume`.
     """
-    if run is None or fresh or not (run / RESULT).exists():
+    if fresh or not (run / RESULT).exists():
         return False
     return resume or not settings.differences(Settings.read(run))
 

@@ -78,6 +78,7 @@ def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
     UsageError if there is not one row per sample.
     """
     container, parts = _parts(output)
+    columns = []
     for name, part in parts.items():
         if not isinstance(part, Tensor):
             raise UsageError(
@@ -96,8 +97,6 @@ def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
                 start=piece.rows.start,
                 last=piece.rows.stop - 1,
             )
-    columns = []
-    for name, part in parts.items():
         dtype = str(part.dtype).removeprefix("torch.")
         columns.append(Column(name, dtype, tuple(part.shape[1:])))
     return RowLayout(container, tuple(columns)), list(map(_own, parts.values()))
