@@ -258,10 +258,10 @@ def as_rank(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     """
     from lockstep.launcher.rank import Target
 
-    order = {
+    job = {
         "settings": settings.as_json(),
         "run": None if run is None else str(run),
         "resume": resume,
         "fresh": fresh,
     }
-    return Target(module="lockstep.training.as_rank", args=[json.dumps(order)], task=settings.task)
+    return Target(module="lockstep.training.as_rank", args=[json.dumps(job)], task=settings.task)

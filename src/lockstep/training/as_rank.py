@@ -64,10 +64,10 @@ def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool)
 
 def main(text: str) -> None:
     """Train as one of the ranks that Lockstep's launcher has started on each of several nodes."""
-    order = json.loads(text)
-    settings = Settings(**order["settings"])
-    run = None if order["run"] is None else Path(order["run"])
-    train_as_rank(settings, run, resume=order["resume"], fresh=order["fresh"])
+    job = json.loads(text)
+    settings = Settings(**job["settings"])
+    run = None if job["run"] is None else Path(job["run"])
+    train_as_rank(settings, run, resume=job["resume"], fresh=job["fresh"])
 
 
 if __name__ == "__main__":

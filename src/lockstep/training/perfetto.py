@@ -104,7 +104,7 @@ def _beginnings(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
 
 def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[Event]:
     def event(
-        kind_lane: int, name: str, kind: str, began: float, ended: float, **facts: int
+        first_lane: int, name: str, kind: str, began: float, ended: float, **facts: int
     ) -> Event:
         """Round both ends to microseconds, so that events that touch still do."""
         start = round(1e6 * (began + offset))
@@ -112,7 +112,7 @@ def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[
         return {
             "ph": "X",
             "pid": rank,
-            "tid": kind_lane,
+            "tid": first_lane,
             "name": name,
             "cat": kind,
             "ts": start,
