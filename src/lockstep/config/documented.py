@@ -59,7 +59,7 @@ def takes_fields(cls: type, *, leaves_out: tuple[str, ...] = ()) -> Callable[[F]
 
 
 class _Docstring:
-    """A docstring that is built when it is first read, because parsing the source takes longer than
+    """A docstring that is built when it is read, because parsing the source takes longer than
     the rest of the import.
     """
 
