@@ -11,7 +11,14 @@ import pytest
 from lockstep.launcher.logs import Tee
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.training import progress
-from lockstep.training.progress import Facts, Live, Plain, Progress, clock, in_pages
+from lockstep.training.progress import (
+    Progress,
+    ProgressBar,
+    ProgressFacts,
+    ProgressLines,
+    clock,
+    in_pages,
+)
 
 
 def record(step: int) -> dict[str, Any]:
@@ -61,10 +68,10 @@ def test_plain_lines_at_most_every_ten_seconds_also_on_a_terminal_that_cannot_re
 ) -> None:
     be_a_terminal(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
-    shown = progress.progress(Facts(20, 2))
-    assert isinstance(shown, Plain)
+    shown = progress.progress(ProgressFacts(20, 2))
+    assert isinstance(shown, ProgressLines)
     train(shown, time, 3)
-    shown.say("epoch 1/2: accuracy [0.9]")
+    shown.print("epoch 1/2: accuracy [0.9]")
     shown.close()
     out, err = capsys.readouterr()
     assert out == ""
@@ -82,10 +89,10 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
 ) -> None:
     be_a_terminal(monkeypatch)
     stderr = sys.stderr
-    shown = progress.progress(Facts(2000, 2))
-    assert isinstance(shown, Live)
+    shown = progress.progress(ProgressFacts(2000, 2))
+    assert isinstance(shown, ProgressBar)
     train(shown, time, 0.01, steps=2000)
-    shown.say("epoch 1/2: accuracy [0.9] " + "long " * 30)
+    shown.print("epoch 1/2: accuracy [0.9] " + "long " * 30)
     shown.close()
     assert sys.stderr is stderr
     out, err = capsys.readouterr()
@@ -105,10 +112,10 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", Tee(sys.stderr, log))
     monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
-    shown = progress.progress(Facts(20, 2))
-    assert isinstance(shown, Live)
+    shown = progress.progress(ProgressFacts(20, 2))
+    assert isinstance(shown, ProgressBar)
     train(shown, time, 6)
-    shown.say("epoch 1/2: accuracy [0.9]")
+    shown.print("epoch 1/2: accuracy [0.9]")
     print("from the task", file=sys.stderr)
     print("to a file")
     shown.close()
@@ -127,10 +134,10 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
 
 
 def test_what_is_left_saved_restarted_and_done_between_steps(time: Clock) -> None:
-    facts = Facts(300, None, starts=2, newest=lambda: (80, time.now - 65))
+    facts = ProgressFacts(300, None, starts=2, newest=lambda: (80, time.now - 65))
     assert facts.all() == []
     facts.step(record(101), times(101))
-    assert facts.where() == "epoch 11, step 101/300"
+    assert facts.position() == "epoch 11, step 101/300"
     assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "started 3 times"]
     assert not any("left" in fact for fact in facts.all())
     for step in range(102, 201):
@@ -144,10 +151,10 @@ def test_what_is_left_saved_restarted_and_done_between_steps(time: Clock) -> Non
 
 
 def test_one_worker_does_not_communicate_and_the_share_follows_what_changes(time: Clock) -> None:
-    def share(facts: Facts) -> list[str]:
+    def share(facts: ProgressFacts) -> list[str]:
         return [fact for fact in facts.all() if fact.startswith("communication")]
 
-    facts = Facts(None, None)
+    facts = ProgressFacts(None, None)
     facts.step({**record(1), "samples_by_rank": [64]}, times(1))
     assert share(facts) == []
     for waits in (0.25, 0.75):
@@ -170,7 +177,7 @@ def test_the_bar_is_one_row_whatever_the_width(
     be_a_terminal(monkeypatch)
     for width in (20, 40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(width))
-        shown = progress.progress(Facts(20, 2, starts=1, newest=lambda: (1, 100.0)))
+        shown = progress.progress(ProgressFacts(20, 2, starts=1, newest=lambda: (1, 100.0)))
         train(shown, time, 1)
         shown.close()
         # the cursor goes up a row once, when the bar is removed

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.config.settings import Settings
 from lockstep.errors import LockstepError
 from lockstep.runtime import disk
-from lockstep.training.run_directory import RunDirectory, take_over
+from lockstep.training.run_directory import RunDirectory, write_settings
 from tests.refused import refused
 from tests.training.toy import task
 
@@ -64,16 +64,16 @@ def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) 
 
 def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) -> None:
     with RunDirectory.claim(tmp_path, "x") as run:
-        take_over(run, Settings(task="x", epochs=3, workers=2))
+        write_settings(run, Settings(task="x", epochs=3, workers=2))
         run.metrics.touch()
         (tmp_path / "timeline.json.77.unfinished").touch()  # its writer was killed
     with RunDirectory.claim(tmp_path, "x") as run:
         assert run.begun
         assert not list(tmp_path.glob("*.unfinished"))
-        take_over(run, Settings(task="x", epochs=3, workers=4))
+        write_settings(run, Settings(task="x", epochs=3, workers=4))
         place = f"unfinished run {tmp_path}"
         with refused("another-training", place=place, differences="epochs was 3 and is 5"):
-            take_over(run, Settings(task="x", epochs=5, workers=4))
+            write_settings(run, Settings(task="x", epochs=5, workers=4))
     assert Settings.read(tmp_path).workers == 4
 
 
@@ -214,4 +214,4 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with RunDirectory.claim(tmp_path / "run", "x") as run:
         monkeypatch.setattr(Path, "write_text", full)
         with refused("run-directory-not-writable", **values):
-            take_over(run, Settings(task="x"))
+            write_settings(run, Settings(task="x"))

@@ -9,39 +9,38 @@ import math
 
 import pytest
 
-from lockstep.config.task import EarlyStopping, Mode
+from lockstep.config.task import Mode
 from lockstep.training.assembled import BestMetric, TrainingState
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:
     watched = BestMetric(best, "max") if best else None
     if patience is None:
-        return TrainingState(watched, None, None)
-    stopping = EarlyStopping(metric="loss", mode="min", patience=patience)
-    return TrainingState(watched, BestMetric("loss", "min"), stopping)
+        return TrainingState(watched, None, 0)
+    return TrainingState(watched, BestMetric("loss", "min"), patience)
 
 
 def test_what_is_written_is_what_is_gone_on_with() -> None:
     first = state(best="accuracy", patience=2)
-    assert first.note({"accuracy": 0.5, "loss": 1.0}, 4)
-    assert not first.note({"accuracy": 0.4, "loss": 1.5}, 8)
+    assert first.record({"accuracy": 0.5, "loss": 1.0}, 4)
+    assert not first.record({"accuracy": 0.4, "loss": 1.5}, 8)
     first.loss, first.epochs, first.unevaluated = 0.25, 2, 3
     second = state(best="accuracy", patience=2)
     second.load(json.loads(json.dumps(first.as_json())))
     assert second.as_json() == first.as_json()
     assert second.stopped_early is None
     for each in (first, second):
-        each.note({"accuracy": 0.4, "loss": 1.5}, 12)
+        each.record({"accuracy": 0.4, "loss": 1.5}, 12)
         assert each.stopped_early == "loss has not improved on 1.0000 (step 4) for 2 evaluations"
         assert (each.evaluated, each.unevaluated) == (12, None)
 
 
 def test_what_is_watched_since_begins_anew_and_what_is_not_is_left() -> None:
     before = state(patience=3)
-    before.note({"accuracy": 0.9, "loss": 1.0}, 4)
+    before.record({"accuracy": 0.9, "loss": 1.0}, 4)
     after = state(best="accuracy")
     after.load(before.as_json())
-    assert after.note({"accuracy": 0.1, "loss": 2.0}, 8)
+    assert after.record({"accuracy": 0.1, "loss": 2.0}, 8)
     assert after.patience is None
 
 
@@ -52,7 +51,7 @@ def test_the_headline_is_what_decides() -> None:
         (state(patience=1), ("loss", 2.0)),
         (state(), ("f1", 0.5)),
     ):
-        watched.note(metrics, 1)
+        watched.record(metrics, 1)
         assert watched.headline() == headline
     untold = state()
     assert untold.headline()[0] == "loss"

@@ -134,7 +134,7 @@ def test_evaluate_and_export_take_the_average_of_a_checkpoint(tmp_path: Path) ->
     file.write_text(FILE)
     result = lockstep.train(toy.task(average=ema), run=run, exact=True)
     job = InferenceJob(
-        what="evaluate",
+        command="evaluate",
         task=str(file),
         checkpoint=str(result.checkpoint),
         answer=str(tmp_path / "answer"),

@@ -27,7 +27,7 @@ def main() -> None:
         open_closed_streams()
         escape_what_is_not_printable()
         if sys.argv[1:2] == ["train"]:
-            _leave_when_asked()
+            _exit_on_signals()
         _start_fork_server(sys.argv[1:])
         from lockstep.cli import app
 
@@ -41,7 +41,7 @@ def main() -> None:
         raise
 
 
-def _leave_when_asked() -> None:
+def _exit_on_signals() -> None:
     """Make SIGTERM and SIGUSR1 end this process with exit code 75, where no other handler replaces
     this one: no rank runs, and the same command can start again.
 
@@ -50,10 +50,10 @@ def _leave_when_asked() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+            signal.signal(number, _exit_as_preempted)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_as_preempted(number: int, frame: FrameType | None) -> None:
     print(
         f"stopped by signal {number} ({signal.Signals(number).name}); no rank was running",
         file=sys.stderr,

@@ -47,7 +47,9 @@ SECTIONS = {  # of the help; a command has the name of its function
         "explain": "Explain an error by its code.",
     },
 }
-COMMANDS = {name: line for section in SECTIONS.values() for name, line in section.items()}
+COMMANDS: dict[str, str] = {}
+for _section in SECTIONS.values():
+    COMMANDS |= _section
 _TRY = {
     "lockstep train digits --workers 2": "train a small CNN",
     "lockstep verify digits --workers 1,2 --steps 20": "compare 1 and 2 workers",
@@ -57,7 +59,7 @@ _WIDEST = 120  # columns of the help, on a terminal that is wide enough
 _MODULES = {"predict": "evaluate"}  # commands that share a module; others have their own
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands whose help shows the whole first sentence of each."""
 
     sections: Mapping[str, Collection[str]] = MappingProxyType({})
@@ -66,14 +68,15 @@ class Group(TyperGroup):
         """Write the commands in sections, if there are any."""
         width = max(map(len, self.commands))
         for title, names in (self.sections or {"Commands": self.list_commands(ctx)}).items():
-            found = {name.ljust(width): self.commands[name] for name in names}
+            rows = []
+            for name in names:
+                help = self.commands[name].get_short_help_str(limit=1000)
+                rows.append((name.ljust(width), help))
             with formatter.section(title):
-                formatter.write_dl(
-                    [(name, each.get_short_help_str(limit=1000)) for name, each in found.items()]
-                )
+                formatter.write_dl(rows)
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """The commands of `lockstep`, each imported when the user gives it. Until then a command with
     only its name and its line of help takes its place.
     """
@@ -109,7 +112,7 @@ def _imported(name: str) -> Any:
     alone = _frame(add_completion=False)
     alone.callback()(_options)
     if hasattr(module, "app"):
-        alone.add_typer(module.app, name=name, cls=Group, help=COMMANDS[name])
+        alone.add_typer(module.app, name=name, cls=CommandGroup, help=COMMANDS[name])
     else:
         frame = getattr(module, "COMMAND", GroupedCommand)
         context = getattr(module, "CONTEXT", None)
@@ -126,12 +129,12 @@ def _frame(**options: Any) -> typer.Typer:
     )
 
 
-_WHAT = "Train PyTorch models on any number of workers, with the same result."
-app = _frame(cls=_Commands, help=_WHAT)
+_DESCRIPTION = "Train PyTorch models on any number of workers, with the same result."
+app = _frame(cls=_Commands, help=_DESCRIPTION)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"lockstep {lockstep.__version__}")
         raise typer.Exit
 
@@ -151,7 +154,7 @@ def _options(
 def _greeting(ctx: Any) -> str:
     """Return the description of `lockstep`, three commands to try, and all commands."""
     formatter = ctx.make_formatter()
-    formatter.write_text(_WHAT)
+    formatter.write_text(_DESCRIPTION)
     with formatter.section("Try"):
         formatter.write_dl([*_TRY.items()], col_max=50)
     ctx.command.format_commands(ctx, formatter)

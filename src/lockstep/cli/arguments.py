@@ -44,7 +44,7 @@ JsonFile = Annotated[
 
 
 def task_of(task: str, overrides: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the task's place and the values of --set. Raises TaskError or UsageError if the task's
+    """Return the task's name or path and the values of --set. Raises TaskError or UsageError if the task's
     file already shows a mistake.
     """
     from lockstep.training.resolve import located
@@ -92,8 +92,9 @@ def fitted(settings: Settings, *, count_workers: bool) -> Settings:
 
 def fitted_to(workers: int | None, **settings: Any) -> Settings:
     """Return settings with `workers` ranks. None means one rank per GPU, or one without GPUs."""
-    asked = Settings(workers=1 if workers is None else workers, **settings)
-    return fitted(asked, count_workers=workers is None)
+    if workers is None:
+        return fitted(Settings(workers=1, **settings), count_workers=True)
+    return fitted(Settings(workers=workers, **settings), count_workers=False)
 
 
 def answer_of(outcome: Outcome, file: Path, task: str) -> dict[str, Any]:
@@ -102,13 +103,14 @@ def answer_of(outcome: Outcome, file: Path, task: str) -> dict[str, Any]:
         raise typer.Exit(outcome.exit_code)
     if not file.exists():
         raise UsageError("task-ended-its-process", task=task)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return answer
 
 
 # -- `latest`: the newest run, for commands that read one -----------------------------------------
 
-_LATEST, _RUNS = Path("latest"), Path("runs")
+_LATEST = Path("latest")
+_RUNS = Path("runs")
 
 
 @overload
@@ -123,23 +125,23 @@ def run_of(run: Path | None) -> Path | None:
     """
     if run != _LATEST or run.exists():
         return run
-    found = [file for file in _RUNS.glob("*/settings.json") if file.is_file()]
-    if not found:
+    files = [file for file in _RUNS.glob("*/settings.json") if file.is_file()]
+    if not files:
         raise UsageError("latest-run-missing", runs=_RUNS, folder=Path.cwd())
-    return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+    return max(files, key=lambda file: file.stat().st_mtime_ns).parent
 
 
 def existing_run(run: Path) -> Path:
     """Return the run directory, also for `latest`. Raises UsageError if it does not exist."""
-    found = run_of(run)
-    if not found.is_dir():
+    run = run_of(run)
+    if not run.is_dir():
         reason = "there is no such directory"
-        if not found.is_absolute():
+        if not run.is_absolute():
             reason += f" in {Path.cwd()}"
         raise UsageError(
-            "not-a-run-directory", directory=str(found), file="settings.json", reason=reason
+            "not-a-run-directory", directory=str(run), file="settings.json", reason=reason
         )
-    return found
+    return run
 
 
 def new_run(run: Path | None) -> Path | None:

@@ -85,13 +85,13 @@ def scaling(
     The numbers of workers alternate. Efficiency is the speedup divided by the growth in workers.
     """
     counts = turns.counts(config.device)
-    place, overrides = task_of(task, choice.overrides)
+    task_path, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_picture(out)
     from lockstep.tools.bench.scaling import benchmark_scaling
 
-    found = benchmark_scaling(
-        place,
+    result = benchmark_scaling(
+        task_path,
         counts,
         mode="weak" if turns.weak else "strong",
         steps=turns.steps,
@@ -100,10 +100,10 @@ def scaling(
         overrides=overrides,
         **{name: getattr(config, name) for name in _SCALED},
     )
-    print(found.describe())
-    write_json(json_file, found.as_json())
+    print(result.describe())
+    write_json(json_file, result.as_json())
     if out is not None:
-        found.plot(out)
+        result.plot(out)
 
 
 def _powers_of_two(device: str) -> list[int]:
@@ -119,14 +119,11 @@ app = typer.Typer(no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
 
-HostRanks = Annotated[
-    int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
-]
-
-
 @app.command("collectives", cls=GroupedCommand)
 def collectives(
-    workers: HostRanks = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", help="Number of ranks on this host.")
+    ] = 2,
     sizes: Annotated[
         str,
         typer.Option(
@@ -159,15 +156,15 @@ def collectives(
 
     The algorithms alternate, and every result is checked. The columns are those of nccl-tests.
     """
-    every = _sizes(sizes)
+    bytes_per_rank = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
     check_writable(json_file, "--json")
     warn_if_busy()
-    from lockstep.tools.bench import collectives as measured  # imports torch
+    from lockstep.tools.bench.collectives import table  # imports torch
 
-    found = _times(collective, workers, every, algorithms, runs)
-    print(measured.table(found))
-    write_json(json_file, {"rows": [row.as_json() for row in found]})
+    rows = _times(collective, workers, bytes_per_rank, algorithms, runs)
+    print(table(rows))
+    write_json(json_file, {"rows": [row.as_json() for row in rows]})
 
 
 def _times(
@@ -175,15 +172,18 @@ def _times(
 ) -> list[CollectiveTime]:
     """Time these collectives. algorithms=None means all algorithms of each."""
     from lockstep.collectives.algorithms import algorithms_of
-    from lockstep.tools.bench import collectives as measured
+    from lockstep.tools.bench.collectives import KINDS, check, measure
 
-    found = []
+    times: list[CollectiveTime] = []
     for kind in kinds.split(","):
-        every = ["native", *algorithms_of(kind)] if kind in measured.KINDS else []
-        names = every if algorithms in (None, "all") else algorithms.split(",")
-        measured.check(kind, names)
-        found += measured.measure(kind, workers, sizes, names, runs)  # type: ignore[arg-type]
-    return found
+        names: list[str] = []
+        if algorithms not in (None, "all"):
+            names = algorithms.split(",")
+        elif kind in KINDS:
+            names = ["native", *algorithms_of(kind)]
+        check(kind, names)
+        times += measure(kind, workers, sizes, names, runs)  # type: ignore[arg-type]
+    return times
 
 
 @command_of(app, "train")
@@ -225,16 +225,16 @@ def train(
     The last line is the command that trains as the fastest Stepper variant does. The exit code is 1
     if the final weights are not the same.
     """
-    place, overrides = task_of(task, choice.overrides)
+    task_path, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
-    settings = _settings(place, workers, steps, overrides, config.device)
+    settings = _settings(task_path, workers, steps, overrides, config.device)
     warn_if_busy()
-    from lockstep.tools.bench import training_step as measured
+    from lockstep.tools.bench import training_step
     from lockstep.training.resolve import resolve
 
-    names = measured.VARIANTS if variants is None else variants.split(",")
+    names = training_step.VARIANTS if variants is None else variants.split(",")
     source = partial(resolve, settings.task, settings.overrides)
-    found = measured.measure(
+    result = training_step.measure(
         source,
         workers=settings.workers,
         variants=names,
@@ -242,12 +242,12 @@ def train(
         device=settings.device,
         memory=memory,
     )
-    print(measured.text(found))
-    if found.fastest is not None:
-        options = measured.OPTIONS_OF_VARIANT[found.fastest.variant]
+    print(training_step.text(result))
+    if result.fastest is not None:
+        options = training_step.OPTIONS_OF_VARIANT[result.fastest.variant]
         print(f"\n{_train_command(task, settings, options)}")
-    write_json(json_file, found.as_json())
-    if found.wrong:
+    write_json(json_file, result.as_json())
+    if result.wrong:
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -264,16 +264,18 @@ def _train_command(task: str, settings: Settings, options: Mapping[str, str]) ->
 
 
 def _settings(
-    place: str, workers: int | None, steps: int, overrides: dict[str, str], device: Device
+    task: str, workers: int | None, steps: int, overrides: dict[str, str], device: Device
 ) -> Settings:
     """Return checked settings with one rank per GPU by default. Without GPUs the default is two
     ranks, the fewest that communicate.
     """
     from lockstep.launcher.start import gpus
 
-    found = fitted_to(workers, task=place, overrides=overrides, steps=steps, device=device)
-    alone = workers is None and found.workers == 1 and (device == "cpu" or not gpus())
-    return replace(found, workers=2) if alone else found
+    settings = fitted_to(workers, task=task, overrides=overrides, steps=steps, device=device)
+    alone = workers is None and settings.workers == 1
+    if alone and (device == "cpu" or not gpus()):
+        settings = replace(settings, workers=2)
+    return settings
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -282,12 +284,16 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 def _sizes(text: str) -> list[int]:
     """Parse sizes in bytes: `4K..64M` is 4096, 16384, ...; a single size is a list of one."""
     size = r"([1-9]\d*)([KMG]?)"
-    parts = re.fullmatch(rf"{size}(?:\.\.{size})?", text.upper())
-    ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts and parts[n]]
-    if not ends or ends[0] > ends[-1]:
+    match = re.fullmatch(rf"{size}(?:\.\.{size})?", text.upper())
+    first, last = 1, 0
+    if match is not None:
+        first = last = int(match[1]) * _UNITS[match[2]]
+        if match[3]:
+            last = int(match[3]) * _UNITS[match[4]]
+    if first > last:
         expected = "FROM..TO in bytes, such as 4K..64M"
         raise UsageError("wrong-value", name="sizes", value=text, expected=expected)
-    found = [ends[0]]
-    while found[-1] * 4 <= ends[-1]:
-        found.append(found[-1] * 4)
-    return found
+    sizes = [first]
+    while sizes[-1] * 4 <= last:
+        sizes.append(sizes[-1] * 4)
+    return sizes

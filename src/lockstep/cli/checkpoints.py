@@ -56,21 +56,17 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     from lockstep.tools.recorded import number
     from lockstep.tools.timing.output_files import table, write_json
 
-    every = _every(run)
-    best = best_name(every[0].parent)
-    rows = [_row(folder, best=folder.name == best) for folder in every]
-    shown = [
-        [
-            row["name"],
-            f"{row['bytes'] / 2**20:.2f} MiB",
-            row["written"],
-            ", ".join(f"{name} {number(value):.4f}" for name, value in row["metrics"].items()),
-            "best" if row["best"] else "",
-        ]
-        for row in rows
-    ]
-    print(plain(table([""] * 5, shown, left=(0, 2, 3, 4))))
-    write_json(json_file, rows)
+    folders = _checkpoints(run)
+    best = best_name(folders[0].parent)
+    records = [_record(folder, best=folder.name == best) for folder in folders]
+    rows = []
+    for record in records:
+        size = f"{record['bytes'] / 2**20:.2f} MiB"
+        metrics = [f"{name} {number(value):.4f}" for name, value in record["metrics"].items()]
+        mark = "best" if record["best"] else ""
+        rows.append([record["name"], size, record["written"], ", ".join(metrics), mark])
+    print(plain(table([""] * 5, rows, left=(0, 2, 3, 4))))
+    write_json(json_file, records)
 
 
 @app.command("verify", cls=GroupedCommand)
@@ -82,23 +78,24 @@ def verify(run: Run) -> None:
     from lockstep.checkpoints import files
 
     damaged = 0
-    for folder in _every(run):
+    for folder in _checkpoints(run):
         try:
-            found = files.read(folder)
+            checkpoint = files.read(folder)
         except DamagedCheckpoint as error:
             damaged += 1
             print(plain(f"damaged: {error}"))
         else:
-            size = (
-                f"{len(found.entries)} files,"
-                f" {sum(entry.bytes for entry in found.entries) / 2**20:.2f} MiB"
+            size = sum(entry.bytes for entry in checkpoint.entries)
+            replicas = "not compared"
+            if checkpoint.compared is not None:
+                replicas = f"compared at step {checkpoint.compared}"
+            if checkpoint.witnessed is not None:
+                replicas += f", witnessed at step {checkpoint.witnessed}"
+            line = (
+                f"whole: {folder.name} ({len(checkpoint.entries)} files, {size / 2**20:.2f} MiB),"
+                f" replicas {replicas}"
             )
-            compared = (
-                "not compared" if found.compared is None else f"compared at step {found.compared}"
-            )
-            if found.witnessed is not None:
-                compared += f", witnessed at step {found.witnessed}"
-            print(plain(f"whole: {folder.name} ({size}), replicas {compared}"))
+            print(plain(line))
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 
 
@@ -121,21 +118,21 @@ def diff(
 
     It prints each tensor that differs. The exit code is 1 if one does.
     """
-    folders = [_checkpoint(path) for path in (first, second)]
+    first = _checkpoint(first)
+    second = _checkpoint(second)
     from lockstep.checkpoints import files
     from lockstep.tools.verify.finished_runs import tensor_differences  # imports torch
 
-    a, b = map(files.read, folders)
+    a = files.read(first)
+    b = files.read(second)
     differing = list(tensor_differences(a.tensors, b.tensors, ("A", "B")))
     for sentence in differing:
         print(plain(sentence))
-    every = len(a.tensors | b.tensors)
-    same = (
-        f"{len(differing)} of {every} tensors differ"
-        if differing
-        else f"{every} tensors are equal to the bit"
-    )
-    print(f"step {a.step} and step {b.step}: {same}")
+    count = len(a.tensors | b.tensors)
+    verdict = f"{count} tensors are equal to the bit"
+    if differing:
+        verdict = f"{len(differing)} of {count} tensors differ"
+    print(f"step {a.step} and step {b.step}: {verdict}")
     raise typer.Exit(ExitCode.FAILED if differing else ExitCode.OK)
 
 
@@ -181,34 +178,34 @@ def export(
     if best and step is not None:
         raise _exclude("--best", f"--step {step}", "each names a checkpoint")
     if average and form == "dcp":
-        why = "a distributed checkpoint holds what training resumes from"
-        raise _exclude("--average", "--format dcp", why)
+        reason = "a distributed checkpoint holds what training resumes from"
+        raise _exclude("--average", "--format dcp", reason)
     folder = _checkpoint(run, step=step, best=best)
     from lockstep.checkpoints import files
 
-    found = files.read(folder)
-    if average and not found.averaged:
+    checkpoint = files.read(folder)
+    if average and not checkpoint.averaged:
         raise UsageError("no-average-in-checkpoint", checkpoint=str(folder))
     try:
         size = (
-            _write_model(found, out, average)
+            _write_model(checkpoint, out, average)
             if form is None
-            else _write_folder(found, out, form, average)
+            else _write_folder(checkpoint, out, form, average)
         )
     except (OSError, RuntimeError) as error:  # torch raises a RuntimeError
         if isinstance(error, LockstepError):
             raise
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
-    what = "average" if average else "model"
-    print(f"{out}: the {what} of step {found.step}, {size / 2**20:.2f} MiB")
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise UsageError("cannot-write", name="--out", file=out, reason=cause) from None
+    weights = "average" if average else "model"
+    print(f"{out}: the {weights} of step {checkpoint.step}, {size / 2**20:.2f} MiB")
 
 
 def _exclude(one: str, other: str, reason: str) -> UsageError:
     return UsageError("options-exclude-each-other", one=one, other=other, reason=reason)
 
 
-def _write_model(found: Checkpoint, out: Path, average: bool) -> int:
+def _write_model(checkpoint: Checkpoint, out: Path, average: bool) -> int:
     """Write the model as one file, and return its size in bytes."""
     from lockstep.checkpoints.manifest import AVERAGE, MODEL
     from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
@@ -216,27 +213,27 @@ def _write_model(found: Checkpoint, out: Path, average: bool) -> int:
     if out.suffix in _TORCH:
         import torch
 
-        tensors = found.average if average else found.model
+        tensors = checkpoint.average if average else checkpoint.model
         torch.save(read_all(tensors(every_name=True)), out)
-    elif found.in_parts and not average:
-        whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
-        write(out, image(TensorFile(out.name, whole)))
+    elif checkpoint.in_parts and not average:
+        pieces = [TensorPiece(name, tensor) for name, tensor in checkpoint.tensors.items()]
+        write(out, image(TensorFile(out.name, pieces)))
     else:
-        shutil.copyfile(found.folder / (AVERAGE if average else MODEL), out)
+        shutil.copyfile(checkpoint.folder / (AVERAGE if average else MODEL), out)
     return out.stat().st_size
 
 
-def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int:
+def _write_folder(checkpoint: Checkpoint, out: Path, form: str, average: bool) -> int:
     """Write a folder for another library, and return its size in bytes."""
     from lockstep.checkpoints.files import CONFIG, put_in_place
     from lockstep.checkpoints.manifest import MODEL
     from lockstep.runtime.disk import remove_tree
 
-    config = found.state.get(CONFIG)
+    config = checkpoint.state.get(CONFIG)
     if out.exists():
         raise UsageError("cannot-write", name="--out", file=out, reason="it exists already")
     if form == "hf" and config is None:
-        raise UsageError("no-model-config", checkpoint=found.folder)
+        raise UsageError("no-model-config", checkpoint=checkpoint.folder)
     folder = out.with_name(f".{out.name}.unfinished")
     remove_tree(folder, ignore_errors=True)  # left by an export that was killed
     folder.mkdir()
@@ -244,9 +241,9 @@ def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int
         if form == "dcp":
             from lockstep.integrations.dcp import export
 
-            export(found, folder)
+            export(checkpoint, folder)
         else:
-            _write_model(found, folder / MODEL, average)
+            _write_model(checkpoint, folder / MODEL, average)
             (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         size = sum(file.stat().st_size for file in folder.iterdir())
         put_in_place(folder, out)
@@ -258,30 +255,29 @@ def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int
 def _checkpoint(run: Path, *, step: int | None = None, best: bool = False) -> Path:
     from lockstep.checkpoints.folders import best_name, folder_of
 
-    every = _every(run)
-    directory = every[0].parent
+    folders = _checkpoints(run)
+    directory = folders[0].parent
     if best:
-        named = best_name(directory)
-        if named is None or directory / named not in every:
+        name = best_name(directory)
+        if name is None or directory / name not in folders:
             raise UsageError("no-best-checkpoint", run=directory)
-        return directory / named
+        return directory / name
     if step is None:
-        return every[-1]
+        return folders[-1]
     folder = folder_of(directory, step)
-    if folder not in every:
-        raise UsageError(
-            "no-such-step", step=step, run=directory, there=[each.name for each in every]
-        )
+    if folder not in folders:
+        names = [folder.name for folder in folders]
+        raise UsageError("no-such-step", step=step, run=directory, there=names)
     return folder
 
 
-def _every(run: Path) -> list[Path]:
+def _checkpoints(run: Path) -> list[Path]:
     from lockstep.checkpoints.folders import found
 
     return found(existing_run(run))
 
 
-def _row(folder: Path, *, best: bool) -> dict[str, Any]:
+def _record(folder: Path, *, best: bool) -> dict[str, Any]:
     try:
         state: Any = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         metrics = dict(state.get("metrics") or {})

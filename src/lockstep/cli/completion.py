@@ -18,30 +18,34 @@ def tasks(incomplete: str) -> list[str]:
     """Complete the bundled tasks and the Python files of this folder."""
     from lockstep.training.resolve import BUNDLED
 
-    return _begun(incomplete, [*BUNDLED, *sorted(map(str, Path().glob("*.py")))])
+    return _beginning(incomplete, [*BUNDLED, *sorted(map(str, Path().glob("*.py")))])
 
 
 def runs(incomplete: str) -> list[str]:
     """Complete `latest` and the run directories under runs/."""
-    found = sorted(str(file.parent) for file in Path("runs").glob("*/settings.json"))
-    return _begun(incomplete, [*(["latest"] if found else []), *found])
+    directories = sorted(str(file.parent) for file in Path("runs").glob("*/settings.json"))
+    if directories:
+        directories.insert(0, "latest")
+    return _beginning(incomplete, directories)
 
 
 def codes(incomplete: str) -> list[str]:
     """Complete the codes of errors."""
     from lockstep.errors import catalog
 
-    return _begun(incomplete, sorted(catalog()))
+    return _beginning(incomplete, sorted(catalog()))
 
 
 def choices(unit: str) -> Completion | None:
     """Return a completion of auto, cpu and powersgd: for the unit `auto|cpu|powersgd:RANK`. Return
     None for a unit without such words.
     """
-    words = [re.split(r"\[|(?<=:)[A-Z]", each)[0] for each in unit.split("|")]
+    words = [re.split(r"\[|(?<=:)[A-Z]", form)[0] for form in unit.split("|")]
     fixed = [word for word in words if re.fullmatch(r"[a-z\d]*[a-z][\w:-]*", word)]
-    return (lambda incomplete: _begun(incomplete, fixed)) if "|" in unit and fixed else None
+    if "|" not in unit or not fixed:
+        return None
+    return lambda incomplete: _beginning(incomplete, fixed)
 
 
-def _begun(incomplete: str, words: Iterable[str]) -> list[str]:
+def _beginning(incomplete: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(incomplete)]

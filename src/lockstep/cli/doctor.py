@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import nodes as many
+from lockstep.cli import nodes
 from lockstep.cli.arguments import JsonFile, at_least_one
 from lockstep.cli.choices import Cluster
 from lockstep.errors import ExitCode
@@ -15,7 +15,7 @@ from lockstep.errors import ExitCode
 if TYPE_CHECKING:
     from lockstep.launcher.supervise import Outcome
 
-COMMAND = many.Command
+COMMAND = nodes.Command
 _WORKERS = 2
 
 
@@ -50,9 +50,9 @@ def doctor(
         args=[] if json_file is None else [str(json_file.absolute())],
     )
     if cluster.ray is not None:
-        many.refuse_beside_ray(cluster)
-        _leave(
-            many.run_on_ray(
+        nodes.refuse_beside_ray(cluster)
+        _exit_as(
+            nodes.run_on_ray(
                 cluster.ray,
                 target,
                 workers,
@@ -60,28 +60,28 @@ def doctor(
                 reports=False,
             )
         )
-    here = None if cluster.nodes is not None else rank_here(workers)
-    if here is not None:
+    placement = None if cluster.nodes is not None else rank_here(workers)
+    if placement is not None:
         from lockstep.tools.doctor.examine import main
 
-        work_as(here, lambda: sys.exit(not main(json_file)))
+        work_as(placement, lambda: sys.exit(not main(json_file)))
         return
-    fixed, workers = many.fixed_set(cluster, workers)
-    if fixed is not None:
-        with many.placed(fixed) as (share, network):
-            _leave(
+    node_set, workers = nodes.fixed_set(cluster, workers)
+    if node_set is not None:
+        with nodes.placed(node_set) as (share, network):
+            _exit_as(
                 supervise(target, environment=network, share=share, console="first", reports=False)
             )
     from lockstep.tools.doctor.examine import examine_host
 
-    found = examine_host(_WORKERS if workers is None else workers)
-    print(found.text())
-    write_json(json_file, found.as_json())
-    if not found.fit:
+    result = examine_host(_WORKERS if workers is None else workers)
+    print(result.text())
+    write_json(json_file, result.as_json())
+    if not result.fit:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _leave(outcome: Outcome) -> None:
+def _exit_as(outcome: Outcome) -> None:
     """Exit with the ranks' exit code. The first rank has printed the report."""
     from lockstep.launcher import failures
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lockstep.cli import nodes as many
+from lockstep.cli import nodes
 from lockstep.cli.arguments import (
     JsonFile,
     TaskName,
@@ -26,10 +26,11 @@ from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.cli.completion import runs
 from lockstep.cli.options import Only
 from lockstep.config.settings import Config, Settings
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.timing.output_files import write_json
 
-COMMAND = many.Command
+COMMAND = nodes.Command
 Run = Annotated[
     Path,
     typer.Option(
@@ -60,27 +61,22 @@ def evaluate(
     metric, and then a summary in one line.
     """
     applied = AppliedCheckpoint("evaluate", task, existing_run(run), workers, best)
-    found = applied.answer(config, choice, cluster)
-    write_json(json, found)
-    metrics: dict[str, float] = found["metrics"]
+    answer = applied.answer(config, choice, cluster)
+    write_json(json, answer)
+    metrics: dict[str, float] = answer["metrics"]
     width = max(map(len, metrics))
+    line = [applied.first_words(answer)]
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value!r}")
-    print(
-        " | ".join(
-            [
-                applied.first_words(found),
-                *(f"{name} {value:.4f}" for name, value in metrics.items()),
-            ]
-        )
-    )
+        line.append(f"{name} {value:.4f}")
+    print(" | ".join(line))
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedCheckpoint:
     """An evaluation or prediction with a checkpoint of a run, on a task's eval_data."""
 
-    what: Literal["evaluate", "predict"]
+    command: Literal["evaluate", "predict"]
     task: str
     run: Path
     workers: int | None
@@ -91,9 +87,9 @@ class AppliedCheckpoint:
     def answer(self, config: Config, choice: RunChoice, cluster: Cluster) -> dict[str, Any]:
         """Return rank 0's answer. All nodes of a Ray cluster must see the run directory."""
         trained = Settings.read(self.run)
-        place, overrides = task_of(self.task, {**trained.overrides, **choice.overrides})
+        task, overrides = task_of(self.task, {**trained.overrides, **choice.overrides})
         settings = Settings(
-            task=place,
+            task=task,
             overrides=overrides,
             workers=1 if self.workers is None else self.workers,
             device=config.device,
@@ -104,10 +100,10 @@ class AppliedCheckpoint:
         if cluster.ray is None:
             settings = fitted(settings, count_workers=self.workers is None)
         else:
-            many.ranks_on_ray(self.workers)
-        return {**self._ask(settings, folder, cluster.ray), "checkpoint": str(folder)}
+            nodes.ranks_on_ray(self.workers)
+        return {**self._apply(settings, folder, cluster.ray), "checkpoint": str(folder)}
 
-    def _ask(self, settings: Settings, folder: Path, ray: str | None) -> dict[str, Any]:
+    def _apply(self, settings: Settings, folder: Path, ray: str | None) -> dict[str, Any]:
         from lockstep.launcher.rank import Target
         from lockstep.launcher.supervise import supervise
         from lockstep.training.inference.apply import InferenceJob
@@ -116,7 +112,7 @@ class AppliedCheckpoint:
         with TemporaryDirectory(prefix=".lockstep-", dir=seen_by_all) as scratch:
             file = Path(scratch) / "answer.json"
             job = InferenceJob(
-                what=self.what,
+                command=self.command,
                 task=settings.task,
                 overrides=settings.overrides,
                 checkpoint=str(folder.absolute()),
@@ -134,26 +130,28 @@ class AppliedCheckpoint:
             if ray is None:
                 outcome = supervise(target, settings.workers, console="first")
             else:
-                gpus = many.gpus_for(settings.device)
-                outcome = many.run_on_ray(ray, target, settings.workers, gpus=gpus)
+                gpus = nodes.gpus_for(settings.device)
+                outcome = nodes.run_on_ray(ray, target, settings.workers, gpus=gpus)
             return answer_of(outcome, file, self.task)
 
     def _checkpoint(self) -> Path:
         from lockstep.checkpoints import files, folders
 
-        place = self.run / "checkpoints"
-        folder = files.best(place) if self.best else folders.newest(place)
+        directory = self.run / "checkpoints"
+        folder = files.best(directory) if self.best else folders.newest(directory)
         if folder is None:
             raise UsageError("no-best-checkpoint" if self.best else "no-checkpoint", run=self.run)
         return folder
 
-    def first_words(self, found: dict[str, Any]) -> str:
+    def first_words(self, answer: dict[str, Any]) -> str:
         """Return the beginning of the line: task, samples, workers and checkpoint."""
-        samples, workers = found["samples"], found["workers"]
+        samples = counted(answer["samples"], "sample")
+        workers = counted(answer["workers"], "worker")
         kind = "best" if self.best else "newest"
-        counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"
-        step = f"step {found['step']}{', averaged weights' * found['averaged']}"
-        return f"{found['task']}: {counts}, {kind} checkpoint ({step})"
+        step = f"step {answer['step']}"
+        if answer["averaged"]:
+            step += ", averaged weights"
+        return f"{answer['task']}: {samples}, {workers}, {kind} checkpoint ({step})"
 
 
 def predict(
@@ -182,6 +180,6 @@ def predict(
 
     file = check_out(run_of(run) / "predictions.npy" if out is None else out)
     applied = AppliedCheckpoint("predict", task, existing_run(run), workers, best, file)
-    found = applied.answer(config, choice, cluster)
-    write_json(json, found)
-    print(f"{applied.first_words(found)} | predictions in {file}")
+    answer = applied.answer(config, choice, cluster)
+    write_json(json, answer)
+    print(f"{applied.first_words(answer)} | predictions in {file}")

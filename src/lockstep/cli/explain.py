@@ -42,7 +42,7 @@ def explain(
     entries = catalog()
     if not code:
         print(_PAGE)
-        print("\n\n".join(_section(each, entries[each]) for each in sorted(entries)))
+        print("\n\n".join(_section(name, entries[name]) for name in sorted(entries)))
         return
     name = _code(" ".join(code))
     if name not in entries:
@@ -50,27 +50,24 @@ def explain(
     print(_text(name, entries[name], min(_WIDEST, shutil.get_terminal_size().columns)))
 
 
-def _code(said: str) -> str:
+def _code(line: str) -> str:
     """Find the code in text copied from a terminal: in brackets, after `error:`, or alone."""
-    bracketed = re.search(r"\[\s*([\w-]+)\s*\]?\s*$", said, re.MULTILINE)
-    name = bracketed[1] if bracketed else said.removeprefix("error:").strip("[] `'\".")
+    bracketed = re.search(r"\[\s*([\w-]+)\s*\]?\s*$", line, re.MULTILINE)
+    name = bracketed[1] if bracketed else line.removeprefix("error:").strip("[] `'\".")
     return name.lower()
 
 
 def _text(code: str, entry: Mapping[str, str], width: int) -> str:
-    def wrapped(first: str, rest: str, text: str) -> str:
+    def wrapped(label: str, text: str) -> str:
+        indent = " " * len(label)
         return textwrap.fill(
-            text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+            text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
         )
 
-    return "\n\n".join(
-        [
-            code,
-            wrapped("    ", "    ", _shown(entry["message"])),
-            wrapped("Cause: ", "       ", entry["cause"]),
-            wrapped("Fix:   ", "       ", entry["fix"]),
-        ]
-    )
+    message = wrapped("    ", _shown(entry["message"]))
+    cause = wrapped("Cause: ", entry["cause"])
+    fix = wrapped("Fix:   ", entry["fix"])
+    return "\n\n".join([code, message, cause, fix])
 
 
 def _section(code: str, entry: Mapping[str, str]) -> str:
@@ -81,6 +78,9 @@ def _shown(message: str) -> str:
     """Return the sentence with <name> for each placeholder: `{count:# rank}` is `<count> ranks`."""
     shown = ""
     for text, name, spec, _ in Formatter().parse(message):
-        counted = f" {spec.lstrip('# ')}s" if spec and spec.startswith("#") else ""
-        shown += text + (f"<{name}>{counted}" if name else "")
+        shown += text
+        if name:
+            shown += f"<{name}>"
+            if spec and spec.startswith("#"):
+                shown += f" {spec.lstrip('# ')}s"
     return shown

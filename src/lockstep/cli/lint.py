@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.arguments import JsonFile
+from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime import extras
 from lockstep.tools.timing.output_files import write_json, writing
@@ -42,16 +43,14 @@ def lint(
             unreadable.append(str(error))
     for finding in findings:
         print(finding)
-    write_json(
-        json_file, {"findings": [asdict(finding) for finding in findings], "unreadable": unreadable}
-    )
-    for refused in unreadable:
-        print(f"error: {refused}", file=sys.stderr)
+    write_json(json_file, {"findings": list(map(asdict, findings)), "unreadable": unreadable})
+    for error_text in unreadable:
+        print(f"error: {error_text}", file=sys.stderr)
     if unreadable:
         raise typer.Exit(ExitCode.USAGE)
     if findings:
         raise typer.Exit(ExitCode.FAILED)
-    print(f"no mistakes found in {len(files)} file{'s' * (len(files) != 1)}")
+    print(f"no mistakes found in {counted(len(files), 'file')}")
 
 
 def _checked(file: Path, fix: bool) -> list[LintFinding]:
@@ -60,11 +59,11 @@ def _checked(file: Path, fix: bool) -> list[LintFinding]:
     """
     from lockstep.tools.lint import check_file
 
-    found = check_file(file)
-    if not fix or found.fixed is None:
-        return found.findings
+    result = check_file(file)
+    if not fix or result.fixed is None:
+        return result.findings
     with writing(file, "--fix"):
-        file.write_bytes(found.fixed)
-    left = check_file(file).findings
-    print(f"{file}: {len(found.findings) - len(left)} fixed")
-    return left
+        file.write_bytes(result.fixed)
+    remaining = check_file(file).findings
+    print(f"{file}: {len(result.findings) - len(remaining)} fixed")
+    return remaining

@@ -41,21 +41,21 @@ class Command(options.GroupedCommand):
         """Add the address `auto` to a --ray without one. With `mixed`, options may follow
         arguments.
         """
-        values = {
-            name
-            for each in self.params
-            if not getattr(each, "is_flag", False)
-            for name in each.opts
-            if name.startswith("-")
-        }
-        place = 0
-        while place < len(args) and args[place] != "--":
-            if args[place] == RAY and RAY in values:
-                given = place + 1 < len(args) and _ADDRESS.fullmatch(args[place + 1])
-                return args if given else [*args[:place], f"{RAY}=auto", *args[place + 1 :]]
-            if not args[place].startswith("-") and not mixed:
-                return args  # the rest belongs to the script
-            place += 1 + (args[place] in values)
+        with_value: set[str] = set()
+        for param in self.params:
+            if not getattr(param, "is_flag", False):
+                with_value.update(name for name in param.opts if name.startswith("-"))
+        words = iter(enumerate(args))
+        for index, word in words:
+            if word == "--" or not (mixed or word.startswith("-")):
+                break  # the rest belongs to the script
+            if word == RAY and RAY in with_value:
+                address = args[index + 1 : index + 2]
+                if not address or not _ADDRESS.fullmatch(address[0]):
+                    return [*args[:index], f"{RAY}=auto", *args[index + 1 :]]
+                break
+            if word in with_value:
+                next(words, None)
         return args
 
 
@@ -158,17 +158,16 @@ def _job(address: str, target: Target, **more: Any) -> Job:
     from lockstep.launcher.ray.actor import Job
 
     code = target.script or target.task
-    usual: dict[str, Any] = {
+    environment = {name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)}
+    fields: dict[str, Any] = {
         "least": 1,
         "most": 1,
         "console": "first",
-        "environment": {
-            name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)
-        },
+        "environment": environment,
         "folder": "" if target.ours and target.task is None else os.getcwd(),
-        "code": None if code is None or not code.endswith(".py") else Path(code).resolve(),
+        "code": Path(code).resolve() if code is not None and code.endswith(".py") else None,
     }
-    return Job(cluster=address, target=target, **{**usual, **more})
+    return Job(cluster=address, target=target, **fields | more)
 
 
 # -- a fixed set of nodes ------------------------------------------------------------------------
@@ -180,10 +179,10 @@ def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:
     """
     from lockstep.launcher.fixed import Nodes
 
-    found = Nodes.read(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers, os.environ)
-    if found is None or found.count > 1:
-        return found, workers
-    return None, found.workers if workers is None else workers
+    nodes = Nodes.read(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers, os.environ)
+    if nodes is None or nodes.count > 1:
+        return nodes, workers
+    return None, nodes.workers if workers is None else workers
 
 
 @contextmanager
@@ -203,11 +202,11 @@ def placed(
     from lockstep.launcher.supervise import Share
     from lockstep.runtime.interfaces import gloo_and_nccl
 
-    here = ranks_here(nodes)
+    count = ranks_here(nodes)
     ranks = LocalRanks(
-        count=here,
-        first_rank=nodes.rank * here,
-        size=nodes.count * here,
+        count=count,
+        first_rank=nodes.rank * count,
+        size=nodes.count * count,
         node=nodes.rank,
         nodes=nodes.count,
         address=nodes.host,
@@ -231,7 +230,8 @@ def ranks_here(nodes: Nodes) -> int:
 def refuse_beside_ray(cluster: Cluster) -> None:
     """Raise UsageError if --ray is combined with options of a fixed set of nodes."""
     for name in ("nodes", "node_rank", "rdzv_endpoint"):
-        if (value := getattr(cluster, name)) is not None:
+        value = getattr(cluster, name)
+        if value is not None:
             raise UsageError(
                 "options-exclude-each-other",
                 one="--ray",
@@ -258,10 +258,10 @@ def as_rank(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     """
     from lockstep.launcher.rank import Target
 
-    said = {
+    job = {
         "settings": settings.as_json(),
         "run": None if run is None else str(run),
         "resume": resume,
         "fresh": fresh,
     }
-    return Target(module="lockstep.training.as_rank", args=[json.dumps(said)], task=settings.task)
+    return Target(module="lockstep.training.as_rank", args=[json.dumps(job)], task=settings.task)

@@ -1,7 +1,7 @@
 """Make options from configurations: if the type of a command's parameter is a dataclass of knobs,
 the command has an option for each knob.
 
-    def verify(task: TaskName, config: Annotated[Config, Only("steps", "exact")], given: GivenNames)
+    def verify(task: TaskName, config: Annotated[Config, Only("steps", "exact")], names: GivenNames)
     -> None: ...
 
 A command with knobs of a training also reads them from a file, with --config. The file uses the
@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -26,11 +26,13 @@ import typer
 from typer.core import TyperCommand
 
 from lockstep.cli.completion import choices, runs
-from lockstep.config.knob import GROUPS, Field, knobs, known, pairs
+from lockstep.config.knob import GROUPS, Field, knobs, known, pairs, within
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
-_CONFIG, _CONTEXT, _HELP_ALL = "config_file", "typer_context", "help_all"
+_CONFIG = "config_file"
+_CONTEXT = "typer_context"
+_HELP_ALL = "help_all"
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 _SHORT = 20  # a help with more options than this lists only the common ones
 
@@ -43,7 +45,7 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Says:
+class KnobHelp:
     """Annotates a configuration's type with the command's own help for a knob, if the knob does
     less there than its field says.
     """
@@ -62,46 +64,49 @@ class GivenNames(frozenset[str]):
 
 def spread(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return the command with an option for each knob, in the form that Typer reads."""
-    hints = get_type_hints(command, include_extras=True)
-    configurations = {
-        name: found for name, hint in hints.items() if (found := _configuration(hint)) is not None
-    }
-    fields = {name: field for _, taken in configurations.values() for name, field in taken.items()}
-    takes_file = any(issubclass(cls, Parallelism) for cls, _ in configurations.values())
+    annotations = get_type_hints(command, include_extras=True)
+    configurations: dict[str, _Configuration] = {}
+    fields: dict[str, Field] = {}
+    for name, annotation in annotations.items():
+        configuration = _configuration(annotation)
+        if configuration is not None:
+            configurations[name] = configuration
+            fields |= configuration.fields
 
     def call(**values: Any) -> None:
         context = values.pop(_CONTEXT)
         file = values.pop(_CONFIG, None)
         values.pop(_HELP_ALL, None)
-        given = {name for name in values if context.get_parameter_source(name).name != "DEFAULT"}
-        chosen = {name: _value(fields[name], values[name]) for name in given & fields.keys()}
+        names = {name for name in values if context.get_parameter_source(name).name != "DEFAULT"}
+        options = {name: values[name] for name in names & fields.keys()}
+        for name, value in options.items():
+            if fields[name].is_mapping:
+                options[name] = pairs(value, fields[name].flags[0])
         if file is not None:
-            chosen = below(chosen, file, fields)
-        for name, (cls, taken) in configurations.items():
-            values[name] = cls(**{each: value for each, value in chosen.items() if each in taken})
-        values |= {
-            name: GivenNames(given | chosen.keys())
-            for name, hint in hints.items()
-            if hint is GivenNames
-        }
-        command(**{name: value for name, value in values.items() if name not in fields})
+            options = below(options, file, fields)
+        arguments = {name: value for name, value in values.items() if name not in fields}
+        for name, configuration in configurations.items():
+            own = options.keys() & configuration.fields
+            arguments[name] = configuration.cls(**{option: options[option] for option in own})
+        for name, annotation in annotations.items():
+            if annotation is GivenNames:
+                arguments[name] = GivenNames(names | options.keys())
+        command(**arguments)
 
     parameters = [_parameter(_CONTEXT, typer.Context)]
     for name, parameter in inspect.signature(command).parameters.items():
         if name in configurations:
-            said = {each.name: each for each in get_args(hints[name]) if isinstance(each, Says)}
-            parameters += [
-                _option(field, said.get(field.name)) for field in configurations[name][1].values()
-            ]
-        elif hints[name] is not GivenNames:
-            parameters.append(_parameter(name, hints[name], parameter.default))
-    if takes_file:
+            parameters += configurations[name].parameters()
+        elif annotations[name] is not GivenNames:
+            parameters.append(_parameter(name, annotations[name], parameter.default))
+    if any(issubclass(configuration.cls, Parallelism) for configuration in configurations.values()):
         parameters.append(_parameter(_CONFIG, _ConfigFile, None))
     if len(parameters) > _SHORT:
         parameters.append(_parameter(_HELP_ALL, _HelpAll, False))
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__name__ = command.__name__
+    call.__doc__ = command.__doc__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.common = {name for name, field in fields.items() if field.knob.common}  # type: ignore[attr-defined]
     return call
 
@@ -121,13 +126,33 @@ def option_name(name: str) -> str:
     return {"overrides": "--set", "json_file": "--json"}.get(name, f"--{name.replace('_', '-')}")
 
 
-def _configuration(hint: Any) -> tuple[Any, Mapping[str, Field]] | None:
-    """Return a dataclass with knobs and the knobs that are options; None for another type."""
-    cls, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if not isinstance(cls, type) or not is_dataclass(cls):
+@dataclass(frozen=True)
+class _Configuration:
+    """A dataclass with knobs, the knobs that are options of the command, and its own help."""
+
+    cls: Any
+    fields: Mapping[str, Field]
+    helps: Mapping[str, KnobHelp]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        return [_option(field, self.helps.get(name)) for name, field in self.fields.items()]
+
+
+def _configuration(annotation: Any) -> _Configuration | None:
+    """Return the configuration that an annotation describes; None for another type."""
+    extras: Sequence[Any] = ()
+    if get_origin(annotation) is Annotated:
+        annotation, *extras = get_args(annotation)
+    if not isinstance(annotation, type) or not is_dataclass(annotation):
         return None
-    only = next((each.names for each in extras if isinstance(each, Only)), tuple(knobs(cls)))
-    return cls, {name: knobs(cls)[name] for name in only}
+    fields = knobs(annotation)
+    helps = {}
+    for extra in extras:
+        if isinstance(extra, Only):
+            fields = {name: fields[name] for name in extra.names}
+        else:
+            helps[extra.name] = extra
+    return _Configuration(annotation, fields, helps)
 
 
 def _parameter(
@@ -138,35 +163,31 @@ def _parameter(
     )
 
 
-def _option(field: Field, said: Says | None) -> inspect.Parameter:
+def _option(field: Field, help: KnobHelp | None) -> inspect.Parameter:
     """Return the parameter that Typer reads for a knob. Typer leaves most types as text, for
     Lockstep's own checks.
     """
-    said = said or Says(field.name, help=field.help)
-    kind = next((each for each in (bool, int, float, Path) if field.type is each), str)
-    default, flags = field.default, field.flags
+    help = help or KnobHelp(field.name, help=field.help)
+    unit = help.unit or field.unit
+    kind: Any = field.type if field.type in (bool, int, float, Path) else str
+    default = field.default
+    flags = field.flags
     if field.is_mapping or field.is_repeated:
-        kind, default = list[str], None
-    elif kind is bool and field.default is None:
+        kind = list[str]
+        default = None
+    elif kind is bool and default is None:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
     option = typer.Option(
         *flags,
-        metavar=said.unit or field.unit or _METAVARS.get(kind),
+        metavar=unit or _METAVARS.get(kind),
         show_default=False,
-        help=said.help,
+        help=help.help,
         rich_help_panel=field.knob.group,
-        autocompletion=runs if field.name == "run" else choices(said.unit or field.unit),
+        autocompletion=runs if field.name == "run" else choices(unit),
     )
-    return _parameter(
-        field.name, Annotated[kind | None if default is None else kind, option], default
-    )
-
-
-def _value(field: Field, given: Any) -> Any:
-    """Convert the value of an option to the form of the configuration."""
-    if field.is_mapping:
-        return pairs(given, field.flags[0])
-    return given
+    if default is None:
+        kind |= None
+    return _parameter(field.name, Annotated[kind, option], default)
 
 
 class GroupedCommand(TyperCommand):
@@ -180,30 +201,31 @@ class GroupedCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is None or (short and not self._is_common(param)):
                 continue
-            sections.setdefault(help_section(param, grouped=not short), []).append(
-                help_row(param, *record)
-            )
-        titles = ["Arguments", *(f"Options: {group}" for group in GROUPS)]
-        own = "json_file" in self._names() or "json" in self._names()
-        titles.insert(1 if own else len(titles), "Options")
+            section = help_section(param, grouped=not short)
+            sections.setdefault(section, []).append(help_row(param, *record))
+        titles = [f"Options: {group}" for group in GROUPS]
+        own_first = not self._names().isdisjoint({"json_file", "json"})
+        titles.insert(0 if own_first else len(titles), "Options")
+        titles.insert(0, "Arguments")
         for title in sorted(sections, key=titles.index):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
 
     def _names(self) -> set[str]:
-        return {str(each.name) for each in self.params}
+        return {str(param.name) for param in self.params}
 
     def _is_common(self, param: Any) -> bool:
-        named = {"help", _HELP_ALL, *getattr(self.callback, "common", ())}
-        return param.param_type_name == "argument" or param.name in named
+        common = {"help", _HELP_ALL, *getattr(self.callback, "common", ())}
+        return param.param_type_name == "argument" or param.name in common
 
 
-def help_row(param: Any, name: str, told: str) -> tuple[str, str]:
+def help_row(param: Any, name: str, text: str) -> tuple[str, str]:
     """Return a row of the help. Defaults read like those of knobs; an argument shows no type."""
     if param.param_type_name == "argument":
-        name, told = name.partition(" <")[0], told.removesuffix("[required]")
-    told = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", told)
-    return name, re.sub(r"\s*\[required\]$", " Required.", told.rstrip())
+        name = name.partition(" <")[0]
+        text = text.removesuffix("[required]")
+    text = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", text)
+    return name, re.sub(r"\s*\[required\]$", " Required.", text.rstrip())
 
 
 def help_section(param: Any, *, grouped: bool) -> str:
@@ -214,8 +236,8 @@ def help_section(param: Any, *, grouped: bool) -> str:
     return f"Options: {group}" if grouped and group in GROUPS else "Options"
 
 
-def _show_all(ctx: typer.Context, asked: bool) -> None:
-    if asked:
+def _show_all(ctx: typer.Context, requested: bool) -> None:
+    if requested:
         ctx.meta[_HELP_ALL] = True
         print(ctx.get_help())
         raise typer.Exit
@@ -244,24 +266,24 @@ _HelpAll = Annotated[
 _LARGEST = 2**20  # bytes
 
 
-def below(given: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Merge given options with those of the file; given ones win. Print a line on stderr if they
-    differ. Raises UsageError for a file that is not valid.
+def below(options: Mapping[str, Any], file: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Merge the options of the command line with those of the file; the former win. Print a line on
+    stderr if they differ. Raises UsageError for a file that is not valid.
     """
     by_option = {_name(field): field for field in fields.values()}
-    found = {str(key).replace("-", "_"): value for key, value in _read(file).items()}
-    known(by_option, found, str(file))
-    values = {
-        by_option[key].name: _read_value(by_option[key], value, file)
-        for key, value in found.items()
-    }
-    beaten = [name for name in values if name in given and values[name] != given[name]]
-    if beaten:
-        told = "; ".join(
-            f"{_name(fields[name])}={given[name]} replaces {values[name]}" for name in beaten
-        )
-        print(f"{file}: the command line overrides this file: {told}", file=sys.stderr)
-    return {**values, **given}
+    contents = {str(key).replace("-", "_"): value for key, value in _read(file).items()}
+    known(by_option, contents, str(file))
+    values = {}
+    replacements = []
+    for option, content in contents.items():
+        name = by_option[option].name
+        values[name] = _read_value(by_option[option], content, file)
+        if name in options and options[name] != values[name]:
+            replacements.append(f"{option}={options[name]} replaces {values[name]}")
+    if replacements:
+        listed = "; ".join(replacements)
+        print(f"{file}: the command line overrides this file: {listed}", file=sys.stderr)
+    return {**values, **options}
 
 
 def _name(field: Field) -> str:
@@ -274,32 +296,30 @@ def _read_value(field: Field, value: Any, file: Path) -> Any:
         return dict(_flat(value))
     if field.type is Path and isinstance(value, str):
         return Path(value)
-    try:
-        field.check(
+    with within(str(file)):
+        if isinstance(value, str) and hasattr(field.type, "read"):
             field.type.read(value)
-            if isinstance(value, str) and hasattr(field.type, "read")
-            else value
-        )
-    except UsageError as error:
-        raise error.within(str(file)) from None
+        else:
+            field.check(value)
     return value
 
 
-def _flat(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Flatten {"optimizer": {"lr": 0.1}} to the pairs of --set: optimizer.lr, 0.1."""
-    for key, each in values.items():
-        if isinstance(each, Mapping):
-            yield from _flat(each, f"{above}{key}.")
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", str(each)
+            yield f"{prefix}{key}", str(value)
+
+
+_ENDINGS = [".toml", ".yaml", ".yml"]
 
 
 def _read(file: Path) -> dict[str, Any]:
-    kind = file.suffix.lower()
-    if kind not in (".toml", ".yaml", ".yml"):
-        raise UsageError(
-            "wrong-ending", option="--config", file=file, endings=[".toml", ".yaml", ".yml"]
-        )
+    ending = file.suffix.lower()
+    if ending not in _ENDINGS:
+        raise UsageError("wrong-ending", option="--config", file=file, endings=_ENDINGS)
     try:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(_LARGEST + 1)
@@ -308,10 +328,10 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError("cannot-read", name="--config", file=file, reason=reason) from None
     if len(text) > _LARGEST:
         raise UsageError("config-file-too-large", file=file, most=_LARGEST)
-    found = _toml(text, file) if kind == ".toml" else _yaml(text, file)
-    if not isinstance(found, dict):
-        raise UsageError("config-file-without-names", file=file, kind=type(found).__name__)
-    return found
+    contents = _toml(text, file) if ending == ".toml" else _yaml(text, file)
+    if not isinstance(contents, dict):
+        raise UsageError("config-file-without-names", file=file, kind=type(contents).__name__)
+    return contents
 
 
 def _toml(text: str, file: Path) -> Any:
@@ -335,9 +355,7 @@ def _yaml(text: str, file: Path) -> Any:
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
         raise UsageError(
-            "config-file-not-parsed",
-            file=file,
-            language="YAML",
-            reason=" ".join(str(error).split()),
+            "config-file-not-parsed", file=file, language="YAML", reason=reason
         ) from None

@@ -67,10 +67,10 @@ class PlanChoice:
 
 
 def plan(
-    asked: PlanChoice,
+    options: PlanChoice,
     method: Annotated[Parallelism, Only("reduce", "compress", "update", "sync_every")],
     choice: Annotated[RunChoice, Only("overrides")],
-    given: GivenNames,
+    names: GivenNames,
     task: Annotated[
         str | None,
         typer.Argument(
@@ -92,12 +92,12 @@ def plan(
       lockstep plan my_task.py -n 8 --network 25GbE  8 ranks, on another network
       lockstep plan --gradient-mb 100 --step-ms 250  a step of which two numbers are known
     """
-    if asked.gradient_mb is None and task is not None:
-        _refuse(given & _ONLY_OF_NUMBERS, "the plan of a task")
-        _plan_task(asked, task, choice, method)
-    elif asked.gradient_mb is not None:
-        _refuse(given & _ONLY_OF_TASK, "--gradient-mb")
-        _plan_numbers(asked, asked.gradient_mb, method)
+    if options.gradient_mb is None and task is not None:
+        _refuse(names & _ONLY_OF_NUMBERS, "the plan of a task")
+        _plan_task(options, task, choice, method)
+    elif options.gradient_mb is not None:
+        _refuse(names & _ONLY_OF_TASK, "--gradient-mb")
+        _plan_numbers(options, options.gradient_mb, method)
     else:
         raise UsageError(
             "option-missing",
@@ -107,14 +107,14 @@ def plan(
         )
 
 
-def _plan_task(asked: PlanChoice, task: str, choice: RunChoice, method: Parallelism) -> None:
+def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parallelism) -> None:
     """Profile a rank of the task on this host, and print a row for each number of workers."""
-    counts = counts_of(asked.workers)
-    check_writable(asked.json_file, "--json")
-    place, overrides = task_of(task, choice.overrides)
+    counts = counts_of(options.workers)
+    check_writable(options.json_file, "--json")
+    task_path, overrides = task_of(task, choice.overrides)
     from lockstep.tools.plan.networks import connection, described
 
-    network = connection(asked.network, asked.nodes_of)
+    network = connection(options.network, options.nodes_of)
     from lockstep.tools.plan.curve import describe, plan_rows  # imports torch
     from lockstep.tools.plan.simulate import check_method
     from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
@@ -124,56 +124,56 @@ def _plan_task(asked: PlanChoice, task: str, choice: RunChoice, method: Parallel
 
     check_method(method)
     scaling = PlanScaling(
-        base=counts[0] if len(counts) > 1 else 1, weak=asked.weak, per_host=asked.nodes_of
+        base=counts[0] if len(counts) > 1 else 1, weak=options.weak, per_host=options.nodes_of
     )
     device = kind_of_device()
-    beside, most = scaling.on_host(counts[-1]), 8 * cores()
-    if device == "cpu" and beside > most:
-        raise UsageError("more-ranks-than-cores", ranks=beside, cores=cores(), most=most)
-    source = partial(resolve, place, overrides)
+    ranks = scaling.on_host(counts[-1])
+    most = 8 * cores()
+    if device == "cpu" and ranks > most:
+        raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
+    source = partial(resolve, task_path, overrides)
     ranks_beside = sides(scaling, counts, slots_of(source()), cores(), device)
     warn_if_busy()
     measured = profile(
-        source, ranks_beside, asked.seconds, talking=talking(scaling, counts, device)
+        source, ranks_beside, options.seconds, talking=talking(scaling, counts, device)
     )
-    print(measured.describe(asked.nodes_of))
-    print(described(network, asked.network))
+    print(measured.describe(options.nodes_of))
+    network_text = described(network, options.network)
+    print(network_text)
     rows = plan_rows(measured, counts, scaling, network, method)
     print(describe(rows, measured, scaling))
     report = {
-        "task": short_name(place),
-        "network": described(network, asked.network),
+        "task": short_name(task_path),
+        "network": network_text,
         "base": scaling.base,
         "weak": scaling.weak,
         "rows": [row.as_json() for row in rows],
     }
-    write_json(asked.json_file, report)
+    write_json(options.json_file, report)
 
 
-def _plan_numbers(asked: PlanChoice, gradient_mb: float, method: Parallelism) -> None:
+def _plan_numbers(options: PlanChoice, gradient_mb: float, method: Parallelism) -> None:
     """Print the plan of a step from the bytes of its gradients and the time of its computation."""
-    if asked.step_ms is None:
+    if options.step_ms is None:
         raise UsageError(
             "option-missing",
             option="--gradient-mb",
             needed="--step-ms MS",
             reason="a step is the computation and the communication of its gradients",
         )
-    counts = counts_of(asked.workers)
-    check_writable(asked.json_file, "--json")
+    counts = counts_of(options.workers)
+    check_writable(options.json_file, "--json")
     from lockstep.tools.plan.given_step import GivenStep, describe, rows  # imports torch
     from lockstep.tools.plan.networks import connection, described
 
-    network = connection(asked.network, asked.nodes_of)
-    step = GivenStep(gradient_mb=gradient_mb, buckets=asked.buckets, step_ms=asked.step_ms)
-    found = rows(step, counts, network, method)
-    print(described(network, asked.network))
-    print(describe(step, found))
-    report = {
-        "network": described(network, asked.network),
-        "rows": [row.as_json() for row in found],
-    }
-    write_json(asked.json_file, report)
+    network = connection(options.network, options.nodes_of)
+    step = GivenStep(gradient_mb=gradient_mb, buckets=options.buckets, step_ms=options.step_ms)
+    times = rows(step, counts, network, method)
+    network_text = described(network, options.network)
+    print(network_text)
+    print(describe(step, times))
+    report = {"network": network_text, "rows": [row.as_json() for row in times]}
+    write_json(options.json_file, report)
 
 
 def _refuse(names: Collection[str], plan: str) -> None:
@@ -195,13 +195,13 @@ def counts_of(text: str) -> list[int]:
         " 1..4096",
     )
     if ends := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        low, high = int(ends[1]), int(ends[2])
+        low = int(ends[1])
+        high = int(ends[2])
         if not 1 <= low <= high:
             raise wrong
-        doublings = range((high // low).bit_length())
-        numbers = [low << power for power in doublings if low << power <= high]
-    elif all(part.isdecimal() for part in text.split(",")):
-        numbers = sorted({int(part) for part in text.split(",")})
+        numbers = [low << power for power in range((high // low).bit_length())]
+    elif all(map(str.isdecimal, text.split(","))):
+        numbers = sorted(set(map(int, text.split(","))))
     else:
         raise wrong
     if numbers[0] < 1:

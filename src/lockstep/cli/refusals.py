@@ -16,9 +16,7 @@ import typer
 
 from lockstep.errors import TaskError, UsageError
 
-REFUSED: Any = next(
-    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
-)
+REFUSED: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 """The base class of the parser's exceptions. Its module depends on typer's version."""
 
 _TYPES = {int: "a whole number", float: "a number"}
@@ -28,37 +26,30 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
     """Convert the parser's error to a UsageError. `line` is the command line without the program's
     name.
     """
-    context, kind = getattr(error, "ctx", None), type(error).__name__
-    path = _command(context)
+    context = getattr(error, "ctx", None)
+    path = "lockstep" if context is None else str(context.command_path)
+    kind = type(error).__name__
     if kind == "NoSuchOption":
-        options = (
-            []
-            if context is None
-            else [
-                name
-                for each in context.command.params
-                for name in (*each.opts, *each.secondary_opts)
-            ]
-        )
-        return UsageError(
-            "unknown-option",
-            option=error.option_name,
-            command=path,
-            near=meant(error.option_name, options),
-        )
+        options: list[str] = []
+        for param in [] if context is None else context.command.params:
+            options += [*param.opts, *param.secondary_opts]
+        near = meant(error.option_name, options)
+        return UsageError("unknown-option", option=error.option_name, command=path, near=near)
     if kind == "MissingParameter" and error.param is not None:
         return UsageError("missing-argument", name=_shown(error.param), command=path)
     if kind == "BadParameter" and error.param is not None:
-        given = _given(line)
-        values = [f" {given[name]}" for name in error.param.opts if name in given]
+        typed = _typed_options(line)
+        values = [f" {typed[name]}" for name in error.param.opts if name in typed]
         return UsageError(
             "wrong-argument",
             name=_shown(error.param),
             given="".join(values[:1]),
-            wanted=_takes(context, error),
+            wanted=_expected(context, error),
         )
     text = error.format_message().rstrip(".")
-    reason = f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else '.'}"
+    reason = f"{text[:1].lower()}{text[1:]}"
+    if not text.endswith("?"):
+        reason += "."
     return UsageError("wrong-command-line", reason=reason, command=path)
 
 
@@ -70,8 +61,9 @@ def as_typed(error: UsageError, line: Sequence[str]) -> str:
         return str(error)
     message = f" {error}"  # so that every name is after a space
     values: dict[Any, Any] = {error.values.get("name"): error.values.get("value"), **error.values}
-    for typed, text in _given(line).items():
-        option = "--workers" if typed == "-n" else typed
+    for option, text in _typed_options(line).items():
+        if option == "-n":
+            option = "--workers"
         name = option.removeprefix("--").replace("-", "_")
         if values.get(name) is True:
             message = message.replace(f" {name}=True", f" {option}")
@@ -80,50 +72,43 @@ def as_typed(error: UsageError, line: Sequence[str]) -> str:
     return message[1:]
 
 
-def _given(line: Sequence[str]) -> dict[str, str]:
+def _typed_options(line: Sequence[str]) -> dict[str, str]:
     """Return the options on the command line, each with the text after it."""
-    given = {}
+    options = {}
     for word, following in zip_longest(line, line[1:], fillvalue=""):
         option, equals, value = word.partition("=")
         if option.startswith("-"):
-            given[option] = value if equals else following
-    return given
+            options[option] = value if equals else following
+    return options
 
 
 def meant(name: str, options: Collection[str]) -> str:
     """Return ` (did you mean ...?)`. Options that begin with `name` come first."""
-    begun = sorted(each for each in options if each.startswith(name))
-    close = [each for each in get_close_matches(name, options) if each not in begun]
-    found = [*begun, *close][:3]
-    return f" (did you mean {', '.join(found)}?)" if found else ""
+    matches = sorted(option for option in options if option.startswith(name))
+    matches += [option for option in get_close_matches(name, options) if option not in matches]
+    return f" (did you mean {', '.join(matches[:3])}?)" if matches else ""
 
 
-def _takes(context: Any, error: Any) -> str:
-    """Say what the option's declaration allows, or return the parser's message."""
-    hint = get_type_hints(inspect.unwrap(context.command.callback), include_extras=True).get(
-        error.param.name
-    )
-    extras: tuple[Any, ...] = ()
-    if get_origin(hint) is Annotated:
-        hint, *rest = get_args(hint)
-        extras = tuple(rest)
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    words = next((_TYPES[each] for each in kinds if each in _TYPES), None)
-    choices = next(
-        (each for each in kinds if isinstance(each, type) and issubclass(each, Enum)), None
-    )
-    if choices is not None:
-        return f"choose one of {', '.join(str(each.value) for each in choices)}"
-    if words is None:
-        return str(error.message)
-    least = next((each.min for each in extras if getattr(each, "min", None) is not None), None)
-    return f"give {words}{f' of at least {least}' if least is not None else ''}"
+def _expected(context: Any, error: Any) -> str:
+    """Return in words what the option's declaration allows, or the parser's message."""
+    annotations = get_type_hints(inspect.unwrap(context.command.callback), include_extras=True)
+    annotation = annotations.get(error.param.name)
+    least = None
+    if get_origin(annotation) is Annotated:
+        annotation, option, *_ = get_args(annotation)
+        least = getattr(option, "min", None)
+    optional = get_origin(annotation) in (Union, types.UnionType)
+    for kind in get_args(annotation) if optional else (annotation,):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return f"choose one of {', '.join(str(choice.value) for choice in kind)}"
+        if kind in _TYPES:
+            bound = "" if least is None else f" of at least {least}"
+            return f"give {_TYPES[kind]}{bound}"
+    return str(error.message)
 
 
 def _shown(param: Any) -> str:
-    options = [each for each in param.opts if each.startswith("--")]
-    return options[0] if options else str(param.metavar or param.name.upper()).strip("{}[]")
-
-
-def _command(context: Any) -> str:
-    return "lockstep" if context is None else str(context.command_path)
+    for option in param.opts:
+        if option.startswith("--"):
+            return str(option)
+    return str(param.metavar or param.name.upper()).strip("{}[]")

@@ -48,10 +48,10 @@ def report(
     file = out or run / FILE
     check_writable(file, "--out")
     check_writable(json_file, "--json")
-    found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
-    print(plain("\n".join(told(recorded, found))))
-    write_json(json_file, as_json(recorded, found))
-    text = page(recorded, found)
+    judged = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
+    print(plain("\n".join(told(recorded, judged))))
+    write_json(json_file, as_json(recorded, judged))
+    text = page(recorded, judged)
     with writing(file, "--out"):
         file.write_text(text, encoding="utf-8")
     print(f"page: {file}")
@@ -60,7 +60,6 @@ def report(
             print(f"timeline: {perfetto.write(run, recorded.anatomy)}")
         except OSError as error:
             print(
-                f"warning: {run / perfetto.FILE} cannot be written ({error.strerror}) and is"
-                " left out",
+                f"warning: {run / perfetto.FILE} cannot be written ({error.strerror}) and is left out",
                 file=sys.stderr,
             )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import nodes as many
+from lockstep.cli import nodes
 from lockstep.cli.arguments import at_least_one
 from lockstep.cli.choices import Cluster
-from lockstep.cli.options import Says
+from lockstep.cli.options import KnobHelp
 from lockstep.config.launching import Launch
 from lockstep.errors import UsageError
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 # All words after the script's name belong to the script, also those that look like options of
 # `lockstep run`.
 CONTEXT = {"allow_interspersed_args": False}
-COMMAND = many.Command
+COMMAND = nodes.Command
 
 
 def run(
     launch: Annotated[
         Launch,
-        Says(
+        KnobHelp(
             "on_stall",
             unit="wait|abort",
             help="On a stall: warn and wait, or abort. Default: abort.",
         ),
-        Says(
+        KnobHelp(
             "max_restarts",
             help="Maximum number of restarts after a worker or node is lost (with --ray). Default: 0.",
         ),
@@ -90,13 +90,14 @@ def run(
     target = _target(command[0], command[1:], module=module)
     script = _Script(target=target, logs=_folder(log), launch=launch)
     if cluster.ray is not None:
-        many.refuse_beside_ray(cluster)
-        raise typer.Exit(script.on_ray(cluster.ray, many.ranks_on_ray(workers)))
-    if cluster.nodes is None and (here := rank_here(workers)) is not None:
-        script.as_rank(here)
+        nodes.refuse_beside_ray(cluster)
+        raise typer.Exit(script.on_ray(cluster.ray, nodes.ranks_on_ray(workers)))
+    placement = None if cluster.nodes is not None else rank_here(workers)
+    if placement is not None:
+        script.as_rank(placement)
         return
-    fixed, workers = many.fixed_set(cluster, workers)
-    raise typer.Exit(script.on_nodes(fixed, workers))
+    node_set, workers = nodes.fixed_set(cluster, workers)
+    raise typer.Exit(script.on_nodes(node_set, workers))
 
 
 def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
@@ -120,19 +121,19 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
         )
 
 
-def _folder(asked: Path | None) -> Path | None:
+def _folder(folder: Path | None) -> Path | None:
     """Create the directory that --log names. Raises UsageError if that fails."""
-    if asked is None:
+    if folder is None:
         return None
     try:
-        asked.mkdir(parents=True, exist_ok=True)
-        if not os.access(asked, os.W_OK | os.X_OK):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UsageError(
-            "cannot-make-folder", option="--log", folder=str(asked), reason=error.strerror
+            "cannot-make-folder", option="--log", folder=str(folder), reason=error.strerror
         ) from error
-    return asked.absolute()
+    return folder.absolute()
 
 
 def _target(name: str, args: list[str], *, module: bool) -> Target:
@@ -155,7 +156,7 @@ class _Script:
 
     def on_ray(self, address: str, workers: int) -> int:
         """Run it on the nodes of a Ray cluster, and return the exit code."""
-        return many.run_on_ray(
+        return nodes.run_on_ray(
             address,
             self.target,
             workers,
@@ -165,30 +166,30 @@ class _Script:
             restarts=self.launch.max_restarts or 0,
         ).exit_code
 
-    def as_rank(self, here: Placement) -> None:
+    def as_rank(self, placement: Placement) -> None:
         """Run it in this process, which srun or mpirun has started as a rank."""
         from lockstep.launcher.logs import redirect
         from lockstep.launcher.rank import refuse_watching, work_as
         from lockstep.runtime.environment import exported, timeout_for_ranks
 
-        refuse_watching(here, self.launch)
-        timeout = timeout_for_ranks(self.launch.timeout)
-        os.environ.update({**exported(here, os.environ), **timeout})
+        refuse_watching(placement, self.launch)
+        os.environ.update(exported(placement, os.environ))
+        os.environ.update(timeout_for_ranks(self.launch.timeout))
 
         def program() -> None:
-            redirect(here.rank, "all", self.logs)
+            redirect(placement.rank, "all", self.logs)
             self.target.run()
 
-        work_as(here, program)
+        work_as(placement, program)
 
-    def on_nodes(self, fixed: Nodes | None, workers: int | None) -> int:
+    def on_nodes(self, node_set: Nodes | None, workers: int | None) -> int:
         """Run it on this host, alone or as one of a fixed set, and return the exit code."""
         from lockstep.launcher.supervise import supervise
 
         if workers is not None and workers > 1 and sys.stderr.isatty():
             # the imports that follow take seconds
             print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
-        with many.placed(fixed, self.launch.timeout) as (share, network):
+        with nodes.placed(node_set, self.launch.timeout) as (share, network):
             return supervise(
                 self.target,
                 workers if share is None else share.ranks.count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
 app = typer.Typer(no_args_is_help=True)
+Ranks = Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")]
+GlobalBatch = Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")]
 DrawnFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE.svg", help="Draw a picture into FILE.svg, in place of text."),
@@ -25,20 +28,20 @@ DrawnFile = Annotated[
 
 
 def _show(
-    picture: ModuleType, what: Sequence[Any], title: Callable[[], str], out: Path | None
+    picture: ModuleType, arguments: Sequence[Any], title: Callable[[], str], out: Path | None
 ) -> None:
     """Print the picture as text, or draw it into a file."""
     if out is None:
-        print(picture.text(*what))
+        print(picture.text(*arguments))
     else:
-        picture.drawing(*what).save(out)
+        picture.drawing(*arguments).save(out)
         print(f"{out}: {title()}")
 
 
 @app.command("step", cls=GroupedCommand)
 def step(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 2,
-    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
+    workers: Ranks = 2,
+    batch: GlobalBatch = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per rank."),
@@ -48,8 +51,8 @@ def step(
     """Show a data-parallel step, with the samples of each rank."""
     from lockstep.tools.show import step_picture as picture
 
-    found = picture.DataParallelStep.of(workers, batch, micro_batch)
-    _show(picture, [found], lambda: picture.title(found), out)
+    drawn = picture.DataParallelStep.of(workers, batch, micro_batch)
+    _show(picture, [drawn], lambda: picture.title(drawn), out)
 
 
 @app.command("exact", cls=GroupedCommand)
@@ -57,15 +60,15 @@ def exact(
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
     ] = 8,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 3,
+    workers: Ranks = 3,
     out: DrawnFile = None,
 ) -> None:
     """Show the tree along which exact mode adds gradients."""
     at_least_one(micro_batches=micro_batches, workers=workers)
     from lockstep.tools.show import exact_picture as picture  # imports torch
 
-    found = picture.ExactStep.of(micro_batches, workers)
-    _show(picture, [found], lambda: picture.title(found)[0], out)
+    drawn = picture.ExactStep.of(micro_batches, workers)
+    _show(picture, [drawn], lambda: picture.title(drawn)[0], out)
 
 
 class Split(StrEnum):
@@ -99,7 +102,7 @@ def data(
     at_least_one(samples=samples, workers=workers, epochs=epochs)
     from lockstep.tools.show import data_picture as picture  # imports torch
 
-    found = picture.deal(
+    dealt = picture.deal(
         samples,
         workers,
         split=split.value,
@@ -108,7 +111,7 @@ def data(
         shuffle=shuffle,
         seed=seed,
     )
-    _show(picture, [found], lambda: picture.title(found), out)
+    _show(picture, [dealt], lambda: picture.title(dealt), out)
 
 
 @app.command("mesh", cls=GroupedCommand)
@@ -124,7 +127,7 @@ def mesh(
         str | None,
         typer.Option(metavar="TASK", help="Task whose layers to name."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of one optimizer step, over all ranks.")] = 32,
+    batch: GlobalBatch = 32,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one forward. Default: one micro-batch per replica."),
@@ -135,22 +138,23 @@ def mesh(
     from lockstep.config.mesh import Mesh
     from lockstep.tools.show import mesh_picture as picture
 
-    found = Mesh.read(mesh)
-    layers = None if task is None else _stages(task, found.pipeline)
-    every = picture.places(found, nodes, layers, batch, micro_batch)
-    _show(picture, (every, found, nodes), lambda: picture.title(found, nodes), out)
+    grid = Mesh.read(mesh)
+    layers = None if task is None else _stages(task, grid.pipeline)
+    ranks = picture.places(grid, nodes, layers, batch, micro_batch)
+    _show(picture, [ranks, grid, nodes], lambda: picture.title(grid, nodes), out)
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:
     """Return the names of the layers in every stage of a task's model."""
-    place, _ = task_of(task, {})
+    path, _ = task_of(task, {})
     from lockstep.model_parallel.layers import layers_of  # imports torch
     from lockstep.model_parallel.split import cut
     from lockstep.training.resolve import resolve
 
-    found = resolve(place)
-    layers = layers_of(found.model(), found.parts)
-    return [list(layers.names[part.start : part.stop]) for part in cut(layers, stages, found.parts)]
+    resolved = resolve(path)
+    layers = layers_of(resolved.model(), resolved.parts)
+    parts = cut(layers, stages, resolved.parts)
+    return [list(layers.names[part.start : part.stop]) for part in parts]
 
 
 _ALGORITHMS = {
@@ -179,7 +183,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 def _algorithm(name: str) -> Callable[..., None]:
     def show(
-        workers: Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")] = 4,
+        workers: Ranks = 4,
         out: DrawnFile = None,
         ranks_per_node: Annotated[
             int | None, typer.Option(help="Ranks of a node, for hierarchical only. Default: 2.")
@@ -192,13 +196,13 @@ def _algorithm(name: str) -> Callable[..., None]:
 
         if ranks_per_node is not None and name != "hierarchical":
             raise _without_effect(name, "--ranks-per-node", "all ranks are alike")
-        found = schedule(
+        all_reduce = schedule(
             "all_reduce",
             name.replace("-", "_"),
             workers,
             ranks_per_node=2 if ranks_per_node is None else ranks_per_node,
         )
-        _show(picture, [found], lambda: picture.title(found, prove(found))[0], out)
+        _show(picture, [all_reduce], lambda: picture.title(all_reduce, prove(all_reduce))[0], out)
 
     show.__doc__ = (
         f"{_ALGORITHMS[name]}\n\nEach round lists who sends what to whom, and what each rank then"
@@ -236,10 +240,10 @@ def _collective(name: str) -> Callable[..., None]:
             raise _without_effect(name, f"--root {root}", "no rank is special")
         from lockstep.tools.show.before_after import before_and_after  # with torch
 
-        chosen = algorithm and algorithm.replace("-", "_")
-        print(
-            before_and_after(kind, _rows(values), op=op or "sum", algorithm=chosen, root=root or 0)
-        )
+        if algorithm is not None:
+            algorithm = algorithm.replace("-", "_")
+        rows = _rows(values)
+        print(before_and_after(kind, rows, op=op or "sum", algorithm=algorithm, root=root or 0))
 
     show.__doc__ = (
         f"{_COLLECTIVES[name]}\n\nThe table has the tensor of each rank before and after."
@@ -252,25 +256,21 @@ def _without_effect(name: str, option: str, reason: str) -> UsageError:
 
 
 def _rows(text: str) -> list[list[float]]:
+    """Parse "1,2;3,4": a row of numbers for each rank."""
     try:
-        rows = [
-            [
-                float(part) if any(mark in part for mark in ".en") else int(part)
-                for part in row.split(",")
-            ]
-            for row in text.split(";")
-        ]
+        rows = [list(map(_number, row.split(","))) for row in text.split(";")]
     except ValueError:
         expected = 'numbers, and split rows by semicolons, such as "1,2,3;4,5,6"'
         raise UsageError("wrong-value", name="values", value=text, expected=expected) from None
-    for value in (
-        value
-        for row in rows
-        for value in row
-        if isinstance(value, int) and not -(2**63) <= value < 2**63
-    ):
-        raise UsageError("integer-too-large", value=value)
+    for value in itertools.chain(*rows):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UsageError("integer-too-large", value=value)
     return rows
+
+
+def _number(text: str) -> float:
+    is_float = "." in text or "e" in text or "n" in text  # 1e3, inf, nan
+    return float(text) if is_float else int(text)
 
 
 @app.command("pipeline", cls=GroupedCommand)
@@ -294,8 +294,8 @@ def pipeline(
     at_least_one(stages=stages, micro_batches=micro_batches)
     from lockstep.tools.show import pipeline_picture as picture
 
-    found = picture.chart(schedule, stages, micro_batches, backward)
-    _show(picture, [found], lambda: picture.title(found)[0], out)
+    chart = picture.chart(schedule, stages, micro_batches, backward)
+    _show(picture, [chart], lambda: picture.title(chart)[0], out)
 
 
 for _name in _ALGORITHMS:

@@ -7,15 +7,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from lockstep.cli import nodes as many
+from lockstep.cli import nodes
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.config.launching import Launch
 from lockstep.config.settings import Config, Settings
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, running
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.runtime.environment import Placement
     from lockstep.training.run_directory import RunDirectory
 
-COMMAND = many.Command
+COMMAND = nodes.Command
 
 
 def train(
@@ -50,40 +52,40 @@ def train(
       lockstep train my_task.py -n 2 --set lr=0.01   your task, with a parameter set
       lockstep train my_task.py --run runs/a         start the run in runs/a, or resume it
     """
-    choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
+    run = run_of(choice.run) if choice.resume else new_run(choice.run)
+    choice = replace(choice, run=run)
     workers = _workers(choice, config)
     from lockstep.launcher.rank import rank_here
 
-    here, fixed = None, None
+    placement: Placement | None = None  # as a rank of another launcher
+    node_set: Nodes | None = None
     if launch.on_corruption == "exclude" and cluster.ray is None:
         raise UsageError("nothing-to-exclude", where="this host or a fixed set of nodes")
     if cluster.ray is not None:
-        many.refuse_beside_ray(cluster)
-        workers = many.ranks_on_ray(workers)
-    elif cluster.nodes is not None or (here := rank_here(workers)) is None:
-        fixed, count = many.fixed_set(cluster, workers)
-        workers = None if count is None else str(count)
-    if here is not None:
-        _listen(here, launch)
-    place, overrides = task_of(task, choice.overrides)
+        nodes.refuse_beside_ray(cluster)
+        workers = nodes.ranks_on_ray(workers)
+    else:
+        if cluster.nodes is None:
+            placement = rank_here(workers)
+        if placement is None:
+            node_set, count = nodes.fixed_set(cluster, workers)
+            workers = None if count is None else str(count)
+        else:
+            _prepare_rank(placement, launch)
+    task_path, overrides = task_of(task, choice.overrides)
     settings = Settings.of(
         config,
-        task=place,
+        task=task_path,
         overrides=overrides,
-        workers=_ranks(workers, here, fixed),
+        workers=_ranks(workers, placement, node_set),
     )
-    if here is not None:
-        _train_here(here, settings, choice)
-    elif fixed is not None:
-        _train_on_nodes(fixed, settings, choice, launch)
+    if placement is not None:
+        _train_as_rank(placement, settings, choice)
+    elif node_set is not None:
+        _train_on_nodes(node_set, settings, choice, launch)
     elif not _finished(settings, choice):
-        run = _Run(
-            settings=settings,
-            choice=choice,
-            launch=launch,
-            ray=cluster.ray,
-        )
-        run.train(task, workers)
+        run_here = _Run(settings=settings, choice=choice, launch=launch, ray=cluster.ray)
+        run_here.train(task, workers)
 
 
 def _workers(choice: RunChoice, config: Config) -> str | None:
@@ -91,56 +93,53 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
     from lockstep.config.balance import Balance
 
     workers = None if choice.workers is None else str(choice.workers)
-    balance = None if config.balance is None else Balance.of(config.balance)
-    for name, value, count in (
-        ("mesh", str(config.mesh), None if config.mesh is None else config.mesh.size),
-        ("balance", config.balance, None if balance is None else len(balance.weights)),
-    ):
-        if count is None:
-            continue
+    counts = {}
+    if config.mesh is not None:
+        counts["mesh"] = config.mesh.size
+    if config.balance is not None:
+        counts["balance"] = len(Balance.of(config.balance).weights)
+    for name, count in counts.items():
         if workers is not None and ":" in workers:
+            value = str(getattr(config, name))
             raise UsageError("range-of-workers", name=name, value=value, workers=count)
         workers = workers or str(count)
     return workers
 
 
-def _ranks(workers: str | None, here: Placement | None, fixed: Nodes | None) -> int:
+def _ranks(workers: str | None, placement: Placement | None, node_set: Nodes | None) -> int:
     """Return the number of ranks over all nodes, as far as it is known."""
     from lockstep.launcher.supervise import Workers
 
-    if here is not None:
-        return here.size
-    if fixed is not None:
-        return fixed.count * many.ranks_here(fixed)
+    if placement is not None:
+        return placement.size
+    if node_set is not None:
+        return node_set.count * nodes.ranks_here(node_set)
     return 1 if workers is None else Workers.read(workers).most
 
 
 # -- as one rank, or as one node -----------------------------------------------------------------
 
 
-def _listen(here: Placement, launch: Launch) -> None:
+def _prepare_rank(placement: Placement, launch: Launch) -> None:
     from lockstep.launcher import preemption
     from lockstep.launcher.rank import refuse_watching
     from lockstep.runtime.environment import timeout_for_ranks
 
     preemption.listen()  # at once, because the imports that follow take seconds
-    refuse_watching(here, launch)
+    refuse_watching(placement, launch)
     os.environ.update(timeout_for_ranks(launch.timeout))
 
 
-def _train_here(here: Placement, settings: Settings, choice: RunChoice) -> None:
+def _train_as_rank(placement: Placement, settings: Settings, choice: RunChoice) -> None:
     from lockstep.launcher.rank import work_as
     from lockstep.training.as_rank import train_as_rank  # imports torch
 
-    work_as(
-        here,
-        lambda: train_as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh),
-        may_exit=False,
-    )
+    program = partial(train_as_rank, settings, choice.run, resume=choice.resume, fresh=choice.fresh)
+    work_as(placement, program, may_exit=False)
 
 
 def _train_on_nodes(
-    fixed: Nodes,
+    node_set: Nodes,
     settings: Settings,
     choice: RunChoice,
     launch: Launch,
@@ -153,8 +152,8 @@ def _train_on_nodes(
         )
     from lockstep.launcher.supervise import supervise
 
-    target = many.as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh)
-    with many.placed(fixed, launch.timeout) as (share, network):
+    target = nodes.as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh)
+    with nodes.placed(node_set, launch.timeout) as (share, network):
         outcome = supervise(
             target,
             environment=network,
@@ -201,29 +200,25 @@ class _Run:
         from lockstep.launcher.supervise import RESTARTS, Workers
         from lockstep.training.run_directory import claimed
 
-        choice, settings = self.choice, self.settings
+        choice = self.choice
+        settings = self.settings
         with claimed(settings, choice.run, resume=choice.resume, fresh=choice.fresh) as directory:
             if sys.stderr.isatty():  # the imports that follow take seconds
-                ranks = (
-                    "the ranks"
-                    if workers is None
-                    else f"{settings.workers} rank{'s' * (settings.workers > 1)}"
-                )
+                ranks = "the ranks" if workers is None else counted(settings.workers, "rank")
                 print(f"starting {ranks}: this takes some seconds ...", file=sys.stderr, flush=True)
             if self.ray is None:
                 settings = fitted(settings, count_workers=workers is None)
                 settings = _with_free_cores(settings, directory)
-            allowed = (
-                Workers(settings.workers, settings.workers)
-                if workers is None
-                else Workers.read(workers)
-            )
-            usual = RESTARTS if allowed.elastic or self.launch.on_stall == "restart" else 0
-            restarts = usual if self.launch.max_restarts is None else self.launch.max_restarts
+            allowed = Workers(settings.workers, settings.workers)
+            if workers is not None:
+                allowed = Workers.read(workers)
+            restarts = self.launch.max_restarts
+            if restarts is None:
+                restarts = RESTARTS if allowed.elastic or self.launch.on_stall == "restart" else 0
             outcome = replace(self, settings=settings)._start(directory, allowed, restarts)
             if not outcome.exit_code:
-                _say_finished(directory, task)
-            elif outcome.failure is not None and self._leaves_nothing(directory, outcome.failure):
+                _print_result(directory, task)
+            elif outcome.failure is not None and self._is_useless(directory, outcome.failure):
                 directory.release(failed=True)
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
@@ -231,7 +226,7 @@ class _Run:
     def _start(self, directory: RunDirectory, allowed: Workers, restarts: int) -> Outcome:
         """Run the ranks until they end and are not restarted."""
         if self.ray is not None:
-            return many.train_on_ray(
+            return nodes.train_on_ray(
                 self.ray,
                 directory,
                 self.settings,
@@ -258,7 +253,7 @@ class _Run:
                 console="first",
                 launch=self.launch,
                 heeds=True,
-                passing=lambda failure: self._leaves_nothing(directory, failure),
+                passing=partial(self._is_useless, directory),
             )
 
         return run_with_restarts(
@@ -269,7 +264,7 @@ class _Run:
             after_stalls=self.launch.on_stall == "restart",
         )
 
-    def _leaves_nothing(self, directory: RunDirectory, failure: Failure) -> bool:
+    def _is_useless(self, directory: RunDirectory, failure: Failure) -> bool:
         """Whether a failed run needs no directory: it never trained, and its error is printed."""
         try:
             trained = directory.trained
@@ -283,7 +278,7 @@ class _Run:
         )
 
 
-def _say_finished(directory: RunDirectory, task: str) -> None:
+def _print_result(directory: RunDirectory, task: str) -> None:
     from lockstep.training import result
 
     directory.check()
@@ -301,17 +296,19 @@ def _with_free_cores(settings: Settings, directory: RunDirectory) -> Settings:
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
     if chosen or threads < 2:
         return settings
-    if (kept := Settings.read(directory.path).threads) is not None:
-        return replace(settings, threads=kept)
+    before = Settings.read(directory.path).threads
+    if before is not None:
+        return replace(settings, threads=before)
     from lockstep.launcher.start import gpus
 
-    programs, every = running(own=2), os.cpu_count() or 1  # the fork server imports torch now
-    free = max(1, min(cores(), every - programs) // settings.workers)
+    programs = running(own=2)  # the fork server imports torch now
+    total = os.cpu_count() or 1
+    free = max(1, min(cores(), total - programs) // settings.workers)
     if free == threads or (settings.device != "cpu" and gpus()):
         return settings
     print(
-        f"other programs keep {min(programs, every)} of {every} cores busy: a worker gets"
-        f" {free} thread{'s' * (free > 1)} in place of {threads} (--threads N sets the number)",
+        f"other programs keep {min(programs, total)} of {total} cores busy: a worker gets"
+        f" {counted(free, 'thread')} in place of {threads} (--threads N sets the number)",
         file=sys.stderr,
         flush=True,
     )

@@ -8,16 +8,17 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import nodes as many
+from lockstep.cli import nodes
 from lockstep.cli.arguments import JsonFile, counts_of, existing_run, fitted, task_of
 from lockstep.cli.choices import Cluster, RunChoice
 from lockstep.cli.completion import tasks
-from lockstep.cli.options import GivenNames, Only, Says, option_name
+from lockstep.cli.options import GivenNames, KnobHelp, Only, option_name
 from lockstep.config.settings import Config, Settings
+from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.streams import plain
 from lockstep.tools.timing.output_files import write_json
@@ -25,13 +26,13 @@ from lockstep.tools.timing.output_files import write_json
 if TYPE_CHECKING:
     from lockstep.tools.verify.judge import Verified
 
-COMMAND = many.Command
+COMMAND = nodes.Command
 _COUNTS = "1,2,3"
 _STEPS = 5
 
 
 def verify(
-    what: Annotated[
+    targets: Annotated[
         list[str],
         typer.Argument(
             metavar="TASK | RUN_A RUN_B",
@@ -42,11 +43,11 @@ def verify(
     config: Annotated[
         Config,
         Only("steps", "exact", "device", "reduce", "update"),
-        Says("steps", help=f"Number of optimizer steps to compare. Default: {_STEPS}."),
+        KnobHelp("steps", help=f"Number of optimizer steps to compare. Default: {_STEPS}."),
     ],
     choice: Annotated[RunChoice, Only("overrides")],
     cluster: Annotated[Cluster, Only("ray")],
-    given: GivenNames,
+    names: GivenNames,
     workers: Annotated[
         str | None,
         typer.Option(
@@ -71,50 +72,53 @@ def verify(
       lockstep verify my_task.py -n 1,4 --exact      the same, with exact mode
       lockstep verify runs/a runs/b                  compare two finished runs
     """
-    if len(what) == 2:
-        _refuse_with_runs(given - {"what", "json"})
-        _runs(existing_run(Path(what[0])), existing_run(Path(what[1])), json)
+    if len(targets) == 2:
+        _refuse_with_runs(names - {"targets", "json"})
+        first, second = map(Path, targets)
+        _runs(existing_run(first), existing_run(second), json)
         return
-    if len(what) != 1:
-        raise UsageError("task-or-two-runs", given=f"{len(what)} arguments")
+    if len(targets) != 1:
+        raise UsageError("task-or-two-runs", given=f"{len(targets)} arguments")
     settings, counts = _settings(
-        what[0], workers, config, choice.overrides, fits_here=cluster.ray is None
+        targets[0], workers, config, choice.overrides, fits_here=cluster.ray is None
     )
-    start = (
-        {}
-        if cluster.ray is None
-        else {
-            "start": many.calling_on_ray(cluster.ray, settings.task, many.gpus_for(settings.device))
-        }
-    )
-    from lockstep.tools.verify.judge import verify as look
+    start: dict[str, Any] = {}
+    if cluster.ray is not None:
+        gpus = nodes.gpus_for(settings.device)
+        start["start"] = nodes.calling_on_ray(cluster.ray, settings.task, gpus)
+    from lockstep.tools.verify import judge
     from lockstep.training.resolve import resolve
 
     # mistakes in the task are errors here, before any rank starts
-    name = resolve(settings.task, settings.overrides).name or "task"
-    verdict = look(
-        settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True), **start
-    )
-    write_json(json, {"task": name, **verdict.as_json()})
+    task = resolve(settings.task, settings.overrides).name or "task"
+    verdict = judge.verify(settings, counts, say=_print_progress, **start)
+    write_json(json, {"task": task, **verdict.as_json()})
     print(_table(verdict))
-    print(_last_line(name, verdict, counts, settings.steps or _STEPS))
+    print(_last_line(task, verdict, counts, settings.steps or _STEPS))
     if verdict.equal_noise is not None:
-        one, other = verdict.equal_noise
-        print(
-            f"verify: {name} gives samples {one} and {other} the same noise: after both a generator"
-            " is in the same state\nlikely cause: the data set seeds a global generator. Remove"
-            " manual_seed or random.seed from it: Lockstep seeds torch, numpy.random and random"
-            " for every sample"
-        )
+        print(_equal_noise(task, *verdict.equal_noise))
     if not verdict.correct:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _equal_noise(task: str, first: int, second: int) -> str:
+    return (
+        f"verify: {task} gives samples {first} and {second} the same noise: after both a generator"
+        " is in the same state\nlikely cause: the data set seeds a global generator. Remove"
+        " manual_seed or random.seed from it: Lockstep seeds torch, numpy.random and random"
+        " for every sample"
+    )
 
 
 def _settings(
     task: str,
     workers: str | None,
     config: Config,
-    override: Mapping[str, str],
+    overrides: Mapping[str, str],
     *,
     fits_here: bool,
 ) -> tuple[Settings, list[int]]:
@@ -128,34 +132,37 @@ def _settings(
         'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains the same twice)',
         least=2,
     )
-    place, overrides = task_of(task, override)
-    steps = _STEPS if config.steps is None else config.steps
-    settings = Settings.of(
-        replace(config, steps=steps), task=place, overrides=overrides, workers=max(counts)
-    )
-    return fitted(settings, count_workers=False) if fits_here else settings, counts
+    task, overrides = task_of(task, overrides)
+    config = replace(config, steps=_STEPS if config.steps is None else config.steps)
+    settings = Settings.of(config, task=task, overrides=overrides, workers=max(counts))
+    if fits_here:
+        settings = fitted(settings, count_workers=False)
+    return settings, counts
 
 
-def _refuse_with_runs(given: Collection[str]) -> None:
-    if given:
+def _refuse_with_runs(names: Collection[str]) -> None:
+    """Raise UsageError for options of a training."""
+    if names:
         raise UsageError(
             "options-exclude-each-other",
-            one=", ".join(sorted(map(option_name, given))),
+            one=", ".join(sorted(map(option_name, names))),
             other="RUN_A RUN_B",
             reason="comparing two runs trains nothing",
         )
 
 
-def _runs(one: Path, other: Path, json: Path | None) -> None:
-    from lockstep.tools.verify.finished_runs import differences, summary  # imports torch
+def _runs(first: Path, second: Path, json: Path | None) -> None:
+    from lockstep.tools.verify import finished_runs  # imports torch
 
-    found = differences(one, other)
-    write_json(json, {"runs": [str(one), str(other)], "same": not found, "differences": found})
-    if not found:
-        print(f"verify: {one} and {other} are equal, bit for bit: {summary(one)}")
+    sentences = finished_runs.differences(first, second)
+    runs = [str(first), str(second)]
+    write_json(json, {"runs": runs, "same": not sentences, "differences": sentences})
+    if not sentences:
+        summary = finished_runs.summary(first)
+        print(f"verify: {first} and {second} are equal, bit for bit: {summary}")
         return
-    print(f"verify: {one} and {other} differ")
-    for sentence in found:
+    print(f"verify: {first} and {second} differ")
+    for sentence in sentences:
         print(plain(f"  {sentence}"))
     raise typer.Exit(ExitCode.FAILED)
 
@@ -163,17 +170,12 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
 def _table(verdict: Verified) -> str:
     from lockstep.tools.timing.output_files import table
 
-    words = {True: "same" if verdict.exact else "agrees", False: "differs"}
-    rows = [
-        [
-            row.workers,
-            row.steps,
-            f"{row.loss:.9g}",
-            row.sha256[:16],
-            words[row.same] if number else "",
-        ]
-        for number, row in enumerate(verdict.rows)
-    ]
+    same = "same" if verdict.exact else "agrees"
+    rows: list[list[object]] = []
+    for row in verdict.rows:
+        comparison = same if row.same else "differs"
+        rows.append([row.workers, row.steps, f"{row.loss:.9g}", row.sha256[:16], comparison])
+    rows[0][-1] = ""  # the others are compared with the first one
     return table("workers | steps | loss at the end | weights sha256 | ", rows, left=())
 
 
@@ -183,18 +185,17 @@ def _last_line(name: str, verdict: Verified, counts: list[int], steps: int) -> s
             f"verify: {name} differs. First difference: {verdict.where}\nlikely cause:"
             f" {verdict.why}"
         )
-    what = "gives the same bits" if verdict.exact else "gives the same values within rounding"
-    among = (
-        f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} workers ({steps}"
-        f" step{'s' * (steps != 1)})"
+    same = "gives the same bits" if verdict.exact else "gives the same values within rounding"
+    line = (
+        f"verify: {name} {same} on {', '.join(map(str, counts[:-1]))} and {counts[-1]} workers"
+        f" ({counted(steps, 'step')})"
     )
     if not verdict.amplified:
-        return f"verify: {name} {what} on {among}"
-    found = verdict.amplified[0]
-    one, other = found.workers
+        return line
+    first = verdict.amplified[0]
+    one, other = first.workers
     return (
-        f"rounding, amplified: from step {found.step} on, {found.name or 'the loss'} differs by"
+        f"rounding, amplified: from step {first.step} on, {first.name or 'the loss'} differs by"
         f" more than rounding usually does between {one} and {other} workers. Trained with exact,"
-        f" they give the same bits, so the order of addition is the only cause\nverify: {name}"
-        f" {what} on {among}"
+        f" they give the same bits, so the order of addition is the only cause\n{line}"
     )

@@ -35,7 +35,9 @@ class Balance:
     def of(cls, value: str | Sequence[float]) -> Balance:
         """Read `2,1,1`, or a sequence of numbers. Raises UsageError for other values."""
         try:
-            weights = tuple(map(float, value.split(",")) if isinstance(value, str) else value)
+            if isinstance(value, str):
+                value = [float(weight) for weight in value.split(",")]
+            weights = tuple(value)
         except (TypeError, ValueError):
             expected = "a number for each rank, such as 2,1,1"
             raise UsageError(

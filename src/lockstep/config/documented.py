@@ -9,8 +9,9 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar, get_type_hints
 
 C = TypeVar("C")
@@ -34,51 +35,48 @@ def takes_fields(cls: type, *, leaves_out: tuple[str, ...] = ()) -> Callable[[F]
     In its docstring, `<fields>` is replaced by the fields' lines of the Args list.
     """
 
-    def shown(to: F) -> F:
-        own = inspect.signature(to)
-        named = [
-            each
-            for each in own.parameters.values()
-            if each.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        hints = get_type_hints(cls)
-        theirs = [
-            each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
-            for name, each in inspect.signature(cls).parameters.items()
-            if name not in own.parameters and name not in leaves_out
-        ]
-        to.__signature__ = own.replace(parameters=[*named, *theirs])  # type: ignore[attr-defined]
-        if to.__doc__ is not None and "<fields>" in to.__doc__:
-            strings = field_docstrings(cls)
-            lines = [f"{each.name}: {strings.get(each.name, 'a field.')}" for each in theirs]
-            to.__doc__ = to.__doc__.replace("<fields>", "\n        ".join(lines))
-        return to
+    def decorate(target: F) -> F:
+        signature = inspect.signature(target)
+        parameters = dict(signature.parameters)
+        parameters.popitem()  # **keywords
+        annotations = get_type_hints(cls)
+        docstrings = field_docstrings(cls)
+        lines = []
+        for name, parameter in inspect.signature(cls).parameters.items():
+            if name not in signature.parameters and name not in leaves_out:
+                parameters[name] = parameter.replace(
+                    kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotations[name]
+                )
+                lines.append(f"{name}: {docstrings.get(name, 'a field.')}")
+        target.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(parameters.values())
+        )
+        if target.__doc__ is not None:
+            target.__doc__ = target.__doc__.replace("<fields>", "\n        ".join(lines))
+        return target
 
-    return shown
+    return decorate
 
 
 class _Docstring:
-    """A docstring that is built when it is first read, because parsing the source takes longer than
+    """A docstring that is built when it is read, because parsing the source takes longer than
     the rest of the import.
     """
 
     def __init__(self, cls: type[Any], own: str) -> None:
-        self._cls, self._own = cls, own
-        self._made: str | None = None
+        self._cls = cls
+        self._own = own
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> str:
-        if self._made is None:
-            self._made = _with_arguments(self._cls, self._own)
-        return self._made
+        return _with_arguments(self._cls, self._own)
 
 
 def _with_arguments(cls: type[Any], own: str) -> str:
-    strings = field_docstrings(cls)
-    if not strings:
+    docstrings = field_docstrings(cls)
+    if not docstrings:
         return own
-    lines = [
-        f"    {each.name}: {strings[each.name]}" for each in fields(cls) if each.name in strings
-    ]
+    names = [field.name for field in fields(cls)]
+    lines = [f"    {name}: {docstrings[name]}" for name in names if name in docstrings]
     return "\n".join([inspect.cleandoc(own), "", "Args:", *lines])
 
 
@@ -86,13 +84,10 @@ def field_docstrings(cls: Any) -> Mapping[str, str]:
     """Return the strings under the fields of a dataclass and of its bases, by field; empty if
     there is no source.
     """
-    inherited = {
-        name: text
-        for base in reversed(cls.__bases__)
-        if is_dataclass(base)
-        for name, text in field_docstrings(base).items()
-    }
-    return inherited | _declared_in(cls.__module__).get(cls.__qualname__, {})
+    docstrings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        docstrings |= _declared_in(base.__module__).get(base.__qualname__, {})
+    return docstrings
 
 
 @cache
@@ -100,33 +95,33 @@ def _declared_in(module: str) -> Mapping[str, dict[str, str]]:
     """Return the field docstrings of all classes of a module, by qualified name. It parses the
     module once, because finding the source of one class searches all imported modules.
     """
-    found = sys.modules[module]
-    lines = linecache.getlines(getattr(found, "__file__", None) or "", vars(found))
+    namespace = vars(sys.modules[module])
+    lines = linecache.getlines(namespace.get("__file__") or "", namespace)
     try:
-        return dict(_strings(ast.parse("".join(lines)).body))
+        return dict(_class_docstrings(ast.parse("".join(lines)).body))
     except SyntaxError:
         return {}
 
 
-def _strings(body: Sequence[ast.stmt], scope: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+def _class_docstrings(
+    body: Sequence[ast.stmt], scope: str = ""
+) -> Iterator[tuple[str, dict[str, str]]]:
     for node in body:
         match node:
             case ast.ClassDef(name=name):
-                pairs = zip(node.body, node.body[1:], strict=False)
-                yield (
-                    f"{scope}{name}",
-                    {field: text for pair in pairs for field, text in _field(*pair)},
-                )
-                yield from _strings(node.body, f"{scope}{name}.")
+                yield f"{scope}{name}", _strings_under_fields(node)
+                yield from _class_docstrings(node.body, f"{scope}{name}.")
             case ast.FunctionDef(name=name):
-                yield from _strings(node.body, f"{scope}{name}.<locals>.")
+                yield from _class_docstrings(node.body, f"{scope}{name}.<locals>.")
 
 
-def _field(statement: ast.stmt, below: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Yield (name, string) if `statement` declares a field and `below` is a string."""
-    match statement, below:
-        case (
-            ast.AnnAssign(target=ast.Name(id=name)),
-            ast.Expr(value=ast.Constant(value=str() as text)),
-        ):
-            yield name, " ".join(text.split())
+def _strings_under_fields(node: ast.ClassDef) -> dict[str, str]:
+    docstrings = {}
+    for statement, below in pairwise(node.body):
+        match statement, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str() as text)),
+            ):
+                docstrings[name] = " ".join(text.split())
+    return docstrings

@@ -23,7 +23,7 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.config.documented import field_docstrings
 from lockstep.errors import UsageError
@@ -90,10 +90,6 @@ class Field:
         return get_origin(self.type) is collections.abc.Sequence
 
     @property
-    def _kind(self) -> Any:
-        return self.type if isinstance(self.type, UnionType) else get_origin(self.type) or self.type
-
-    @property
     def flags(self) -> tuple[str, ...]:
         return self.knob.flags or (f"--{self.name.replace('_', '-')}",)
 
@@ -105,15 +101,11 @@ class Field:
     @property
     def help(self) -> str:
         """The field's docstring, followed by the default if there is one to show."""
-        told = self.knob.default or (
-            ""
-            if self.default is None or self.type is bool or self.is_mapping or self.is_repeated
-            else f"{self.default:g}"
-            if isinstance(self.default, float)
-            else str(self.default)
-        )
         sentence = field_docstrings(self.owner).get(self.name, "")
-        return f"{sentence} Default: {told}." if told else sentence
+        default = self.knob.default
+        if not default and isinstance(self.default, (int, float, str)) and self.type is not bool:
+            default = str(self.default).removesuffix(".0")
+        return f"{sentence} Default: {default}." if default else sentence
 
     def check(self, value: Any) -> Any:
         """Return the value. For an invalid one it raises a UsageError, which names the field, the
@@ -121,19 +113,20 @@ class Field:
         """
         if value is None and self.optional:
             return None
-        unit = self.knob.unit.lower() if self.knob.unit.isupper() else self.knob.unit
-        unit = unit if len(unit) > 1 else ""
+        knob = self.knob
+        unit = knob.unit if len(knob.unit) > 1 else ""
+        if unit.isupper():
+            unit = unit.lower()
         if self.choices:
             chosen(self.name, value, self.choices)
         elif self.type is int:
-            return whole(self.name, value, self.knob.least, unit=unit)
+            return whole(self.name, value, knob.least, unit=unit)
         elif self.type is float:
-            found = number(
-                self.name, value, least=self.knob.least, above=self.knob.above, unit=unit
-            )
-            return value if isinstance(value, int | float) else found
-        elif not isinstance(value, self._kind):
-            expected = {bool: "true or false", str: "a text"}.get(self.type, self.knob.unit)
+            converted = number(self.name, value, least=knob.least, above=knob.above, unit=unit)
+            if not isinstance(value, int | float):
+                return converted
+        elif not isinstance(value, _class_of(self.type)):
+            expected = {bool: "true or false", str: "a text"}.get(self.type, knob.unit)
             raise UsageError("wrong-value", name=self.name, value=value, expected=expected)
         return value
 
@@ -143,35 +136,49 @@ def knobs(cls: Any) -> Mapping[str, Field]:
     return _knobs(cls)
 
 
-@cache
+@cache  # behind `knobs`, because mypy takes some classes for unhashable
 def _knobs(cls: Any) -> Mapping[str, Field]:
-    hints = get_type_hints(cls, include_extras=True)
-    found = {}
-    for each in fields(cls):
-        hint = hints[each.name]
-        knob = (
-            next((extra for extra in get_args(hint)[1:] if isinstance(extra, Knob)), None)
-            if get_origin(hint) is Annotated
-            else None
-        )
-        if knob is not None:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            kind, optional = _without_none(get_args(hint)[0])
-            found[each.name] = Field(each.name, kind, optional, default, knob, cls)
-    return found
+    annotations = get_type_hints(cls, include_extras=True)
+    result = {}
+    for field in fields(cls):
+        annotation = annotations[field.name]
+        if get_origin(annotation) is Annotated:
+            annotated, knob = get_args(annotation)
+            kind = _without_none(annotated)
+            optional = kind is not annotated
+            default = field.default
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
+            result[field.name] = Field(field.name, kind, optional, default, knob, cls)
+    return result
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if get_origin(hint) not in (Union, UnionType):
-        return hint, False
-    kinds = [each for each in get_args(hint) if each is not type(None)]
-    return functools.reduce(operator.or_, kinds), len(kinds) < len(get_args(hint))
+def _without_none(annotation: Any) -> Any:
+    """Return `int` for `int | None`, and `annotation` itself if None is not one of its types."""
+    types = get_args(annotation)
+    if type(None) not in types:
+        return annotation
+    return functools.reduce(operator.or_, [kind for kind in types if kind is not type(None)])
+
+
+def _class_of(annotation: Any) -> Any:
+    """Return what isinstance() accepts: `Mapping` for `Mapping[str, str]`."""
+    if isinstance(annotation, UnionType):
+        return annotation
+    return get_origin(annotation) or annotation
 
 
 def check(configured: object) -> None:
     """Check the value of every knob of `configured`. Raises UsageError for an invalid one."""
     for name, field in knobs(type(configured)).items():
         object.__setattr__(configured, name, field.check(getattr(configured, name)))
+
+
+def values_of(configured: object, cls: Any) -> dict[str, Any]:
+    """Return the values of the fields of `cls`, by name. `configured` is an object of this
+    dataclass, or of one derived from it.
+    """
+    return {field.name: getattr(configured, field.name) for field in fields(cls)}
 
 
 def whole(
@@ -183,11 +190,10 @@ def whole(
     error: type[UsageError] = UsageError,
 ) -> int:
     """Return `value` as an int. Raises `error` if it is no whole number, or below `least`."""
-    try:
-        if not isinstance(value, bool) and operator.index(value) >= least:
-            return operator.index(value)
-    except TypeError:
-        pass
+    with suppress(TypeError):
+        index = operator.index(value)
+        if index >= least and not isinstance(value, bool):
+            return index
     expected = _range("a whole number", unit, {"of at least": least})
     raise error("wrong-value", name=name, value=value, expected=expected)
 
@@ -214,71 +220,72 @@ def number(
 
 
 def _range(kind: str, unit: str, bounds: Mapping[str, float]) -> str:
+    """Return text such as "a number of seconds above 0"."""
     limits = [f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound)]
-    return " ".join(filter(None, [kind, unit and f"of {unit}", " and ".join(limits)]))
+    text = f"{kind} of {unit}" if unit else kind
+    return f"{text} {' and '.join(limits)}" if limits else text
 
 
 def chosen(
     name: str, value: Any, choices: Iterable[Any], *, error: type[UsageError] = UsageError
 ) -> None:
     """Raise `error` if `value` is not one of the choices."""
-    every = list(choices)
-    if value not in every:
-        raise error("unknown-choice", name=name, value=value, choices=every)
+    listed = list(choices)
+    if value not in listed:
+        raise error("unknown-choice", name=name, value=value, choices=listed)
 
 
-def known(names: Iterable[str], given: Iterable[str], where: str, what: str = "option") -> None:
+def known(choices: Iterable[str], names: Iterable[str], source: str, kind: str = "option") -> None:
     """Raise a UsageError for an unknown name. The error suggests the closest known name.
 
     Args:
-        names: the known names.
-        given: the names to check.
-        where: the place in which the names were given, for the error message.
-        what: what the names stand for, for the error message.
+        choices: the known names.
+        names: the names to check.
+        source: where the names come from, for the error message.
+        kind: what the names stand for, for the error message.
     """
-    every = list(names)
-    for name in given:
-        if name not in every:
-            near = get_close_matches(name, every, 1)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
-            raise UsageError("unknown-name", where=where, what=what, name=name, meant=meant)
+    listed = list(choices)
+    for name in names:
+        if name not in listed:
+            close = get_close_matches(name, listed, 1)
+            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(listed)}"
+            raise UsageError("unknown-name", where=source, what=kind, name=name, meant=meant)
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return text such as " (did you mean 'digits'?)", or "" if no known name is close."""
-    close = get_close_matches(name, list(known), n=1)
+def closest(name: str, choices: Iterable[str]) -> str:
+    """Return text such as " (did you mean 'digits'?)", or "" if no choice is close."""
+    close = get_close_matches(name, list(choices), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def pairs(texts: Iterable[str], where: str) -> dict[str, str]:
+def pairs(texts: Iterable[str], source: str) -> dict[str, str]:
     """Return the names and values in ["name=value", ...]. Raises UsageError for a text without "=",
     and for a name that is given twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise UsageError("not-a-pair", where=where, text=text)
-        if name.strip() in found:
-            raise UsageError("given-twice", where=where, name=name.strip())
-        found[name.strip()] = value
-    return found
+        name = name.strip()
+        if not equals or not name:
+            raise UsageError("not-a-pair", where=source, text=text)
+        if name in values:
+            raise UsageError("given-twice", where=source, name=name)
+        values[name] = value
+    return values
 
 
 @contextmanager
-def within(where: str) -> Iterator[None]:
-    """Add `where` to the message of a UsageError in the block: the enclosing option, or a file."""
+def within(source: str) -> Iterator[None]:
+    """Add `source`, the enclosing option or a file, to the message of a UsageError in the block."""
     try:
         yield
     except UsageError as error:
-        raise error.within(where) from None
+        raise error.within(source) from None
 
 
 def value_of(text: str) -> int | float | str:
     """Return the text as a number if it is one, else unchanged. `whole` and `number` check it."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text

@@ -13,9 +13,9 @@ that needs the position of a rank uses `Mesh`.
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 from lockstep.config import knob
@@ -62,22 +62,23 @@ class Mesh:
         if not isinstance(text, str):
             expected = "a text such as data=2,pipeline=2"
             raise UsageError("wrong-value", name="mesh", value=text, expected=expected)
-        where = f"mesh={text!r}"
-        found = knob.pairs(text.split(","), where)
-        knob.known(AXES, found, where, "axis")
-        with knob.within(where):
-            return cls(**{axis: knob.whole(axis, knob.value_of(found[axis])) for axis in found})
+        source = f"mesh={text!r}"
+        counts = knob.pairs(text.split(","), source)
+        knob.known(AXES, counts, source, "axis")
+        with knob.within(source):
+            return cls(
+                **{axis: knob.whole(axis, knob.value_of(count)) for axis, count in counts.items()}
+            )
 
     def __str__(self) -> str:
         """Return the text that `read` takes, without axes of one rank."""
-        return (
-            ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-            or "data=1"
-        )
+        counts = zip(AXES, self.shape, strict=True)
+        text = ",".join(f"{axis}={count}" for axis, count in counts if count > 1)
+        return text or "data=1"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self, each.name) for each in fields(self))
+        return self.data, self.shard, self.pipeline, self.tensor
 
     @property
     def size(self) -> int:
@@ -109,32 +110,30 @@ class Mesh:
     def at(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         assert 0 <= rank < self.size
-        places = []
-        for count in reversed(self.shape):
-            rank, place = divmod(rank, count)
-            places.append(place)
-        return Coordinates(*reversed(places))
+        rank, tensor = divmod(rank, self.tensor)
+        rank, pipeline = divmod(rank, self.pipeline)
+        data, shard = divmod(rank, self.shard)
+        return Coordinates(data, shard, pipeline, tensor)
 
     def rank(self, at: Coordinates) -> int:
         """Return the rank at these coordinates."""
-        found = 0
-        for axis in AXES:
-            found = found * getattr(self, axis) + getattr(at, axis)
-        return found
+        replica = at.data * self.shard + at.shard
+        return (replica * self.pipeline + at.pipeline) * self.tensor + at.tensor
 
     def line(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks whose coordinates differ from those of `rank` on these axes only, in
         order. `rank` is one of them.
         """
-        here = self.at(rank)
-        places = (
-            range(getattr(self, axis)) if axis in axes else (getattr(here, axis),) for axis in AXES
-        )
-        return tuple(self.rank(Coordinates(*place)) for place in itertools.product(*places))
+        position = self.at(rank)
+        ranges = []
+        for axis in AXES:
+            number = getattr(position, axis)
+            along = range(getattr(self, axis)) if axis in axes else range(number, number + 1)
+            ranges.append(along)
+        return tuple(self.rank(Coordinates(*numbers)) for numbers in product(*ranges))
 
     def share(self, rank: int) -> int:
         """Return which of the `replicas` shares of a step `rank` works on. Ranks that differ only
         on the pipeline and tensor axes work on the same share.
         """
-        here = self.at(rank)
-        return here.data * self.shard + here.shard
+        return rank // (self.pipeline * self.tensor)

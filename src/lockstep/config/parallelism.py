@@ -12,7 +12,6 @@ torch, so that the command line can check options before any rank starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -99,37 +98,33 @@ class Outer:
         """Read a text such as `average`, `nesterov:lr=0.7,momentum=0.9`, `average:after=100` or
         `nesterov:fragments=4,overlap=2`. Raises UsageError for an invalid one.
         """
-        kind, given = _options("outer", text, [each.name for each in fields(cls)[1:]])
-        values: dict[str, Any] = {name: _number(value) for name, value in given.items()}
+        kind, colon, rest = text.partition(":")
+        source = f"outer={text!r}"
+        options = knob.pairs(rest.split(",") if colon else (), source)
+        knob.known([field.name for field in fields(cls)[1:]], options, source)
+        values: dict[str, Any] = {name: _number(value) for name, value in options.items()}
         return cls(kind, **values)
 
     def __str__(self) -> str:
         """Return the text that `read` takes, without default values."""
-        given = [
-            f"{each.name}={value if isinstance(value, str) else f'{value:g}'}"
-            for each in fields(self)[1:]
-            if (value := getattr(self, each.name)) != each.default
-        ]
-        return f"{self.kind}:{','.join(given)}" if given else self.kind
+        options = []
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = value if isinstance(value, str) else f"{value:g}"
+                options.append(f"{field.name}={text}")
+        return f"{self.kind}:{','.join(options)}" if options else self.kind
 
 
 def _number(value: Any) -> Any:
     """Convert a text to a number if it is one. A whole number becomes an int in any notation:
     2, 2.0, 1e2.
     """
-    found = knob.value_of(value) if isinstance(value, str) else value
-    return int(found) if isinstance(found, float) and found.is_integer() else found
-
-
-def _options(name: str, text: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Split `kind:option=value,option=value` into the kind and the options. Raises UsageError for
-    an option that is not in `known`.
-    """
-    kind, colon, rest = text.partition(":")
-    where = f"{name}={text!r}"
-    given = knob.pairs(rest.split(",") if colon else (), where)
-    knob.known(known, given, where)
-    return kind, given
+    if isinstance(value, str):
+        value = knob.value_of(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 DEFAULT_STALENESS = 4.0
@@ -180,7 +175,8 @@ class Parallelism:
     """
 
     def __post_init__(self) -> None:
-        for name, value in (("compress", self.compress), ("outer", self.outer)):
+        for name in ("compress", "outer"):
+            value = getattr(self, name)
             if value is not None:
                 # also accept a Compression or an Outer in place of its text
                 object.__setattr__(self, name, str(value))
@@ -194,8 +190,8 @@ class Parallelism:
         self._check_staleness()
         for code, applies in self._refusals().items():
             if applies:
-                values = {each.name: getattr(self, each.name) for each in fields(Parallelism)}
-                raise UsageError(code, **values | {"mesh": str(self.mesh)})
+                values = knob.values_of(self, Parallelism) | {"mesh": str(self.mesh)}
+                raise UsageError(code, **values)
 
     @property
     def compression(self) -> Compression | None:
@@ -227,18 +223,19 @@ class Parallelism:
         return float(knob.number("witness", share, above=0, most=1))
 
     def _check_sync_every(self) -> None:
-        every, local = self.sync_every, self.local
-        if every is None or local is None:
+        steps = self.sync_every
+        outer = self.local
+        if steps is None or outer is None:
             if self.outer is not None:
                 raise UsageError("outer-without-sync-every", outer=self.outer)
             return
-        if local.fragments > every:
+        if outer.fragments > steps:
             raise UsageError(
-                "too-many-fragments", outer=self.outer, sync_every=every, fragments=local.fragments
+                "too-many-fragments", outer=self.outer, sync_every=steps, fragments=outer.fragments
             )
-        if local.overlap >= every:
+        if outer.overlap >= steps:
             raise UsageError(
-                "overlap-too-long", outer=self.outer, sync_every=every, overlap=local.overlap
+                "overlap-too-long", outer=self.outer, sync_every=steps, overlap=outer.overlap
             )
 
     def _check_staleness(self) -> None:
@@ -252,9 +249,11 @@ class Parallelism:
 
     def _refusals(self) -> dict[str, bool]:
         """Return all invalid combinations: the code of each error, and whether it applies here."""
-        local, compressed = self.sync_every is not None, self.compress is not None
+        local = self.sync_every is not None
+        compressed = self.compress is not None
+        sharded = self.update == "sharded"
         mesh = self.mesh or Mesh()
-        split, sharded = not mesh.only_data, self.update == "sharded"
+        split = not mesh.only_data
         own_order = ("central", "ring", "tree", "halving_doubling", "hierarchical")
         return {
             "exact-with-reduce": self.exact and self.reduce in own_order,
@@ -280,7 +279,7 @@ class Parallelism:
         """Whether each rank steps, or pushes to a server, with its own gradients only: gradients
         are not summed over ranks in a step.
         """
-        return self.local is not None or self.server
+        return self.sync_every is not None or self.server
 
     def alone_after(self, steps: int) -> bool:
         """Whether each rank takes the step after `steps` steps alone: local steps can begin later."""
@@ -295,14 +294,14 @@ class Parallelism:
         """Return the options that decide the weights, beyond the rounding of sums. Empty for plain
         data parallelism.
         """
-        given: dict[str, Any] = {
-            "compress": self.compression and str(self.compression),
-            "sync_every": self.sync_every,
-        }
-        given["outer"] = self.local and str(self.local)
+        recipe: dict[str, Any] = {}
+        if self.compression is not None:
+            recipe["compress"] = str(self.compression)
+        if self.local is not None:
+            recipe |= {"sync_every": self.sync_every, "outer": str(self.local)}
         if self.server:
-            given |= {"update": self.update, "staleness": str(self.bound)}
-        return {name: value for name, value in given.items() if value is not None}
+            recipe |= {"update": self.update, "staleness": str(self.bound)}
+        return recipe
 
     @property
     def bound(self) -> float:

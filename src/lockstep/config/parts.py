@@ -46,9 +46,8 @@ class Parts:
         if self.layers is not None and not callable(self.layers):
             kind = type(self.layers).__name__
             raise TaskError("not-a-function", name="Parts.layers", kind=kind)
-        if isinstance(self.stages, str) or not all(
-            isinstance(name, str) for name in self.stages or ()
-        ):
+        stages = self.stages or ()
+        if isinstance(self.stages, str) or not all(isinstance(name, str) for name in stages):
             expected = "a list of module names, one for each stage after the first"
             raise TaskError(
                 "wrong-value", name="Parts.stages", value=self.stages, expected=expected

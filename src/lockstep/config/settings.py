@@ -145,28 +145,27 @@ class Settings(Config):
         for name, text in {"task": self.task, **self.overrides}.items():
             if not isinstance(text, str):
                 raise UsageError("wrong-value", name=name, value=text, expected="a text")
-        elastic = self.grow or self.grow_if_wanted
         if self.mesh is not None:
             self.mesh.check_size(self.workers)
-            if elastic:
-                raise UsageError(
-                    "range-of-workers", name="mesh", value=str(self.mesh), workers=self.mesh.size
-                )
+            self._check_fixed_size("mesh")
         if self.balance is not None:
             Balance.of(self.balance).check(self, self.workers)
-            if elastic:
-                raise UsageError(
-                    "range-of-workers", name="balance", value=self.balance, workers=self.workers
-                )
+            self._check_fixed_size("balance")
+
+    def _check_fixed_size(self, option: str) -> None:
+        """Raise a UsageError if this option is for `workers` ranks, and more may come."""
+        if self.grow or self.grow_if_wanted:
+            value = str(getattr(self, option))
+            raise UsageError("range-of-workers", name=option, value=value, workers=self.workers)
 
     def method(self) -> Parallelism:
         """Return only the options of Parallelism."""
-        return Parallelism(**{each.name: getattr(self, each.name) for each in fields(Parallelism)})
+        return Parallelism(**knob.values_of(self, Parallelism))
 
     @classmethod
     def of(cls, config: Config, **own: Any) -> Settings:
         """Build Settings from the user's options and the launcher's own: task, workers, ..."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(Config)}, **own)
+        return cls(**knob.values_of(config, Config), **own)
 
     def on_one_host(self, workers: int) -> Settings:
         """Return a copy for `workers` ranks of one host, without mesh and balance, because these
@@ -176,23 +175,25 @@ class Settings(Config):
 
     def differences(self, before: Settings) -> list[str]:
         """Describe each setting that decides the trained weights and differs from `before`."""
-        decides = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
-        # these two decide the order of float32 sums, and so their last bits
-        decides += ["threads", "bucket_mb"] if self.exact else []
-        pairs = [(name, getattr(before, name), getattr(self, name)) for name in decides]
-        ours, theirs = self.recipe(), before.recipe()
-        pairs += [(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
-        return [
-            f"{name} was {_shown(before)} and is {_shown(now)}"
-            for name, before, now in pairs
-            if before != now
-        ]
+        names = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
+        if self.exact:
+            # these two decide the order of float32 sums, and so their last bits
+            names += ["threads", "bucket_mb"]
+        old = {name: getattr(before, name) for name in names} | before.recipe()
+        new = {name: getattr(self, name) for name in names} | self.recipe()
+        differences = []
+        for name in old | new:
+            was, now = old.get(name), new.get(name)
+            if was != now:
+                differences.append(f"{name} was {_shown(was)} and is {_shown(now)}")
+        return differences
 
     def as_json(self) -> dict[str, Any]:
         """Return every field by its name, in the form that `read` loads."""
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {
-            "mesh": None if self.mesh is None else str(self.mesh)
-        }
+        values = knob.values_of(self, type(self))
+        if self.mesh is not None:
+            values["mesh"] = str(self.mesh)
+        return values
 
     def write(self, directory: Path) -> None:
         """Write settings.json in `directory`."""
@@ -205,44 +206,52 @@ class Settings(Config):
         """Read settings.json in `directory`. Raises UsageError if it is missing or foreign."""
         file = directory / FILE
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            content: Any = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
                 "not-a-run-directory", directory=str(directory), file=FILE, reason=str(error)
             ) from None
-        wrong = f"it holds a {type(found).__name__}"
-        if isinstance(found, dict):
-            unknown = sorted(set(found) - {each.name for each in fields(cls)})
-            wrong = f"it has {', '.join(unknown)}" if unknown else ""
-            wrong = wrong or ("" if "task" in found else "it names no task")
+        wrong = ""
+        if not isinstance(content, dict):
+            wrong = f"it holds a {type(content).__name__}"
+        else:
+            unknown = sorted(set(content) - {field.name for field in fields(cls)})
+            if unknown:
+                wrong = f"it has {', '.join(unknown)}"
+            elif "task" not in content:
+                wrong = "it names no task"
         if wrong:
             raise UsageError("foreign-settings", file=str(file), wrong=wrong)
-        return cls(**found)
+        return cls(**content)
 
 
 def check_parts(
     mesh: Mesh, precision: Precision | None, *, compile: bool | None, average: bool = False
 ) -> None:
     """Raise a UsageError for an option that a split model does not support."""
-    if not mesh.only_data and precision == "fp16":
-        raise UsageError("fp16-with-several-scales", option=f"mesh={str(mesh)!r}")
-    if not mesh.only_data and compile:
+    if mesh.only_data:
+        return
+    option = f"mesh={str(mesh)!r}"
+    if precision == "fp16":
+        raise UsageError("fp16-with-several-scales", option=option)
+    if compile:
         raise UsageError("compile-with-mesh", mesh=str(mesh))
-    if not mesh.only_data and average:
-        raise UsageError("average-does-not-fit", option=f"mesh={str(mesh)!r}")
+    if average:
+        raise UsageError("average-does-not-fit", option=option)
 
 
-def _loggers(given: Sequence[str]) -> tuple[str, ...]:
+def _loggers(value: Sequence[str]) -> tuple[str, ...]:
     """Return the names in "wandb,csv" or ["wandb", "csv"]. Raises UsageError for an unknown name,
     and for one that is given twice.
     """
-    names = ",".join([given] if isinstance(given, str) else map(str, given))
-    found = tuple(name.strip() for name in names.split(",") if name.strip())
-    for place, name in enumerate(found):
+    text = value if isinstance(value, str) else ",".join(map(str, value))
+    names: list[str] = []
+    for name in filter(None, map(str.strip, text.split(","))):
         knob.chosen("log", name, get_args(LoggerName))
-        if name in found[:place]:
+        if name in names:
             raise UsageError("given-twice", where="log", name=name)
-    return found
+        names.append(name)
+    return tuple(names)
 
 
 def _shown(value: object) -> str:

@@ -28,8 +28,7 @@ Mode = Literal["max", "min"]
 Unused = Literal["error", "zeros", "skip"]
 SchedulerPer = Literal["step", "epoch"]
 Record = Mapping[str, Any]
-UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
+UNUSED: tuple[Unused, ...] = get_args(Unused)
 
 
 @documented
@@ -178,10 +177,12 @@ class Task:
     @property
     def metric_objects(self) -> dict[str, Any] | None:
         """The torchmetrics objects of `metrics` by name; None if `metrics` is a function."""
-        found: Any = self.metrics
-        if hasattr(found, "items"):
-            return dict(found.items())
-        return {type(found).__name__: found} if hasattr(found, "compute") else None
+        metrics: Any = self.metrics
+        if hasattr(metrics, "items"):
+            return dict(metrics.items())
+        if hasattr(metrics, "compute"):
+            return {type(metrics).__name__: metrics}
+        return None
 
     def __post_init__(self) -> None:
         self._check_callables()
@@ -192,7 +193,7 @@ class Task:
             kind = type(self.parts).__name__
             raise TaskError("parts-of-other-type", kind=kind)
         for name, choices in (
-            ("precision", PRECISIONS),
+            ("precision", get_args(Precision)),
             ("callbacks_on", ("first", "all")),
             ("unused", UNUSED),
             ("scheduler_per", get_args(SchedulerPer)),
@@ -206,22 +207,25 @@ class Task:
             raise TaskError("no-average", average_per=self.average_per, average_after=after)
 
     def _check_callables(self) -> None:
-        needed = ("model", "loss", "optimizer", "inputs")
-        others = ("collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate")
-        for name in (*needed, *others):
+        names = ["model", "loss", "optimizer", "inputs"]
+        optional = ["collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate"]
+        names += [name for name in optional if getattr(self, name) is not None]
+        if self.metric_objects is not None:
+            names.remove("metrics")
+        for name in names:
             value = getattr(self, name)
-            if name == "metrics" and self.metric_objects is not None:
-                continue
-            if not callable(value) and (value is not None or name in needed):
+            if not callable(value):
                 raise TaskError("not-a-function", name=f"Task.{name}", kind=type(value).__name__)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise TaskError("model-already-built")
 
     def _check_sizes(self) -> None:
-        for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
-            value = getattr(self, name)
-            if value is not None or name != "eval_micro_batch":
-                object.__setattr__(self, name, knob.whole(f"Task.{name}", value, error=TaskError))
+        names = ["global_batch", "micro_batch", "epochs"]
+        if self.eval_micro_batch is not None:
+            names.append("eval_micro_batch")
+        for name in names:
+            count = knob.whole(f"Task.{name}", getattr(self, name), error=TaskError)
+            object.__setattr__(self, name, count)
         if self.micro_batch > self.global_batch:
             raise TaskError(
                 "micro-batch-too-large",
@@ -234,36 +238,41 @@ class Task:
             knob.number("Task.clip", self.clip, above=0, error=TaskError)
 
     def _check_data(self) -> None:
-        data: Any
-        for name, data in (("train_data", self.train_data), ("eval_data", self.eval_data)):
-            if data is None and name == "eval_data":
-                continue
-            kind = type(data).__name__
-            if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-                if len(data) == 0:
-                    raise TaskError("empty-dataset", name=f"Task.{name}")
-            elif name == "eval_data":
+        data: Any = self.train_data
+        kind = type(data).__name__
+        if _is_map_style(data):
+            _check_not_empty("Task.train_data", data)
+        elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
+            raise TaskError("not-a-dataset", kind=kind)
+        elif self.order is not None:  # a stream may be empty: that is only known later
+            raise TaskError("numbers-of-stream", name="Task.order", dataset=kind)
+        if self.eval_data is not None:
+            kind = type(self.eval_data).__name__
+            if not _is_map_style(self.eval_data):
                 raise TaskError("not-map-style", name="Task.eval_data", kind=kind)
-            elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
-                raise TaskError("not-a-dataset", kind=kind)
-            elif self.order is not None:  # a stream may be empty: that is only known later
-                raise TaskError("numbers-of-stream", name="Task.order", dataset=kind)
+            _check_not_empty("Task.eval_data", self.eval_data)
 
     def _check_evaluation(self) -> None:
         if self.best_mode is not None:
             knob.chosen("Task.best_mode", self.best_mode, get_args(Mode), error=TaskError)
         if (self.best is None) != (self.best_mode is None):
             raise TaskError("best-without-mode", best=self.best, best_mode=self.best_mode)
-        watched = {
-            "best": self.best,
-            "early_stopping": self.early_stopping and self.early_stopping.metric,
-        }
-        for name, metric in watched.items():
-            if metric is not None and self.eval_data is None:
-                raise TaskError("metric-without-eval-data", name=f"Task.{name}")
-            if metric not in (None, "loss") and self.metrics is None:
-                raise TaskError("no-metrics", name=f"Task.{name}", metric=metric)
         if self.eval_data is None:
-            for name in ("metrics", "eval_micro_batch", "on_evaluate"):
+            for name in ("best", "early_stopping", "metrics", "eval_micro_batch", "on_evaluate"):
                 if getattr(self, name) is not None:
                     raise TaskError("metric-without-eval-data", name=f"Task.{name}")
+        if self.metrics is None:
+            if self.best not in (None, "loss"):
+                raise TaskError("no-metrics", name="Task.best", metric=self.best)
+            stopping = self.early_stopping
+            if stopping is not None and stopping.metric != "loss":
+                raise TaskError("no-metrics", name="Task.early_stopping", metric=stopping.metric)
+
+
+def _is_map_style(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _check_not_empty(name: str, data: Any) -> None:
+    if len(data) == 0:
+        raise TaskError("empty-dataset", name=name)

@@ -58,30 +58,33 @@ class Network:
         """
         # The cells of an all-to-all are those of all ranks, W * W; elsewhere they are those of one
         # tensor.
-        cell = bytes / (schedule.world if schedule.kind == "all_to_all" else schedule.cells)
+        cells = schedule.world if schedule.kind == "all_to_all" else schedule.cells
+        cell = bytes / cells
         return sum(
-            each.repeat * self._round(each, cell, schedule.world) for each in schedule.rounds
+            round.repeat * self._round_seconds(round, cell, schedule.world)
+            for round in schedule.rounds
         )
 
-    def _round(self, each: Round, cell: float, world: int) -> float:
-        if not len(each):
+    def _round_seconds(self, round: Round, cell: float, world: int) -> float:
+        if not len(round):
             return 0.0
-        size = each.count * cell
-        source, target = each.src // self.ranks_per_node, each.dst // self.ranks_per_node
+        size = round.count * cell
+        source = round.src // self.ranks_per_node
+        target = round.dst // self.ranks_per_node
         leaves = source != target
         latency = float(np.where(leaves, self.between.latency, self.within.latency).max())
         seconds = size / np.where(leaves, self.between.bandwidth, self.within.bandwidth)
         nodes = -(-world // self.ranks_per_node)
         out = size * leaves / self.between.bandwidth
         moving = max(
-            _busiest(each.src, seconds, world),
-            _busiest(each.dst, seconds, world),
+            _busiest(round.src, seconds, world),
+            _busiest(round.dst, seconds, world),
             _busiest(source, out, nodes),
             _busiest(target, out, nodes),
         )
         return latency + moving
 
 
-def _busiest(who: Ranks, seconds: NDArray[Any], count: int) -> float:
-    """Return the largest total of `seconds` of any rank or node."""
-    return float(np.bincount(who, weights=seconds, minlength=count).max())
+def _busiest(owners: Ranks, seconds: NDArray[Any], count: int) -> float:
+    """Return the largest total of `seconds` of any owner, a rank or a node."""
+    return float(np.bincount(owners, weights=seconds, minlength=count).max())

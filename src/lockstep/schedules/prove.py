@@ -8,7 +8,6 @@ expression is also the order of addition, which alone determines the bits that a
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before, wanted_after
@@ -50,56 +49,53 @@ def prove(schedule: Schedule) -> Proof:
     contribution counted exactly once.
     """
     state = _before(schedule)
-    messages, cells = 0, Counter[int]()
+    messages = 0
+    cells = [0] * schedule.world
     for number, transfers in enumerate(schedule.transfers(), start=1):
         _check_round(schedule, transfers, number)
-        arriving = [
-            (transfer, cell, _sent(state, transfer, cell, number))
-            for transfer in transfers
-            for cell in transfer.cells
-        ]
-        for transfer, cell, content in arriving:
-            held = state[transfer.dst].get(cell)
-            state[transfer.dst][cell] = _after(held, content, transfer, cell, number)
-        messages += len(transfers)
+        arriving = []
         for transfer in transfers:
+            messages += 1
             cells[transfer.src] += len(transfer.cells)
+            for cell in transfer.cells:
+                arriving.append((transfer, cell, _sent(state, transfer, cell, number)))
+        for transfer, cell, content in arriving:
+            target = state[transfer.dst]
+            target[cell] = _after(target.get(cell), content, transfer, cell, number)
     orders, same = _check_end(schedule, state)
     return Proof(
         rounds=len(schedule),
         messages=messages,
-        cells_sent_by=tuple(cells[rank] for rank in range(schedule.world)),
+        cells_sent_by=tuple(cells),
         orders=orders,
         same_bits=same,
     )
 
 
 def _before(schedule: Schedule) -> list[dict[int, Content]]:
-    return [
-        {
-            cell: Content(1 << rank, rank)
-            for cell in held_before(
-                schedule.kind, schedule.world, rank, schedule.root, schedule.cells
-            )
-        }
-        for rank in range(schedule.world)
-    ]
+    state = []
+    for rank in range(schedule.world):
+        cells = held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
+        state.append(dict.fromkeys(cells, Content(1 << rank, rank)))
+    return state
 
 
 def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> None:
-    into = set()
+    targets = set()
+    ranks = range(schedule.world)
     for transfer in transfers:
-        src, dst, ranks = transfer.src, transfer.dst, range(schedule.world)
+        src = transfer.src
+        dst = transfer.dst
         if src == dst or src not in ranks or dst not in ranks:
             raise ScheduleError(
                 "schedule-wrong-ranks", number=number, src=src, dst=dst, last=ranks[-1]
             )
         for cell in transfer.cells:
-            if (dst, cell) in into:
+            if (dst, cell) in targets:
                 raise ScheduleError(
                     "schedule-order-left-to-chance", number=number, src=src, dst=dst, cell=cell
                 )
-            into.add((dst, cell))
+            targets.add((dst, cell))
 
 
 def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number: int) -> Content:
@@ -116,40 +112,41 @@ def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number
 
 
 def _after(
-    held: Content | None, content: Content, transfer: Transfer, cell: int, number: int
+    before: Content | None, content: Content, transfer: Transfer, cell: int, number: int
 ) -> Content:
-    where = {"number": number, "cell": cell, "src": transfer.src, "dst": transfer.dst}
+    """Return the content of a rank's cell after `content` arrived in it."""
+    position = {"number": number, "cell": cell, "src": transfer.src, "dst": transfer.dst}
     if not transfer.reduce:
-        if held is not None and held.ranks & ~content.ranks:
-            lost = _ranks(held.ranks & ~content.ranks)
-            raise ScheduleError("schedule-loses-contributions", ranks=lost, **where)
-        if held is not None and held.ranks == content.ranks:
-            raise ScheduleError("schedule-sends-nothing-new", **where)
+        lost = _ranks(before.ranks & ~content.ranks) if before is not None else []
+        if lost:
+            raise ScheduleError("schedule-loses-contributions", ranks=lost, **position)
+        if before is not None and before.ranks == content.ranks:
+            raise ScheduleError("schedule-sends-nothing-new", **position)
         return content
-    if held is None:
-        raise ScheduleError("schedule-adds-to-nothing", **where)
-    if held.ranks & content.ranks:
-        twice = _ranks(held.ranks & content.ranks)
-        raise ScheduleError("schedule-counts-twice", ranks=twice, **where)
-    return Content(held.ranks | content.ranks, (held.order, content.order))
+    if before is None:
+        raise ScheduleError("schedule-adds-to-nothing", **position)
+    twice = _ranks(before.ranks & content.ranks)
+    if twice:
+        raise ScheduleError("schedule-counts-twice", ranks=twice, **position)
+    return Content(before.ranks | content.ranks, (before.order, content.order))
 
 
 def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dict[int, str], bool]:
     orders: dict[int, str] = {}
     texts: dict[int, str] = {}  # by id: an order that was copied is the same object on many ranks
     same = True
-    for rank in range(schedule.world):
-        for cell in wanted_after(
-            schedule.kind, schedule.world, rank, schedule.root, schedule.cells
-        ):
-            content, expected = state[rank].get(cell), _complete(schedule, cell)
+    for rank, contents in enumerate(state):
+        cells = wanted_after(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
+        for cell in cells:
+            content = contents.get(cell)
+            expected = _complete(schedule, cell)
             if content is None or content.ranks != expected:
                 missing = _ranks(expected & ~(content.ranks if content else 0))
                 raise ScheduleError("schedule-incomplete", rank=rank, cell=cell, ranks=missing)
-            order = texts.get(id(content.order)) or texts.setdefault(
-                id(content.order), written(content.order)
-            )
-            same &= orders.setdefault(cell, order) == order
+            key = id(content.order)
+            if key not in texts:
+                texts[key] = written(content.order)
+            same &= orders.setdefault(cell, texts[key]) == texts[key]
     return orders, same
 
 
@@ -159,7 +156,8 @@ def _complete(schedule: Schedule, cell: int) -> int:
         return (1 << schedule.world) - 1
     if schedule.kind in ("broadcast", "scatter"):
         return 1 << schedule.root
-    return 1 << (cell // schedule.world if schedule.kind == "all_to_all" else cell)
+    source = cell // schedule.world if schedule.kind == "all_to_all" else cell
+    return 1 << source
 
 
 def _ranks(bits: int) -> list[int]:

@@ -97,14 +97,16 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor], smoothing: float) -> tupl
     """Return the sum of the cross-entropies, and the number of digits. `smoothing` is the part of
     each label that is spread over all ten classes: it reduces overfitting to the few images.
     """
-    return F.cross_entropy(output, batch[1], reduction="sum", label_smoothing=smoothing), len(
-        batch[1]
-    )
+    labels = batch[1]
+    total = F.cross_entropy(output, labels, reduction="sum", label_smoothing=smoothing)
+    return total, len(labels)
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
     """Return the accuracy: (digits whose largest output is the right one, number of digits)."""
-    return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+    labels = batch[1]
+    correct = (output.argmax(1) == labels).sum()
+    return {"accuracy": (correct, len(labels))}
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
@@ -114,10 +116,9 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
     pixels, labels = _scans()
     images = torch.tensor(pixels, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)
     targets = torch.tensor(labels)
-    train, held_out = (torch.from_numpy(indices) for indices in split(labels))
-    return TensorDataset(images[train], targets[train]), TensorDataset(
-        images[held_out], targets[held_out]
-    )
+    train, held_out = map(torch.from_numpy, split(labels))
+    train_data = TensorDataset(images[train], targets[train])
+    return train_data, TensorDataset(images[held_out], targets[held_out])
 
 
 def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -125,21 +126,15 @@ def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     import of scikit-learn would take each rank over a second.
     """
     spec = find_spec("sklearn")  # finds the package without importing it
-    places = (
-        []
-        if spec is None
-        else [
-            Path(place, "datasets", "data", "digits.csv.gz")
-            for place in spec.submodule_search_locations or ()
-        ]
+    folders = None if spec is None else spec.submodule_search_locations
+    for folder in folders or ():
+        file = Path(folder, "datasets", "data", "digits.csv.gz")
+        if file.is_file():
+            table = np.loadtxt(file, delimiter=",", encoding="utf-8")
+            return table[:, :-1], table[:, -1].astype(np.int64)
+    raise TaskError(
+        "missing-extra", what="digits", package="scikit-learn", install=install("tasks")
     )
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise TaskError(
-            "missing-extra", what="digits", package="scikit-learn", install=install("tasks")
-        )
-    table = np.loadtxt(file, delimiter=",", encoding="utf-8")
-    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

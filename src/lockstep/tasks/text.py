@@ -173,10 +173,8 @@ def task(
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Return the sum of the cross-entropies in nats, and the number of predicted bytes."""
-    return (
-        F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"),
-        batch[1].numel(),
-    )
+    targets = batch[1].flatten()
+    return F.cross_entropy(output.flatten(0, 1), targets, reduction="sum"), len(targets)
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -193,17 +191,16 @@ def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[
     Raises TaskError if the library's source is not installed.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found: tuple[list[bytes], list[bytes]] = ([], [])
-    room = [train_bytes, eval_bytes]
+    limits = (train_bytes, eval_bytes)
+    parts = (bytearray(), bytearray())
     for key, file in files(root):
-        part = int(key % _EVERY == 0)
-        if room[part] > 0:
-            text = file.read_bytes()[: min(room[part], _FROM_EACH)]
-            found[part].append(text)
-            room[part] -= len(text)
-        if max(room) <= 0:
+        number = int(key % _EVERY == 0)
+        room = limits[number] - len(parts[number])
+        if room > 0:
+            parts[number].extend(file.read_bytes()[: min(room, _FROM_EACH)])
+        if all(len(part) >= limit for part, limit in zip(parts, limits, strict=True)):
             break
-    train, held_out = (b"".join(part) for part in found)
+    train, held_out = map(bytes, parts)
     if not train or not held_out:
         raise TaskError("too-few-source-files", folder=root)
     return train, held_out
@@ -213,12 +210,13 @@ def files(root: Path) -> list[tuple[int, Path]]:
     """Return the library's files, each with a hash of its name, sorted by these hashes. Tests and
     installed packages are left out.
     """
-    wanted = []
-    for folder, inside, names in os.walk(root):
+    keyed = []
+    for folder, subfolders, names in os.walk(root):
         # Other folders are not searched: installed packages may be much larger than the library.
-        inside[:] = [name for name in inside if name not in _LEFT_OUT]
-        wanted += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    return sorted(
-        (int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name)
-        for name in wanted
-    )
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        for name in names:
+            if name.endswith(".py"):
+                file = Path(folder, name)
+                digest = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
+                keyed.append((int.from_bytes(digest[:8]), file))
+    return sorted(keyed)

@@ -149,12 +149,9 @@ def _add(
 
 def _strike_due(step: int, phase: str) -> None:
     for fault in _faults:
-        if (
-            fault.phase == phase
-            and (step == fault.step or (fault.lasting and step > fault.step))
-            and not fault.struck
-        ):
-            found = placement(os.environ)
-            if fault.rank == (0 if found is None else found.rank):
+        due = step == fault.step or (fault.lasting and step > fault.step)
+        if due and fault.phase == phase and not fault.struck:
+            own = placement(os.environ)
+            if fault.rank == (0 if own is None else own.rank):
                 fault.struck = not fault.lasting
                 fault.strike()

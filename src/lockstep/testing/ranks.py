@@ -123,7 +123,7 @@ class _ServeCommands:
 
     def __call__(self, descriptor: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its ended children are not waited for
-        this = os.getpid()
+        parent = os.getpid()
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen()
@@ -136,7 +136,7 @@ class _ServeCommands:
                 control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        die_with_parent(this)
+        die_with_parent(parent)
         with suppress(OSError):  # the launcher has gone
             control.sendall(str(os.getpid()).encode())
         serve(control)()

@@ -46,11 +46,10 @@ def memory_use(stepper: Stepper) -> dict[str, int | None]:
     """Return bytes of memory on this rank; for a sharded optimizer, of this rank's share. `peak`:
     the most that the process, or its GPU, has held so far.
     """
-    states = [value for state in stepper.optimizer.state.values() for value in _tensors(state)]
     return {
-        "parameters": sum(each.nbytes for each in stepper.model.parameters()),
+        "parameters": sum(parameter.nbytes for parameter in stepper.model.parameters()),
         "gradients": sum(bucket.sum.nbytes for bucket in stepper.reducer.buckets),
-        "optimizer": sum(each.nbytes for each in states),
+        "optimizer": sum(tensor.nbytes for tensor in _tensors(dict(stepper.optimizer.state))),
         "peak": _peak(stepper.world.device),
     }
 
@@ -59,8 +58,8 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for part in value.values():
+            yield from _tensors(part)
 
 
 def _peak(device: torch.device) -> int | None:
@@ -69,9 +68,10 @@ def _peak(device: torch.device) -> int | None:
     if sys.platform != "linux":
         return None
     with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
-        return next(
-            (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None
-        )
+        for line in lines:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 _LINES = 1000
@@ -155,8 +155,8 @@ class AnatomyFile:
         self._lost: defaultdict[int, float] = defaultdict(float)
         self._count = 0  # steps in finished lines and in the open line
         # The first and the latest step of the open line.
-        self._open: list[_Held] = []
-        self._held: list[_Held] = []  # steps for which the last rank is not known yet
+        self._open: list[_TimedStep] = []
+        self._pending: list[_TimedStep] = []  # steps for which the last rank is not known yet
         self.write(
             {
                 "kind": "begin",
@@ -170,16 +170,17 @@ class AnatomyFile:
 
     def step(self, result: StepResult, window: Window) -> None:
         """Record one step over this window."""
-        if self._held and self._count == 0:  # the optimizer has its state by now
+        if self._pending and self._count == 0:  # the optimizer has its state by now
             self._write_memory()
         lost = _lost(result.waited_by_rank, self._stepper.facts_rank)
-        for each in self._held:
-            self._add(each, lost if each is self._held[-1] else {})
+        for step in self._pending:
+            self._add(step, lost if step is self._pending[-1] else {})
+        buckets: Sequence[BucketTimes] = ()
         # On a GPU, `result.times` are those of earlier steps than the bucket times.
-        on_gpu = self._stepper.world.device.type == "cuda"
-        departures = () if on_gpu else self._stepper.reducer.timeline.times()
-        self._held = [
-            _Held(times, len(window), window.samples, departures) for times in result.times
+        if self._stepper.world.device.type != "cuda":
+            buckets = self._stepper.reducer.timeline.times()
+        self._pending = [
+            _TimedStep(times, len(window), window.samples, buckets) for times in result.times
         ]
         for times in result.times:
             self._write_pause("evaluate", times.step - 1, times.evaluate)
@@ -187,21 +188,22 @@ class AnatomyFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._lines.write(f"{_encoded(record)}\n".encode())
-        if (now := time.monotonic()) > self._flush_due:
+        now = time.monotonic()
+        if now > self._flush_due:
             self._lines.flush()
             self._flush_due = now + _FLUSH_EVERY
 
     def end(self, step: int) -> None:
         """Write the last lines of a rank that ends normally, after `step` steps."""
         self._flush()
-        for what, seconds in self._stepper.clock.running.paused().items():
-            self._write_pause(what, step, seconds)
+        for kind, seconds in self._stepper.clock.running.paused().items():
+            self._write_pause(kind, step, seconds)
         self._write_memory()
         self.write({"kind": "end", "step": step})
 
-    def _write_pause(self, what: str, step: int, seconds: float) -> None:
+    def _write_pause(self, kind: str, step: int, seconds: float) -> None:
         if seconds:
-            self.write({"kind": "pause", "what": what, "step": step, "seconds": _rounded(seconds)})
+            self.write({"kind": "pause", "what": kind, "step": step, "seconds": _rounded(seconds)})
 
     def _write_memory(self) -> None:
         self.write({"kind": "memory", **memory_use(self._stepper)})
@@ -216,12 +218,12 @@ class AnatomyFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, held: _Held, lost: Mapping[int, float]) -> None:
-        self._open = [*self._open[:1], held]
+    def _add(self, step: _TimedStep, lost: Mapping[int, float]) -> None:
+        self._open = [*self._open[:1], step]
         for name in _SUMMED:
-            self._sums[name] += getattr(held.times, name) or 0.0
-        self._sums["micro_batches"] += held.micro_batches
-        self._sums["samples"] += held.samples
+            self._sums[name] += getattr(step.times, name) or 0.0
+        self._sums["micro_batches"] += step.micro_batches
+        self._sums["samples"] += step.samples
         for rank, seconds in lost.items():
             self._lost[rank] += seconds
         self._count += 1
@@ -229,16 +231,16 @@ class AnatomyFile:
             self._end_line()
 
     def _end_line(self) -> None:
-        first, latest = self._open[0].times, self._open[-1].times
+        first = self._open[0].times
+        latest = self._open[-1].times
         record: dict[str, Any] = {"kind": "steps", "first": first.step, "last": latest.step}
         record |= {name: _rounded(self._sums[name]) for name in _SUMMED}
         record |= {name: round(self._sums[name]) for name in ("micro_batches", "samples")}
         if latest.hidden is None:
             record["hidden"] = None
         if self._lost:
-            record["lost"] = {
-                str(rank): _rounded(seconds) for rank, seconds in sorted(self._lost.items())
-            }
+            lost = sorted(self._lost.items())
+            record["lost"] = {str(rank): _rounded(seconds) for rank, seconds in lost}
         if len(self._open) == 1 and latest.spans:
             record |= self._open[0].detail()
         self.write(record)
@@ -248,40 +250,34 @@ class AnatomyFile:
 
     def _flush(self) -> None:
         """Write what is not written yet, as if a line ended here."""
-        held, self._held = self._held, []
-        for each in held:
-            self._add(each, {})
+        for step in self._pending:
+            self._add(step, {})
+        self._pending = []
         if self._open:
             self._end_line()
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _TimedStep:
     times: StepTimes
     micro_batches: int
     samples: int
-    departures: Sequence[BucketTimes]
+    buckets: Sequence[BucketTimes]
 
     def detail(self) -> dict[str, Any]:
         """Return when each piece of the step began and ended, and when each bucket left and
         arrived, on this process's monotonic clock.
         """
-        spans = [span for span in self.times.spans if span.end > span.begin]
-        names = ["waits" if span.waits else _NAMES.get(span.phase, span.phase) for span in spans]
-        return {
-            "spans": [
-                [name, _rounded(span.begin), _rounded(span.end)]
-                for name, span in zip(names, spans, strict=True)
-            ],
-            "buckets": [
-                [
-                    number,
-                    _rounded(each.left),
-                    None if each.arrived is None else _rounded(each.arrived),
-                ]
-                for number, each in enumerate(self.departures)
-            ],
-        }
+        spans = []
+        for span in self.times.spans:
+            if span.end > span.begin:
+                name = "waits" if span.waits else _NAMES.get(span.phase, span.phase)
+                spans.append([name, _rounded(span.begin), _rounded(span.end)])
+        buckets = []
+        for number, bucket in enumerate(self.buckets):
+            arrived = None if bucket.arrived is None else _rounded(bucket.arrived)
+            buckets.append([number, _rounded(bucket.left), arrived])
+        return {"spans": spans, "buckets": buckets}
 
 
 def _lost(waited_by_rank: Sequence[float], rank: int) -> Mapping[int, float]:
@@ -303,7 +299,7 @@ def _rounded(seconds: float) -> float:
 def _opened(file: Path) -> TelemetryFile:
     """Open `file` to append lines. A killed rank may have left an incomplete line."""
     torn = file.exists() and not file.read_bytes().endswith(b"\n")
-    found = TelemetryFile(file)
+    lines = TelemetryFile(file)
     if torn:
-        found.write(b"\n")
-    return found
+        lines.write(b"\n")
+    return lines

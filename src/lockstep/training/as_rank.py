@@ -35,15 +35,8 @@ def train_as_rank(
     """
     task = resolve(settings.task, settings.overrides)  # before the rendezvous
     with world_for(None, settings.device) as world:
-        _compare(
-            world,
-            {
-                **settings.as_json(),
-                "run": None if run is None else str(run),
-                "resume": resume,
-                "fresh": fresh,
-            },
-        )
+        launched = {"run": run and str(run), "resume": resume, "fresh": fresh}
+        _compare(world, settings.as_json() | launched)
         claim = partial(_claimed, settings, run, resume=resume, fresh=fresh)
         with claimed_by_first(world, claim, SystemExit) as directory:
             if not directory.result.exists():
@@ -54,11 +47,10 @@ def train_as_rank(
         print(result.last_line(result.read(directory.result)))
 
 
-def _compare(world: World, given: dict[str, Any]) -> None:
+def _compare(world: World, options: dict[str, Any]) -> None:
+    values = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     try:
-        compare_start(
-            world.group, {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-        )
+        compare_start(world.group, values)
     except ReplicaDivergence as error:
         difference = f"{error.parameter} differs: {error.values['difference']}"
         raise UsageError("ranks-started-differently", difference=difference) from None
@@ -72,14 +64,10 @@ def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool)
 
 def main(text: str) -> None:
     """Train as one of the ranks that Lockstep's launcher has started on each of several nodes."""
-    said = json.loads(text)
-    run = said["run"]
-    train_as_rank(
-        Settings(**said["settings"]),
-        None if run is None else Path(run),
-        resume=said["resume"],
-        fresh=said["fresh"],
-    )
+    job = json.loads(text)
+    settings = Settings(**job["settings"])
+    run = None if job["run"] is None else Path(job["run"])
+    train_as_rank(settings, run, resume=job["resume"], fresh=job["fresh"])
 
 
 if __name__ == "__main__":

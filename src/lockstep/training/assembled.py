@@ -21,7 +21,7 @@ from lockstep.checkpoints.identity import check_storable, sha256, weights
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts
-from lockstep.config.task import EarlyStopping, Mode, Precision, Task
+from lockstep.config.task import Mode, Precision, Task
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
@@ -38,7 +38,7 @@ from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.task_digest import compare_tasks, task_digests
-from lockstep.training.weight_average import average_of
+from lockstep.training.weight_average import NoAverage, WeightAverage
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class BestMetric:
         value = metrics[self.metric]
         improved = value > self.value if self.mode == "max" else value < self.value
         if improved or (math.isnan(self.value) and not math.isnan(value)):
-            self.value, self.step, self.waited = value, step, 0
+            self.value = value
+            self.step = step
+            self.waited = 0
             return True
         self.waited += 1
         return False
@@ -90,7 +92,8 @@ class TrainingState:
 
     best: BestMetric | None
     patience: BestMetric | None
-    _stopping: EarlyStopping | None
+    _limit: int
+    """Evaluations without a new best value of `patience` after which training ends."""
     epochs: int = 0
     """Completed epochs."""
     evaluated: int = 0
@@ -110,31 +113,39 @@ class TrainingState:
         """Return the state at the start of a training."""
         best = BestMetric(task.best, task.best_mode) if task.best and task.best_mode else None
         stopping = task.early_stopping
-        return cls(
-            best, None if stopping is None else BestMetric(stopping.metric, stopping.mode), stopping
-        )
+        if stopping is None:
+            return cls(best, None, 0)
+        return cls(best, BestMetric(stopping.metric, stopping.mode), stopping.patience)
 
-    def note(self, metrics: dict[str, float], step: int) -> BestMetric | None:
+    def record(self, metrics: dict[str, float], step: int) -> BestMetric | None:
         """Take in an evaluation after `step` steps; return the best metric if it has improved.
 
         Raises TaskError if a watched metric is missing."""
-        self.metrics, self.unevaluated, self.evaluated = metrics, None, step
+        self.metrics = metrics
+        self.unevaluated = None
+        self.evaluated = step
         improved = self.best is not None and self.best.better(metrics, step)
-        if self.patience is not None and self._stopping is not None:
-            better, most = self.patience.better(metrics, step), self._stopping.patience
-            if not better and self.patience.waited >= most:
-                value = (
-                    f"{self.patience.metric} has not improved on {self.patience.value:.4f} (step"
-                    f" {self.patience.step})"
-                )
-                self.stopped_early = f"{value} for {counted(most, 'evaluation')}"
+        watched = self.patience
+        if (
+            watched is not None
+            and not watched.better(metrics, step)
+            and watched.waited >= self._limit
+        ):
+            self.stopped_early = (
+                f"{watched.metric} has not improved on {watched.value:.4f} (step"
+                f" {watched.step}) for {counted(self._limit, 'evaluation')}"
+            )
         return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:
         """Return name and value of the watched metric, else of the first, else of the loss."""
         watched = self.best or self.patience
-        names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
-        name = watched.metric if watched else next(iter(names), "loss")
+        others = [name for name in self.metrics if name != "loss"]
+        name = "loss"
+        if watched is not None:
+            name = watched.metric
+        elif others:
+            name = others[0]
         return name, self.metrics.get(name, self.loss)
 
     def as_json(self) -> dict[str, Any]:
@@ -162,7 +173,8 @@ class TrainingState:
         for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
             if watch is not None and saved is not None:
                 watch.load(saved)
-        self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
+        self.stopped_early = state["stopped_early"]
+        self.unevaluated = state["unevaluated"]
 
 
 class WholeModel(ModelShard, OwnRows):
@@ -214,8 +226,8 @@ def place_model(
     grid = settings.mesh
     if grid is None or grid.only_data:
         return WholeModel(forward.model, world, compiles=bool(compiles), exact=settings.exact)
-    precision, average = settings.precision or task.precision, task.average is not None
-    check_parts(grid, precision, compile=compiles, average=average)
+    precision = settings.precision or task.precision
+    check_parts(grid, precision, compile=compiles, average=task.average is not None)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
         raise UsageError(
             "mesh-with-iterable",
@@ -246,41 +258,44 @@ class AssembledTraining:
     def __init__(
         self, task: Task, settings: Settings, world: World, run: RunDirectory | None
     ) -> None:
-        self.task, self.settings, self.world, self.directory = task, settings, world, run
+        self.task = task
+        self.settings = settings
+        self.world = world
+        self.directory = run
         grid = settings.mesh
         share = None if grid is None else (grid.share(world.rank), grid.replicas)
         self.loader = loader_of(task, world, settings.loader_workers, share, settings.balance)
-        self.length = Length.of(
-            task, settings, None if is_iterable(task.train_data) else len(self.loader)
-        )
+        steps_per_epoch = None if is_iterable(task.train_data) else len(self.loader)
+        self.length = Length.of(task, settings, steps_per_epoch)
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
         self.forward = Forward(model_of(task), task, self.precision, world.device)
         # fails now, and not after the training, if something cannot be stored
         check_storable(self.forward.model)
-        self.placed = place_model(task, self.forward, settings, world)
-        self.model = self.placed.runs
+        self.model_shard = place_model(task, self.forward, settings, world)
+        self.model = self.model_shard.runs
         self.optimizer = optimizer_of(task, self.model)
         recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
-        self.placed.adopt(self.optimizer)
-        self.average = average_of(task, self.model)
+        self.model_shard.adopt(self.optimizer)
+        self.average = NoAverage() if task.average is None else WeightAverage(task, self.model)
         self.stepper = self._new_stepper()
         self.evaluation = self.new_evaluation()
         self.identity = Identity(recipe, machine(), task_digests(task) if run is not None else {})
         compare_tasks(world.control, self.identity.digests)
         by_epoch = self.scheduler if task.scheduler_per == "epoch" else None
-        self.saves = saving_in(run, settings, self.stepper, self.loader, by_epoch)
-        self.reached = TrainingState.of(task)
+        self.saving = saving_in(run, settings, self.stepper, self.loader, by_epoch)
+        self.progress = TrainingState.of(task)
 
     def _new_stepper(self) -> Stepper:
-        task, settings = self.task, self.settings
+        task = self.task
+        settings = self.settings
         method = {name: getattr(settings, name) for name in knob.knobs(Parallelism)}
-        del method["mesh"]  # `placed` handles it
+        del method["mesh"]  # `model_shard` handles it
         if self.world.size == 1 and (settings.grow or settings.grow_if_wanted):
             method["witness"] = None  # needs other ranks; they have died, and may come back
         stepper = Stepper(
-            self.placed.module,
+            self.model_shard.module,
             self.optimizer,
             clip=task.clip,
             scaler=grad_scaler(self.precision, self.world.device),
@@ -289,7 +304,7 @@ class AssembledTraining:
             unused=task.unused,
             average=self.average.model,
             bucket_mb=settings.bucket_mb,
-            model_shard=self.placed,
+            model_shard=self.model_shard,
             world=self.world,
             **method,
         )
@@ -306,28 +321,23 @@ class AssembledTraining:
             self.forward,
             self.world,
             loader_workers=self.settings.loader_workers,
-            placed=self.placed,
+            runner=self.model_shard,
         )
 
     def step(self, window: Window) -> StepResult:
         """Take one optimizer step without recording it."""
-        self.placed.walk(self.stepper, window, self.forward)
+        self.model_shard.walk(self.stepper, window, self.forward)
         result = self.stepper.step()
         self.average.after_step(result, self.stepper.steps)
         return result
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the Stepper's and the Loader's state."""
-        found: dict[str, Any] = finite(
-            {
-                "task": self.task.name,
-                "seed": self.task.seed,
-                **self.reached.as_json(),
-                "applied": self.reached.applied + self.stepper.applied,
-                **asdict(self.identity),
-            }
-        )
-        return found
+        state: dict[str, Any] = {"task": self.task.name, "seed": self.task.seed}
+        state |= self.progress.as_json()
+        state["applied"] = self.progress.applied + self.stepper.applied
+        state |= asdict(self.identity)
+        return {name: finite(value) for name, value in state.items()}
 
     def resume(self) -> tuple[str, Checkpoint | None]:
         """Resume from the newest complete checkpoint of the run directory, if there is one. Return
@@ -335,12 +345,12 @@ class AssembledTraining:
         """
         changed = ""
 
-        def check(found: Checkpoint) -> None:
+        def check(checkpoint: Checkpoint) -> None:
             nonlocal changed
-            changed = self.identity.check(found, self.settings, self.world)
+            changed = self.identity.check(checkpoint, self.settings, self.world)
 
-        found = self.saves.resume(check)
-        if found is not None:
-            self.reached.load(found.state)
-        self.saves.forget_after(self.reached.evaluated)
-        return changed, found
+        checkpoint = self.saving.resume(check)
+        if checkpoint is not None:
+            self.progress.load(checkpoint.state)
+        self.saving.forget_after(self.progress.evaluated)
+        return changed, checkpoint

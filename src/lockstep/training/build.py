@@ -36,13 +36,12 @@ class Length:
         """`settings.steps` has priority over `settings.epochs`, which has priority over the task's
         epochs. An incomplete epoch counts as one.
         """
-        if settings.steps is not None:
-            return cls(
-                None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch),
-                settings.steps,
-            )
-        epochs = settings.epochs or task.epochs
-        return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
+        if settings.steps is None:
+            epochs = settings.epochs or task.epochs
+            return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
+        if steps_per_epoch is None:
+            return cls(None, settings.steps)
+        return cls(math.ceil(settings.steps / steps_per_epoch), settings.steps)
 
     @property
     def of_steps(self) -> str:
@@ -102,11 +101,13 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
 def scheduler_of(task: Task, optimizer: Optimizer, length: Length) -> LRScheduler | None:
     if task.scheduler is None:
         return None
-    times = length.steps if task.scheduler_per == "step" else length.epochs
+    if task.scheduler_per == "step":
+        times = length.steps
+        fix = "give --steps"
+    else:
+        times = length.epochs
+        fix = "give --epochs in place of --steps"
     if times is None:
-        fix = (
-            "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
-        )
         raise TaskError("schedule-length-unknown", per=task.scheduler_per, fix=fix)
     scheduler = task.scheduler(optimizer, times)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

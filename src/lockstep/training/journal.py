@@ -12,7 +12,7 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,14 @@ import lockstep
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Record, Task
-from lockstep.data.windows import Window
+from lockstep.data.windows import Window, counted
 from lockstep.errors import Preempted
 from lockstep.gradients.layout import BUCKET
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.training.loggers import Ended, Loggers
 from lockstep.training.metrics import MetricsFile
-from lockstep.training.progress import Facts, Progress, of, progress
+from lockstep.training.progress import Progress, ProgressFacts, of, progress
 from lockstep.training.result import Result
 from lockstep.training.resume import differences
 from lockstep.training.run_directory import RunDirectory
@@ -60,44 +60,50 @@ class Journal:
         says_skips: bool,
         sent: Callable[[], int],
         loggers: Loggers | None = None,
-        facts: Facts | None = None,
+        facts: ProgressFacts | None = None,
     ) -> None:
-        self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
+        self._epochs = epochs
+        self._says_skips = says_skips
+        self._bytes_sent = sent
+        self._run = run
+        self._loggers = loggers
         self._open = ExitStack()
         self._file: MetricsFile | None = None
-        self._run, self._loggers = run, loggers
-        self._result: Result | None = None
         self._screen: Progress | None = None
-        if world.rank == 0:
-            self._file = (
-                self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
-            )
-            if facts is not None:
-                self._screen = progress(facts)
-                self._open.callback(self._screen.close)
-                if run is not None:
-                    self._say(f"run directory: {run.shown}")
+        self._result: Result | None = None
+        if world.rank == 0 and run is not None:
+            self._file = self._open.enter_context(MetricsFile(run.metrics))
+        if world.rank == 0 and facts is not None:
+            self._screen = progress(facts)
+            self._open.callback(self._screen.close)
+            if run is not None:
+                self._print(f"run directory: {run.shown}")
         calls = world.rank == 0 or task.callbacks_on == "all"
         self._on_step = task.on_step if calls else None
         self._on_evaluate = task.on_evaluate if calls else None
         self._last: Mapping[str, Any] | None = None
         self._times: Sequence[StepTimes] = ()  # that the screen has not shown yet
-        self._clock, self._sent = time.perf_counter(), sent()
+        self._clock = time.perf_counter()
+        self._sent = sent()
 
     def event(self, event: str, line: str | None = None, **facts: Any) -> None:
         """Record an event; print `line` if it is given."""
-        self._write({"kind": "event", "event": event, **({"line": line} if line else {}), **facts})
+        record = {"kind": "event", "event": event}
         if line:
-            self._say(line)
+            record["line"] = line
+        self._write(record | facts)
+        if line:
+            self._print(line)
 
     def step(self, window: Window, lr: float, result: StepResult) -> None:
         """Record one optimizer step, taken with learning rate `lr`."""
-        # the norm is known only if `clip` is set
-        told = {"lr": lr, **({} if result.norm is None else {"grad_norm": result.norm})}
+        numbers = {"lr": lr}
+        if result.norm is not None:  # it is known only if `clip` is set
+            numbers["grad_norm"] = result.norm
         skipped = None if result.applied else result.reason
         self._times = result.times
         self._step(
-            window, result, told, at=time.perf_counter(), sent=result.bytes_sent, skipped=skipped
+            window, result, numbers, at=time.perf_counter(), sent=result.bytes_sent, skipped=skipped
         )
 
     def applied(self, result: StepResult) -> None:
@@ -105,17 +111,18 @@ class Journal:
         has them.
         """
         self._times = result.times
-        for each in result.windows:
-            told = {"gradient_age": each.age, "lr": each.lr}
+        for window in result.windows:
+            numbers = {"gradient_age": window.age, "lr": window.lr}
+            skipped = window.reason or None
             self._step(
-                each, each, told, at=each.at, sent=result.bytes_sent, skipped=each.reason or None
+                window, window, numbers, at=window.at, sent=result.bytes_sent, skipped=skipped
             )
 
     def _step(
         self,
         window: Window | AppliedWindow,
-        found: StepResult | AppliedWindow,
-        told: Mapping[str, float],
+        result: StepResult | AppliedWindow,
+        numbers: Mapping[str, float],
         *,
         at: float,
         sent: int,
@@ -125,14 +132,16 @@ class Journal:
             "kind": "step",
             "step": window.step + 1,
             "epoch": window.epoch + 1,
-            "loss": found.loss,
-            "weight": found.weight,
-            "samples_by_rank": list(found.samples_by_rank),
-            **told,
-            "samples_per_s": sum(found.samples_by_rank) / max(at - self._clock, 1e-9),
+            "loss": result.loss,
+            "weight": result.weight,
+            "samples_by_rank": list(result.samples_by_rank),
+            **numbers,
+            "samples_per_s": sum(result.samples_by_rank) / max(at - self._clock, 1e-9),
             "bytes_sent": sent - self._sent,
         }
-        self._clock, self._sent, self._last = at, sent, record
+        self._clock = at
+        self._sent = sent
+        self._last = record
         self._write(record)
         if self._screen is not None:
             self._screen.step(record, self._times)
@@ -140,7 +149,8 @@ class Journal:
         if skipped is not None:
             line = f"step {record['step']} was skipped: {skipped}" if self._says_skips else None
             self.event("step skipped", line, step=record["step"], reason=skipped)
-        _call(self._on_step, record)
+        if self._on_step is not None:
+            self._on_step(record)
 
     def evaluating(self) -> None:
         """Show that an evaluation begins."""
@@ -160,9 +170,11 @@ class Journal:
         }
         self._write(record)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        trained = f", training loss {self._last['loss']:.4f}" if self._last else ""
-        self._say(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}{trained}")
-        _call(self._on_evaluate, record)
+        if self._last:
+            shown += f", training loss {self._last['loss']:.4f}"
+        self._print(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}")
+        if self._on_evaluate is not None:
+            self._on_evaluate(record)
         self._start_watch()
 
     def __enter__(self) -> Journal:
@@ -171,10 +183,11 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
             if self._loggers is not None:
-                stopped = kind in (Preempted, MoreWorkers, KeyboardInterrupt)
-                ended: Ended = "KILLED" if stopped else "FINISHED" if self._result else "FAILED"
+                ended: Ended = "FINISHED" if self._result else "FAILED"
+                if kind in (Preempted, MoreWorkers, KeyboardInterrupt):
+                    ended = "KILLED"
                 self._loggers.close(ended, self._result)
-                self._say_problems(self._loggers)
+                self._report_problems(self._loggers)
 
     def finished(self, result: Result) -> None:
         """Keep the result; loggers get it when they are closed."""
@@ -182,7 +195,8 @@ class Journal:
 
     def _start_watch(self) -> None:
         """Count time and bytes from here on for the next step."""
-        self._clock, self._sent = time.perf_counter(), self._bytes_sent()
+        self._clock = time.perf_counter()
+        self._sent = self._bytes_sent()
 
     def _write(self, record: Record) -> None:
         if self._file is not None and self._run is not None:
@@ -190,26 +204,23 @@ class Journal:
             self._file.write(record)
         if self._loggers is not None:
             self._loggers.add(record)
-            self._say_problems(self._loggers)
+            self._report_problems(self._loggers)
 
-    def _say_problems(self, loggers: Loggers) -> None:
+    def _report_problems(self, loggers: Loggers) -> None:
         while loggers.problems:
             self.event("logger failed", loggers.problems.pop(0))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._screen is not None:
-            self._screen.say(line)
+            self._screen.print(line)
 
 
-def _call(callback: Callable[[Record], None] | None, record: Record) -> None:
-    if callback is not None:
-        callback(record)
-
-
-def say_start(training: AssembledTraining, journal: Journal) -> None:
+def record_start(training: AssembledTraining, journal: Journal) -> None:
     """Record how the training starts. Every rank calls it."""
-    settings, world, method = training.settings, training.world, training.stepper.method
-    line = f"{training.loader.describe(training.placed.holder)}; {_how(training)}"
+    settings = training.settings
+    world = training.world
+    shares = training.loader.describe(training.model_shard.holder)
+    line = f"{shares}; {', '.join(_method_in_words(training))}"
     journal.event(
         "start",
         line,
@@ -222,8 +233,8 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
         versions={"lockstep": lockstep.__version__, "python": platform.python_version()},
     )
     if settings.mesh is not None:
-        _say_mesh(training, journal)
-    if not method.world_size_free:
+        _record_mesh(training, journal)
+    if not training.stepper.method.world_size_free:
         journal.event(
             "method",
             "with this method another number of workers gives other weights",
@@ -236,24 +247,22 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
         )
 
 
-def _how(training: AssembledTraining) -> str:
-    settings, method = training.settings, training.stepper.method
-    buckets = (
-        "" if settings.bucket_mb == BUCKET / 2**20 else f" in buckets of {settings.bucket_mb:g} MiB"
-    )
-    what = "synchronizations" if method.local is not None else "gradients"
-    replicas = training.placed.replicas(training.world.group).size
-    silent = method.server or (replicas == 1 and method.compress is None)
-    reduction = "" if silent else f"{what} by {training.stepper.reducer.reduction.name}{buckets}, "
-    threads = [] if settings.threads is None else [_a_rank(settings.threads, "thread")]
-    workers = [_a_rank(settings.loader_workers, "loader worker")] if settings.loader_workers else []
-    return ", ".join(
-        [f"{reduction}{method.describe()}{'' if method.alone else ' update'}", *threads, *workers]
-    )
-
-
-def _a_rank(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count > 1)} a rank"
+def _method_in_words(training: AssembledTraining) -> Iterator[str]:
+    """Yield how gradients are summed, how parameters are updated, and what a rank has."""
+    settings = training.settings
+    method = training.stepper.method
+    replicas = training.model_shard.replicas(training.world.group).size
+    if not method.server and (replicas > 1 or method.compress is not None):
+        summed = "gradients" if method.local is None else "synchronizations"
+        reduction = f"{summed} by {training.stepper.reducer.reduction.name}"
+        if settings.bucket_mb != BUCKET / 2**20:
+            reduction += f" in buckets of {settings.bucket_mb:g} MiB"
+        yield reduction
+    yield method.describe() if method.alone else f"{method.describe()} update"
+    if settings.threads is not None:
+        yield f"{counted(settings.threads, 'thread')} a rank"
+    if settings.loader_workers:
+        yield f"{counted(settings.loader_workers, 'loader worker')} a rank"
 
 
 def mesh_in_words(training: AssembledTraining) -> str:
@@ -261,53 +270,46 @@ def mesh_in_words(training: AssembledTraining) -> str:
     grid = training.settings.mesh
     if grid is None:
         return ""
-    return f"mesh {grid}{f' {training.settings.schedule}' if grid.pipeline > 1 else ''}"
+    return f"mesh {grid} {training.settings.schedule}" if grid.pipeline > 1 else f"mesh {grid}"
 
 
-def _say_mesh(training: AssembledTraining, journal: Journal) -> None:
+def _record_mesh(training: AssembledTraining, journal: Journal) -> None:
     """Record what each rank holds: as a line, and as mesh.json in the run directory."""
-    settings, world, grid = training.settings, training.world, training.settings.mesh
+    world = training.world
+    grid = training.settings.mesh
     assert grid is not None
-    everyone: list[dict[str, Any]] = everybodys(
-        {"host": socket.gethostname(), **training.placed.describe()}, world.control, "for mesh.json"
-    )
-    if world.rank == 0 and training.saves.path is not None:
-        said = {
-            "mesh": str(grid),
-            "schedule": settings.schedule if grid.pipeline > 1 else None,
-            "ranks": everyone,
-        }
-        (training.saves.path / MESH).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    held = [each["parameters"] for each in everyone if "parameters" in each]
-    whole = "every rank holds the whole model"
-    if held:
-        least, most = min(held), max(held)
-        whole = (
-            f"a rank holds {least:,}{'' if least == most else f' to {most:,}'} of"
-            f" {everyone[0]['of']:,} parameters"
-        )
-    journal.event("mesh", f"mesh {grid}: {whole}")
+    own = {"host": socket.gethostname(), **training.model_shard.describe()}
+    ranks: list[dict[str, Any]] = everybodys(own, world.control, "for mesh.json")
+    if world.rank == 0 and training.saving.path is not None:
+        schedule = training.settings.schedule if grid.pipeline > 1 else None
+        contents = {"mesh": str(grid), "schedule": schedule, "ranks": ranks}
+        text = json.dumps(contents, indent=1) + "\n"
+        (training.saving.path / MESH).write_text(text, encoding="utf-8")
+    sizes = [rank["parameters"] for rank in ranks if "parameters" in rank]
+    if sizes:
+        least, most = min(sizes), max(sizes)
+        part = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        holding = f"a rank holds {part} of {ranks[0]['of']:,} parameters"
+    else:
+        holding = "every rank holds the whole model"
+    journal.event("mesh", f"mesh {grid}: {holding}")
 
 
-def say_resumed(
-    training: AssembledTraining, journal: Journal, found: Checkpoint, changed: str
+def record_resumed(
+    training: AssembledTraining, journal: Journal, checkpoint: Checkpoint, changed: str
 ) -> None:
-    """Record that the training resumed from `found`, and what has `changed` in the task since."""
-    of = training.length.of_steps
-    journal.event(
-        "resumed",
-        f"resumed from step {found.step}{of}",
-        step=found.step,
-        workers=training.world.size,
-    )
+    """Record that the training resumed from this checkpoint, and what has `changed` in the task
+    since.
+    """
+    step = checkpoint.step
+    line = f"resumed from step {step}{training.length.of_steps}"
+    journal.event("resumed", line, step=step, workers=training.world.size)
     if changed:
-        line = f"warning: the task has changed since step {found.step} was saved: {changed}"
-        journal.event("changed", line, step=found.step, changes=changed)
-    if training.settings.exact and (
-        difference := differences(found.state["machine"], training.identity.machine)
-    ):
-        journal.event(
-            "moved",
-            f"warning: this machine differs, so the bits may differ as well: {difference}",
-            step=found.step,
-        )
+        line = f"warning: the task has changed since step {step} was saved: {changed}"
+        journal.event("changed", line, step=step, changes=changed)
+    difference = ""
+    if training.settings.exact:
+        difference = differences(checkpoint.state["machine"], training.identity.machine)
+    if difference:
+        line = f"warning: this machine differs, so the bits may differ as well: {difference}"
+        journal.event("moved", line, step=step)

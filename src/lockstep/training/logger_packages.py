@@ -28,15 +28,17 @@ _PATIENCE = 10.0  # s that each may take at the end: others wait, and a stall is
 _SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
 _NUMBERS = count()  # of this process's event files: two may start in the same second
 # MLflow's limits: metrics and parameters per request, characters of a parameter's value
-_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000
+_BATCH = 1000
+_PARAMETERS = 100
+_LONGEST = 6000
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a step or an evaluation, by the names that all loggers use."""
     if record["kind"] == "evaluate":
         return {f"evaluate/{name}": float(value) for name, value in record["metrics"].items()}
-    found = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
-    return {**found, "train/workers": len(record["samples_by_rank"])}
+    numbers = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
+    return {**numbers, "train/workers": len(record["samples_by_rank"])}
 
 
 class WandB:
@@ -46,21 +48,21 @@ class WandB:
         import wandb
 
         warn_untested("wandb", "0.31", "0.31")
-        given = os.environ
+        environment = os.environ
         settings = wandb.Settings(finish_timeout=_PATIENCE, init_timeout=2 * _PATIENCE)
-        if "WANDB_CONSOLE" not in given:
+        if "WANDB_CONSOLE" not in environment:
             settings.console = "off"  # the ranks' logs are in the run directory
         self._run = wandb.init(
             id=run.ids().get("wandb"),
             resume="allow",
-            project=given.get("WANDB_PROJECT", run.task),
-            name=given.get("WANDB_NAME", run.path.name),
-            dir=given.get("WANDB_DIR", str(run.path)),
+            project=environment.get("WANDB_PROJECT", run.task),
+            name=environment.get("WANDB_NAME", run.path.name),
+            dir=environment.get("WANDB_DIR", str(run.path)),
             config=dict(run.parameters),
             settings=settings,
         )
-        run.keep("wandb", self._run.id)
-        self.held: Mapping[str, int] = dict.fromkeys(KINDS, self._run.starting_step - 1)
+        run.save_id("wandb", self._run.id)
+        self.last: Mapping[str, int] = dict.fromkeys(KINDS, self._run.starting_step - 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
         self._run.log(scalars(record), step=record["step"])
@@ -84,15 +86,15 @@ class MLflow:
         elsewhere = mlflow.is_tracking_uri_set()
         uri = None if elsewhere else f"sqlite:///{run.path.absolute()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        kept = run.ids().get("mlflow")
-        if kept is None:
+        id = run.ids().get("mlflow")
+        if id is None:
             artifacts = None if elsewhere else (run.path.absolute() / "mlartifacts").as_uri()
-            kept = self._created(run, artifacts)
-            run.keep("mlflow", kept)
-        self._id = kept
-        self._client.update_run(kept, status="RUNNING")
-        self.held: Mapping[str, int] = {
-            kind: self._last(f"{where}/loss") for kind, where in KINDS.items()
+            id = self._created(run, artifacts)
+            run.save_id("mlflow", id)
+        self._id = id
+        self._client.update_run(id, status="RUNNING")
+        self.last: Mapping[str, int] = {
+            kind: self._last_step(f"{prefix}/loss") for kind, prefix in KINDS.items()
         }
         self._waiting: list[Any] = []
         self._send_next = 0.0
@@ -102,40 +104,37 @@ class MLflow:
     def _created(self, run: LoggedRun, artifacts: str | None) -> str:
         from mlflow.entities import Param
 
-        given = os.environ
-        experiment = given.get("MLFLOW_EXPERIMENT_ID")
-        if experiment is None:
-            name = given.get("MLFLOW_EXPERIMENT_NAME", run.task)
-            found = self._client.get_experiment_by_name(name)
-            experiment = (
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment_id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.task)
+            experiment = self._client.get_experiment_by_name(name)
+            experiment_id = (
                 self._client.create_experiment(name, artifacts)
-                if found is None
-                else found.experiment_id
+                if experiment is None
+                else experiment.experiment_id
             )
-        id: str = self._client.create_run(experiment, run_name=run.path.name).info.run_id
+        id: str = self._client.create_run(experiment_id, run_name=run.path.name).info.run_id
         parameters = [Param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
         for first in range(0, len(parameters), _PARAMETERS):
             self._client.log_batch(id, params=parameters[first : first + _PARAMETERS])
         return id
 
-    def _last(self, name: str) -> int:
-        return max(
-            (each.step for each in self._client.get_metric_history(self._id, name)), default=0
-        )
+    def _last_step(self, name: str) -> int:
+        history = self._client.get_metric_history(self._id, name)
+        return max((metric.step for metric in history), default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
         now = time.time()
-        self._waiting += [
-            # MLflow allows only these characters in a name
-            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, int(now * 1000), record["step"])
-            for name, value in scalars(record).items()
-        ]
+        for name, value in scalars(record).items():
+            allowed = re.sub(r"[^\w\-. :/]", "_", name)  # the characters that MLflow allows
+            self._waiting.append(Metric(allowed, value, int(now * 1000), record["step"]))
         if now >= self._send_next and self._sending.done():
             self._sending.result()
             self._sending = self._thread.submit(partial(self._send, self._waiting))
-            self._waiting, self._send_next = [], now + _SEND_EVERY
+            self._waiting = []
+            self._send_next = now + _SEND_EVERY
 
     def _send(self, metrics: list[Any]) -> None:
         for first in range(0, len(metrics), _BATCH):
@@ -169,7 +168,8 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         name = (
             f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
             f".{next(_NUMBERS)}"
@@ -179,7 +179,7 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
         # makes TensorBoard drop what earlier files say of this step and later ones
         self._write(step=run.step, session_log=SessionLog(status=SessionLog.START))
-        self.held: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
+        self.last: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
         for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
             self._write(step=0, summary=part)
 

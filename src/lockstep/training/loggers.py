@@ -48,7 +48,7 @@ class LoggedRun:
         file = self.path / "loggers.json"
         return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
 
-    def keep(self, logger: str, id: str) -> None:
+    def save_id(self, logger: str, id: str) -> None:
         """Save a logger's run id for the processes that resume this training."""
         write_whole(self.path / "loggers.json", json.dumps(self.ids() | {logger: id}) + "\n")
 
@@ -56,7 +56,10 @@ class LoggedRun:
         """Yield the steps and evaluations before the step that the training resumes from."""
         if self.step and self.records.exists():  # none if the run came from copies elsewhere
             with self.records.open(encoding="utf-8") as lines:
-                yield from (each for each in map(json.loads, lines) if each["kind"] in KINDS)
+                for line in lines:
+                    record = json.loads(line)
+                    if record["kind"] in KINDS:
+                        yield record
 
 
 _WITHOUT_SERVER = {"wandb": ". Set WANDB_MODE=offline to log without a key and a server."}
@@ -65,7 +68,7 @@ _WITHOUT_SERVER = {"wandb": ". Set WANDB_MODE=offline to log without a key and a
 class Logger(Protocol):
     """A logger, opened by its constructor, which takes the LoggedRun."""
 
-    held: Mapping[str, int]
+    last: Mapping[str, int]
     """The last step that the logger has of each kind of record."""
 
     def add(self, record: Mapping[str, Any]) -> None: ...
@@ -86,7 +89,8 @@ class Loggers:
         self.problems: list[str] = []
         self._open: dict[str, Logger] = {}
         check_installed(names)
-        for name in names or ["tensorboard"] * _is_installed("tensorboard"):
+        default = ["tensorboard"] if _is_installed("tensorboard") else []
+        for name in names or default:
             try:
                 logger = self._open[name] = LOGGERS[name](run)
             except Exception as error:
@@ -107,14 +111,14 @@ class Loggers:
 
     def close(self, ended: Ended, result: Result | None = None) -> None:
         # metrics are already logged, and the headline is one of them
-        known = {} if result is None else result.as_json() | {"metrics": {}, "headline": {}}
-        summary = dict(_flat(known))
+        values = {} if result is None else result.as_json() | {"metrics": {}, "headline": {}}
+        summary = dict(_flat(values))
         for name, logger in list(self._open.items()):
             self._attempt(name, partial(logger.close, ended, summary))
         self._open.clear()
 
     def _add(self, name: str, logger: Logger, record: Mapping[str, Any]) -> None:
-        if record["step"] > logger.held[record["kind"]]:
+        if record["step"] > logger.last[record["kind"]]:
             self._attempt(name, partial(logger.add, record))
 
     def _attempt(self, name: str, call: Callable[[], None]) -> None:
@@ -126,20 +130,20 @@ class Loggers:
 
     def _failed(self, name: str, error: Exception) -> None:
         self._open.pop(name, None)
-        self.problems.append(
-            f"warning: logger {name} failed and is not used any more: {_line(error)}"
-        )
+        problem = f"warning: logger {name} failed and is not used any more: {_line(error)}"
+        self.problems.append(problem)
 
 
 def hyper_parameters(
     settings: Settings, recipe: Mapping[str, Any], machine: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return them by name: "global_batch", "optimizer.0.lr", "set.width" (of --set width=8), ..."""
-    chosen = settings.as_json()
+    parameters = {**settings.as_json(), **recipe}
     for name in ("log", "grow", "grow_if_wanted"):
-        del chosen[name]
-    given = {"set": chosen.pop("overrides"), "machine": machine}
-    return dict(_flat({**chosen, **recipe, **given}))
+        del parameters[name]
+    parameters["set"] = parameters.pop("overrides")
+    parameters["machine"] = machine
+    return dict(_flat(parameters))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,14 +159,14 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def check_installed(names: Sequence[str]) -> None:
     """Raise a UsageError for a logger whose package is not installed."""
-    for each in names:
-        if each != "csv" and not _is_installed(each):
-            raise missing(f"log={each}", each, each)
+    for name in names:
+        if name != "csv" and not _is_installed(name):
+            raise missing(f"log={name}", name, name)
 
 
 def _is_installed(package: str) -> bool:
-    found = find_spec(package)
-    return found is not None and found.origin is not None  # a plain folder has no origin
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a plain folder has no origin
 
 
 def _line(error: Exception) -> str:
@@ -173,7 +177,7 @@ class CSV:
     """metrics.csv in the run directory: a row for each step and each evaluation."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self.held: Mapping[str, int] = dict.fromkeys(KINDS, 0)
+        self.last: Mapping[str, int] = dict.fromkeys(KINDS, 0)
         self._path = run.path / "metrics.csv"
         self._columns: list[str] = []
         self._write_again([])

@@ -5,8 +5,6 @@ evaluation, records and checkpoints around it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 from lockstep.checkpoints.identity import sha256, weights
@@ -16,13 +14,13 @@ from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
 from lockstep.training.anatomy import AnatomyFile, begins, starts
 from lockstep.training.assembled import AssembledTraining
-from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
+from lockstep.training.journal import Journal, mesh_in_words, record_resumed, record_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
 from lockstep.training.opening import matmul_precision
-from lockstep.training.progress import Facts
+from lockstep.training.progress import ProgressFacts
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.saving import Untimed
+from lockstep.training.saving import NoStepTimes
 from lockstep.world.world import World
 
 
@@ -33,44 +31,47 @@ class Training(AssembledTraining):
         self, task: Task, settings: Settings, world: World, run: RunDirectory | None
     ) -> None:
         super().__init__(task, settings, world, run)
-        self._times: AnatomyFile | Untimed = Untimed()
+        self._times: AnatomyFile | NoStepTimes = NoStepTimes()
 
     def run(self) -> Result:
         self.world.heed_signals()
         changed, resumed = self.resume()
-        with self._journal() as journal, matmul_precision(self.precision), self._timed():
-            say_start(self, journal)
+        begin = begins(self.stepper, self.task, self.settings)
+        with (
+            self._journal() as journal,
+            matmul_precision(self.precision),
+            self.saving.step_times(begin) as self._times,
+        ):
+            record_start(self, journal)
             began = time.perf_counter()
             if resumed is not None:
-                say_resumed(self, journal, resumed, changed)
+                record_resumed(self, journal, resumed, changed)
             self._epochs(journal)
             self._check_trained()
             seconds = time.perf_counter() - began
-            if self.reached.stopped_early:
-                journal.event(
-                    "early stop",
-                    f"stopped early: {self.reached.stopped_early}",
-                    step=self.stepper.steps,
-                )
+            if self.progress.stopped_early:
+                line = f"stopped early: {self.progress.stopped_early}"
+                journal.event("early stop", line, step=self.stepper.steps)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
             result = self._result(seconds)
             journal.finished(result)
-        self.saves.finish(result)
+        self.saving.finish(result)
         return result
 
     def _journal(self) -> Journal:
         loggers = None
+        previous_starts = 0
         if self.world.rank == 0 and self.directory is not None:
+            identity = self.identity
             run = LoggedRun(
                 path=self.directory.path,
                 records=self.directory.metrics,
                 task=self.task.name or "task",
                 step=self.stepper.steps,
-                parameters=hyper_parameters(
-                    self.settings, self.identity.recipe, self.identity.machine
-                ),
+                parameters=hyper_parameters(self.settings, identity.recipe, identity.machine),
             )
             loggers = Loggers(self.settings.log, run)
+            previous_starts = starts(self.directory.path)
         try:
             return Journal(
                 self.task,
@@ -80,13 +81,11 @@ class Training(AssembledTraining):
                 says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
                 sent=lambda: self.stepper.bytes_sent,
                 loggers=loggers,
-                facts=Facts(
+                facts=ProgressFacts(
                     self.length.steps,
                     self.length.epochs,
-                    starts=starts(self.directory.path)
-                    if self.directory and self.world.rank == 0
-                    else 0,
-                    newest=lambda: self.saves.newest,
+                    starts=previous_starts,
+                    newest=lambda: self.saving.newest,
                 ),
             )
         except BaseException:
@@ -94,43 +93,38 @@ class Training(AssembledTraining):
                 loggers.close("FAILED")
             raise
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        with self.saves.step_times(begins(self.stepper, self.task, self.settings)) as self._times:
-            yield
-
     def _epochs(self, journal: Journal) -> None:
         at = self.loader.state_dict()
-        if self.reached.unevaluated is not None:
-            self._evaluate(journal, self.reached.unevaluated)
-        elif at["epoch"] > self.reached.epochs:
+        if self.progress.unevaluated is not None:
+            self._evaluate(journal, self.progress.unevaluated)
+        elif at["epoch"] > self.progress.epochs:
             # resumed from a checkpoint that was saved before the end of its epoch was handled
-            self._end_of_epoch(journal, at["epoch"], whole=True)
-        elif self._over() and self.reached.evaluated != self.stepper.steps:
-            self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
+            self._end_of_epoch(journal, at["epoch"], complete=True)
+        elif self._over() and self.progress.evaluated != self.stepper.steps:
+            self._end_of_epoch(journal, at["epoch"] + 1, complete=False)
         if self._over():
             return
         for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
-            whole = True
+            complete = True
             for window in epoch:
                 self._step(window, journal)
                 if self._at_last_step():
-                    whole = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
+                    complete = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
                     break
-            self._end_of_epoch(journal, epoch.number + 1, whole=whole)
+            self._end_of_epoch(journal, epoch.number + 1, complete=complete)
             if self._over():
                 break
 
     def _over(self) -> bool:
-        return self.reached.stopped_early is not None or self._at_last_step()
+        return self.progress.stopped_early is not None or self._at_last_step()
 
     def _at_last_step(self) -> bool:
         return self.stepper.steps == self.length.steps
 
-    def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
-        self.reached.epochs += whole
-        if whole:
-            self.average.after_epoch(self.reached.epochs)
+    def _end_of_epoch(self, journal: Journal, epoch: int, *, complete: bool) -> None:
+        if complete:
+            self.progress.epochs += 1
+            self.average.after_epoch(self.progress.epochs)
         if self.task.scheduler_per == "epoch" and self.scheduler is not None:
             self.scheduler.step()
         self._evaluate(journal, epoch)
@@ -138,7 +132,7 @@ class Training(AssembledTraining):
     def _step(self, window: Window, journal: Journal) -> None:
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
-        self.reached.loss = result.loss
+        self.progress.loss = result.loss
         self._times.step(result, window)
         if self.stepper.method.server:
             journal.applied(result)
@@ -147,21 +141,17 @@ class Training(AssembledTraining):
         if result.stop and not self._at_last_step():
             # after the last step only the evaluation is left
             self._stop(journal)
-        self.saves.after_step(self.state, last=self._at_last_step())
+        self.saving.after_step(self.state, last=self._at_last_step())
 
     def _stop(self, journal: Journal) -> NoReturn:
         """A rank was asked to stop: save and raise Preempted. All ranks call it."""
-        steps, command = self.stepper.steps, self.saves.stop(self.state)
-        then = (
-            f"saved: resume with {command}"
-            if command
-            else "nothing is saved: there is no run directory"
-        )
-        journal.event(
-            "preempted",
-            f"stopped after step {steps}{self.length.of_steps}, {then}",
-            step=steps,
-        )
+        steps = self.stepper.steps
+        command = self.saving.stop(self.state)
+        outcome = "nothing is saved: there is no run directory"
+        if command:
+            outcome = f"saved: resume with {command}"
+        line = f"stopped after step {steps}{self.length.of_steps}, {outcome}"
+        journal.event("preempted", line, step=steps)
         raise Preempted(steps, command is not None)
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
@@ -172,43 +162,44 @@ class Training(AssembledTraining):
             return
         began = time.perf_counter()
         journal.evaluating()
-        self.reached.unevaluated = epoch
+        self.progress.unevaluated = epoch
         with self.average.evaluated(self.forward):
             metrics = self.evaluation()
         if metrics is None:
             self._stop(journal)
-        improved = self.reached.note(metrics, steps)
+        improved = self.progress.record(metrics, steps)
         if improved is not None:
-            self.saves.best(self.state, improved.metric, improved.value)
+            self.saving.best(self.state, improved.metric, improved.value)
         journal.evaluated(steps, epoch, metrics, time.perf_counter() - began)
 
     def _check_trained(self) -> None:
         steps = self.stepper.steps
         self.stepper.check_replicas(f"at the end, after step {steps}")
-        if not self.world.agree(steps == 0 or self.reached.applied + self.stepper.applied > 0):
+        if not self.world.agree(steps == 0 or self.progress.applied + self.stepper.applied > 0):
             raise LockstepError("no-step-applied", steps=steps)
 
     def _result(self, seconds: float) -> Result:
         """Save the last checkpoint of the finished training, and return its result."""
-        digest = self.placed.digest()
-        reached, average = self.reached, self.average.found
+        digest = self.model_shard.digest()
+        progress = self.progress
+        average = self.average.current
         return Result(
             task=self.task.name or "task",
             model=self.model,
             average=average,
             average_sha256=None if average is None else sha256(weights(average)),
-            metrics=reached.metrics,
-            best=reached.best.as_json() if reached.best else None,
-            loss=reached.loss,
-            headline=reached.headline(),
-            epochs=reached.epochs,
+            metrics=progress.metrics,
+            best=progress.best.as_json() if progress.best else None,
+            loss=progress.loss,
+            headline=progress.headline(),
+            epochs=progress.epochs,
             steps=self.stepper.steps,
             workers=self.world.size,
             update=", ".join(filter(None, [mesh_in_words(self), self.stepper.method.describe()])),
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
-            stopped_early=reached.stopped_early,
+            stopped_early=progress.stopped_early,
             sha256=digest,
-            run=self.saves.path,
-            checkpoint=self.saves.end({**self.state(), "sha256": digest}),
+            run=self.saving.path,
+            checkpoint=self.saving.end({**self.state(), "sha256": digest}),
         )

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -73,7 +74,7 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
     """
     if not metrics.exists():
         return
-    kept = []
+    remaining = []
     for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record: Any = json.loads(line)
@@ -81,8 +82,8 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
             continue
         last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
         if last is None or record["step"] <= last:
-            kept.append(line + "\n")
-    write_whole(metrics, "".join(kept))
+            remaining.append(line + "\n")
+    write_whole(metrics, "".join(remaining))
 
 
 def finite(value: Any) -> Any:
@@ -112,16 +113,17 @@ class TelemetryFile:
         except OSError as error:
             self._give_up(error)
 
-    def write(self, octets: bytes) -> None:
-        self._waiting += octets
+    def write(self, data: bytes) -> None:
+        self._waiting += data
         if len(self._waiting) > _BUFFER:
             self.flush()
 
     def flush(self) -> None:
-        octets, self._waiting = self._waiting, bytearray()
+        data = self._waiting
+        self._waiting = bytearray()
         try:
             if self._handle is not None:
-                write_all(self._handle, octets)
+                write_all(self._handle, data)
         except OSError as error:
             self._give_up(error)
 
@@ -138,7 +140,8 @@ class TelemetryFile:
         )
 
     def _end(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             os.close(handle)
 
@@ -150,24 +153,29 @@ def typed(kind: Any, value: Any) -> Any:
     Raises ValueError, TypeError, KeyError or AttributeError if it does not fit. Numbers must be at
     least 0, unless they are Annotated.
     """
-    origin, inside = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    types = get_args(kind)
     if is_dataclass(kind):
         return _record(kind, value)
     if origin in (Union, UnionType):
-        if value is None or len(inside) == 2:
-            return None if value is None else typed(inside[0], value)
-        if not isinstance(value, inside):
+        if value is None:
+            return None
+        if len(types) == 2:  # the other one is None
+            return typed(types[0], value)
+        if not isinstance(value, types):
             raise TypeError(f"{value!r} is no {kind}")
         return value
-    if origin is tuple and inside[-1] is not ...:
-        return tuple(typed(each, part) for each, part in zip(inside, value, strict=True))
+    if origin is tuple and types[-1] is not ...:
+        return tuple(starmap(typed, zip(types, value, strict=True)))
     if origin in (tuple, Sequence):
-        return tuple(typed(inside[0], part) for part in value)
+        return tuple(typed(types[0], part) for part in value)
     if origin in (dict, Mapping):
-        return {
-            typed(inside[0], int(key) if inside[0] is int else key): typed(inside[1], part)
-            for key, part in value.items()
-        }
+        key_type, part_type = types
+        parts = {}
+        for text, part in value.items():
+            key = int(text) if key_type is int else text
+            parts[typed(key_type, key)] = typed(part_type, part)
+        return parts
     if kind is str:
         return str(value)
     if isinstance(value, bool) != (kind is bool):
@@ -180,14 +188,15 @@ def typed(kind: Any, value: Any) -> Any:
 
 
 def _record(kind: Any, value: Any) -> Any:
-    needed = [
-        each.name
-        for each in fields(kind)
-        if each.name in value or (each.default is MISSING and each.default_factory is MISSING)
-    ]
-    return kind(**{name: typed(_hints(kind)[name], value[name]) for name in needed})
+    annotations = _annotations(kind)
+    arguments = {}
+    for field in fields(kind):
+        required = field.default is MISSING and field.default_factory is MISSING
+        if required or field.name in value:
+            arguments[field.name] = typed(annotations[field.name], value[field.name])
+    return kind(**arguments)
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _annotations(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)

@@ -106,22 +106,19 @@ def claimed_by_first(
     """Yield on all ranks the folder that rank 0 claims, and may have named. If rank 0 cannot claim
     it, the others raise what `refused` returns for its exit code.
     """
-    mine, problem = None, None
+    own: RunDirectory | None = None
+    problem: BaseException | None = None
     if world.rank == 0:
         try:
-            mine = claim()
+            own = claim()
         except (UsageError, OSError, SystemExit) as error:
             problem = error
     code = 0 if problem is None else _exit_code(problem)
-    said = said_by(
-        0,
-        {"code": code, "path": mine and str(mine.path.absolute())},
-        world.control,
-        "for the run directory",
-    )
-    if said["code"]:
-        raise problem or refused(said["code"])
-    with mine or RunDirectory.of_launcher(Path(said["path"])) as directory:
+    path = None if own is None else str(own.path.absolute())
+    code, path = said_by(0, [code, path], world.control, "for the run directory")
+    if code:
+        raise problem or refused(code)
+    with own or RunDirectory.of_launcher(Path(path)) as directory:
         yield directory
 
 

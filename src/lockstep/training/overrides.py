@@ -11,15 +11,15 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.config.knob import closest
 from lockstep.errors import TaskError
 
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
+_YES = ("true", "yes", "on", "1")
+_NO = ("false", "no", "off", "0")
 _ANY = int | float | bool | str | None  # if there is no value that gives the type
 UNSEEN: Any = object()
 """A parameter's default that is not known before the file runs."""
@@ -49,16 +49,14 @@ def arguments(
         overrides: texts by parameter, or by `parameter.path.inside.it`.
         name: the name of the task, for errors.
     """
-    hints = _hints(function)
-    parameters = {
-        key: Parameter(
-            hints.get(key, type_of_default(None if each.default is each.empty else each.default)),
-            each.default is each.empty,
-            None if each.default is each.empty else each.default,
-        )
-        for key, each in inspect.signature(function).parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
+    annotations = _annotations(function)
+    parameters = {}
+    for key, declared in inspect.signature(function).parameters.items():
+        if declared.kind in (declared.POSITIONAL_OR_KEYWORD, declared.KEYWORD_ONLY):
+            required = declared.default is declared.empty
+            default = None if required else declared.default
+            kind = annotations.get(key, type_of_default(default))
+            parameters[key] = Parameter(kind, required, default)
     return converted(parameters, overrides, name)
 
 
@@ -68,62 +66,69 @@ def converted(
     """Return `overrides` as values for these parameters of the task `name`. Raises TaskError as
     `arguments` does.
     """
-    given: dict[str, dict[str, str]] = {}
+    by_parameter: dict[str, dict[str, str]] = {}
     for key, text in overrides.items():
         head, _, path = key.partition(".")
         if head not in parameters:
             raise _unknown(key, text, name, "it", head, parameters)
-        given.setdefault(head, {})[path] = text
+        by_parameter.setdefault(head, {})[path] = text
     for key, parameter in parameters.items():
-        if parameter.required and "" not in given.get(key, {}):
+        if parameter.required and "" not in by_parameter.get(key, {}):
             raise TaskError("task-argument-missing", key=key, file=name)
-    return {key: _value(key, parameters[key], texts, name) for key, texts in given.items()}
+    return {key: _value(key, parameters[key], texts, name) for key, texts in by_parameter.items()}
 
 
 def _value(key: str, parameter: Parameter, texts: Mapping[str, str], name: str) -> Any:
     """Return one parameter's value. `texts`: by the path inside it; "" is the whole parameter."""
-    inside = {path: text for path, text in texts.items() if path}
-    whole = texts.get("")
-    value = parameter.default if whole is None else _convert(key, whole, parameter.kind)
-    if parameter.default is UNSEEN:
-        return value
-    for path, text in inside.items():
-        value = _changed(value, path, text, key, name)
+    value = parameter.default
+    if "" in texts:
+        value = _convert(key, texts[""], parameter.kind)
+    if parameter.default is not UNSEEN:
+        for path, text in texts.items():
+            if path:
+                value = _changed(value, path, text, key, name)
     return value
 
 
 def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
     """Return a copy of `value`, the value of `key`, in which `text` replaces what is at `path`."""
-    here, _, rest = path.partition(".")
+    head, _, rest = path.partition(".")
     members = _members(value)
-    if here not in members:
-        raise _unknown(f"{key}.{path}", text, name, key, here, members)
-    inner, kind = members[here]
-    inside = f"{key}.{here}"
-    new = _changed(inner, rest, text, inside, name) if rest else _convert(inside, text, kind)
+    if head not in members:
+        raise _unknown(f"{key}.{path}", text, name, key, head, members)
+    member, kind = members[head]
+    member_key = f"{key}.{head}"
+    new = (
+        _changed(member, rest, text, member_key, name) if rest else _convert(member_key, text, kind)
+    )
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{here: new})
+        return replace(value, **{head: new})
     changed = copy.copy(value)
-    changed[here] = new
+    changed[head] = new
     return changed
 
 
 def _members(value: Any) -> dict[str, tuple[Any, Any]]:
     """Return the members of a value by name, each with its type."""
+    members = {}
     if is_dataclass(value) and not isinstance(value, type):
-        hints = _hints(type(value))
-        held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        return {key: (each, hints.get(key, type(each))) for key, each in held.items()}
-    if not isinstance(value, Mapping):
-        return {}
-    return {key: (inner, _ANY if inner is None else type(inner)) for key, inner in value.items()}
+        annotations = _annotations(type(value))
+        for field in fields(value):
+            if field.init:
+                member = getattr(value, field.name)
+                members[field.name] = member, annotations.get(field.name, type(member))
+    elif isinstance(value, Mapping):
+        for key, member in value.items():
+            members[key] = member, _ANY if member is None else type(member)
+    return members
 
 
 def _unknown(
-    key: str, text: str, name: str, where: str, here: str, members: Iterable[str]
+    key: str, text: str, name: str, owner: str, head: str, members: Iterable[str]
 ) -> TaskError:
-    every = list(members)
-    known = f"{where} takes {', '.join(every) or 'nothing'}{closest(here, every)}"
+    """Return the error for a key of which `owner` has no member `head`."""
+    choices = list(members)
+    known = f"{owner} takes {', '.join(choices) or 'nothing'}{closest(head, choices)}"
     return TaskError("override-unknown", key=key, value=text, file=name, known=known)
 
 
@@ -132,7 +137,7 @@ def type_of_default(default: object) -> Any:
     return str if default is None else type(default)
 
 
-def _hints(function: Callable[..., object]) -> dict[str, Any]:
+def _annotations(function: Callable[..., object]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except (NameError, TypeError, AttributeError):
@@ -145,31 +150,26 @@ def _convert(key: str, text: str, kind: Any) -> Any:
     if types.NoneType in choices and text.strip().lower() == "none":
         return None
     for choice in choices:
-        try:
-            return _one(text.strip(), choice)
-        except ValueError:
-            continue
-    raise TaskError(
-        "override-wrong-value", key=key, value=text, choices=" or ".join(map(_spelled, choices))
-    )
+        with suppress(ValueError):
+            return _convert_to(choice, text.strip())
+    expected = " or ".join(map(_spelled, choices))
+    raise TaskError("override-wrong-value", key=key, value=text, choices=expected)
 
 
-def _one(text: str, kind: Any) -> Any:
+def _convert_to(kind: Any, text: str) -> Any:
     """Convert `text` to one type. Raises ValueError if it does not fit."""
-    if get_origin(kind) is Literal:
-        return (
-            next(value for value in get_args(kind) if str(value) == text)
-            if text in map(str, get_args(kind))
-            else _refuse()
-        )
-    if kind is bool:
-        return True if text.lower() in _YES else False if text.lower() in _NO else _refuse()
+    if kind is Any:
+        return text
     if kind in (int, float, str):
         return kind(text)
-    return text if kind is Any else _refuse()
-
-
-def _refuse() -> Any:
+    if kind is bool and text.lower() in _YES:
+        return True
+    if kind is bool and text.lower() in _NO:
+        return False
+    if get_origin(kind) is Literal:
+        for value in get_args(kind):
+            if str(value) == text:
+                return value
     raise ValueError
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,25 @@ from lockstep.runtime.disk import write_whole
 from lockstep.training.timeline import Anatomy, Lane, StepsLine
 
 FILE = "timeline.json"
-_PHASES, _BUCKETS = 1, 2
+_PHASES = 1
+_BUCKETS = 2
 """Numbers of the first lanes. Further phases are on odd lanes, further buckets on even ones."""
 Event = dict[str, Any]
 
 
 def trace(anatomy: Anatomy) -> dict[str, Any]:
     """Return the contents of the file; no events if no step was recorded with spans."""
-    behind = offsets(anatomy)
-    origin = min((began + behind[host] for host, began in _first(anatomy)), default=0.0)
+    by_host = offsets(anatomy)
+    origin = min((began + by_host[host] for host, began in _beginnings(anatomy)), default=0.0)
     events: list[Event] = []
     hosts: dict[int, str] = {}
     for number, generation in enumerate(anatomy.generations):
         for rank, lane in generation.lanes.items():
             hosts.setdefault(rank, lane.begin.host)
-            events += _of_lane(rank, lane, number, behind[lane.begin.host] - origin)
-    placed = list(_in_lanes(sorted(events, key=lambda event: (event["ts"], -event["dur"]))))
-    return {"traceEvents": [*_names(hosts, placed), *placed], "displayTimeUnit": "ms"}
+            events += _of_lane(rank, lane, number, by_host[lane.begin.host] - origin)
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+    _assign_lanes(events)
+    return {"traceEvents": [*_names(hosts, events), *events], "displayTimeUnit": "ms"}
 
 
 def write(run: Path, anatomy: Anatomy) -> Path:
@@ -51,36 +54,37 @@ def offsets(anatomy: Anatomy) -> dict[str, float]:
     """Return the seconds to add to each host's clock to get the first host's: the median over the
     steps that both recorded.
     """
-    arrived: dict[str, dict[tuple[int, int], list[float]]] = {}
+    arrived: dict[str, dict[tuple[int, int], float]] = {}  # the latest arrival at a rank of a host
     for number, generation in enumerate(anatomy.generations):
         for lane in generation.lanes.values():
             of_host = arrived.setdefault(lane.begin.host, {})
             for line in lane.steps:
-                if (moment := summed_at(line)) is not None:
-                    of_host.setdefault((number, line.first), []).append(moment)
-    hosts = list(arrived)
-    first = arrived[hosts[0]] if hosts else {}
-    found = {}
-    for host in hosts:
-        both = sorted(first.keys() & arrived[host].keys())
-        found[host] = (
-            statistics.median(max(first[key]) - max(arrived[host][key]) for key in both)
-            if both
-            else _by_start(anatomy, host)
-        )
-    return found
+                moment = summed_at(line)
+                if moment is not None:
+                    step = number, line.first
+                    of_host[step] = max(moment, of_host.get(step, moment))
+    result: dict[str, float] = {}
+    for host, moments in arrived.items():
+        first = next(iter(arrived.values()))
+        differences = [first[step] - moments[step] for step in first.keys() & moments.keys()]
+        if differences:
+            result[host] = statistics.median(differences)
+        else:
+            result[host] = _offset_at_start(anatomy, host)
+    return result
 
 
 def summed_at(line: StepsLine) -> float | None:
     """Return when the sums of a step arrived, on its rank's clock: the arrival of the last bucket,
     else the end of the last communication.
     """
-    done = [done for _, _, done in line.buckets if done is not None]
-    done = done or [ended for phase, _, ended in line.spans if phase in ("moving", "waits")]
-    return max(done) if done else None
+    ends = [done for _, _, done in line.buckets if done is not None]
+    if not ends:
+        ends = [ended for phase, _, ended in line.spans if phase in ("moving", "waits")]
+    return max(ends, default=None)
 
 
-def _by_start(anatomy: Anatomy, host: str) -> float:
+def _offset_at_start(anatomy: Anatomy, host: str) -> float:
     """Estimate an offset without common steps: ranks of one generation start at about one time."""
     for generation in anatomy.generations:
         starts = [lane.begin.at for lane in generation.lanes.values() if lane.begin.host == host]
@@ -89,22 +93,26 @@ def _by_start(anatomy: Anatomy, host: str) -> float:
     return 0.0
 
 
-def _first(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
+def _beginnings(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
     """Yield (host, begin) of each span and bucket, on the host's clock."""
-    for lane in (lane for generation in anatomy.generations for lane in generation.lanes.values()):
-        for line in lane.steps:
-            yield from ((lane.begin.host, began) for _, began, _ in line.spans)
-            yield from ((lane.begin.host, left) for _, left, _ in line.buckets)
+    for generation in anatomy.generations:
+        for lane in generation.lanes.values():
+            for line in lane.steps:
+                for _, began, _ in (*line.spans, *line.buckets):
+                    yield lane.begin.host, began
 
 
 def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[Event]:
-    def event(place: int, name: str, kind: str, began: float, ended: float, **facts: int) -> Event:
+    def event(
+        first_lane: int, name: str, kind: str, began: float, ended: float, **facts: int
+    ) -> Event:
         """Round both ends to microseconds, so that events that touch still do."""
-        start, end = (round(1e6 * (moment + offset)) for moment in (began, ended))
+        start = round(1e6 * (began + offset))
+        end = round(1e6 * (ended + offset))
         return {
             "ph": "X",
             "pid": rank,
-            "tid": place,
+            "tid": first_lane,
             "name": name,
             "cat": kind,
             "ts": start,
@@ -135,17 +143,15 @@ def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[
                 yield event(_BUCKETS, f"bucket {index}", "bucket", left, done, step=step, **size)
 
 
-def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+def _assign_lanes(events: Iterable[Event]) -> None:
     """Put each event on the first lane of its kind where it lies beside the others or within one.
     `events` are in order of time.
     """
-    open_until: dict[tuple[int, int], list[int]] = {}
+    open_until: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for event in events:
-        lane = int(event["tid"])
-        while not _fits(open_until.setdefault((event["pid"], lane), []), event):
-            lane += 2  # phases in odd lanes, buckets in even ones
-        open_until[event["pid"], lane].append(event["ts"] + event["dur"])
-        yield {**event, "tid": lane}
+        while not _fits(open_until[event["pid"], event["tid"]], event):
+            event["tid"] += 2  # phases in odd lanes, buckets in even ones
+        open_until[event["pid"], event["tid"]].append(event["ts"] + event["dur"])
 
 
 def _fits(ends: list[int], event: Event) -> bool:
@@ -160,15 +166,15 @@ def _fits(ends: list[int], event: Event) -> bool:
 def _names(hosts: Mapping[int, str], events: Sequence[Event]) -> Iterator[Event]:
     """Yield the names and the order of processes and lanes, for viewers."""
 
-    def about(rank: int, lane: int, what: str, **said: Any) -> Event:
-        return {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": said}
+    def metadata(rank: int, lane: int, key: str, **values: Any) -> Event:
+        return {"ph": "M", "pid": rank, "tid": lane, "name": key, "args": values}
 
     for rank, host in sorted(hosts.items()):
-        yield about(rank, 0, "process_name", name=f"rank {rank} ({host})")
-        yield about(rank, 0, "process_sort_index", sort_index=rank)
+        yield metadata(rank, 0, "process_name", name=f"rank {rank} ({host})")
+        yield metadata(rank, 0, "process_sort_index", sort_index=rank)
     for rank, lane in sorted({(event["pid"], event["tid"]) for event in events}):
-        kind = "phases" if lane % 2 else "buckets"
-        yield about(
-            rank, lane, "thread_name", name=kind if lane < 3 else f"{kind} {(lane + 1) // 2}"
-        )
-        yield about(rank, lane, "thread_sort_index", sort_index=lane)
+        name = "phases" if lane % 2 else "buckets"
+        if lane > _BUCKETS:
+            name += f" {(lane + 1) // 2}"
+        yield metadata(rank, lane, "thread_name", name=name)
+        yield metadata(rank, lane, "thread_sort_index", sort_index=lane)

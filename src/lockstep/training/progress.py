@@ -29,7 +29,7 @@ _SPARE = 5
 """Columns between the parts, and at the end, where a terminal writes the ^C of Ctrl-C."""
 
 
-class Facts:
+class ProgressFacts:
     """What is known of a training so far, in words. Costs a few microseconds a step."""
 
     def __init__(
@@ -43,54 +43,63 @@ class Facts:
         """`steps` and `epochs`: how long the training is; None if unknown. `starts`: how often it
         was started before. `newest()`: step and time (time.time()) of the newest checkpoint.
         """
-        self.steps, self._epochs, self._starts, self._newest = steps, epochs, starts, newest
+        self.steps = steps
+        self._epochs = epochs
+        self._starts = starts
+        self._newest = newest
         self.record: Mapping[str, Any] = {}
         """The record of the latest step."""
         self._first: tuple[float, int] | None = None
         self._now = 0.0
-        self._samples = self._seconds = 0.0
-        self._exposed = self._timed = 0.0
+        self._samples = 0.0
+        self._seconds = 0.0
+        self._exposed = 0.0
+        self._timed = 0.0
         self.doing = ""
         """What the training does between two steps, if that may take long."""
 
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
         """Take in one step's record, and the times of the steps that became known with it."""
-        self.record, self._now, self.doing = record, time.monotonic(), ""
+        self.record = record
+        self.doing = ""
+        self._now = time.monotonic()
         self._first = self._first or (self._now, record["step"])
         samples = sum(record["samples_by_rank"])
         seconds = samples / max(record["samples_per_s"], 1e-9)
         fades = math.exp(-seconds / _MEMORY_SECONDS)
         self._samples = self._samples * fades + samples
         self._seconds = self._seconds * fades + seconds
-        self._exposed = self._exposed * fades + sum(each.exposed for each in times)
-        self._timed = self._timed * fades + sum(each.seconds for each in times)
+        self._exposed = self._exposed * fades + sum(step.exposed for step in times)
+        self._timed = self._timed * fades + sum(step.seconds for step in times)
 
-    def where(self) -> str:
+    def position(self) -> str:
         """Return `epoch 2/12, step 30/276`."""
         if not self.record:
             return "before the first step"
-        epoch, step = of(self.record["epoch"], self._epochs), of(self.record["step"], self.steps)
+        epoch = of(self.record["epoch"], self._epochs)
+        step = of(self.record["step"], self.steps)
         return f"epoch {epoch}, step {step}"
 
     def all(self) -> list[str]:
         """Return the facts that are known, the most important first."""
-        found = [self.doing] if self.doing else []
+        facts = [self.doing] if self.doing else []
         if not self.record:
-            return found
-        if (left := self._left()) is not None:
-            found.append(f"{clock(left)} left")
-        found += [
-            f"loss {self.record['loss']:.4f}",
-            f"{self._samples / max(self._seconds, 1e-9):,.0f} samples/s",
-        ]
+            return facts
+        left = self._left()
+        if left is not None:
+            facts.append(f"{clock(left)} left")
+        facts.append(f"loss {self.record['loss']:.4f}")
+        facts.append(f"{self._samples / max(self._seconds, 1e-9):,.0f} samples/s")
         if self._timed and len(self.record["samples_by_rank"]) > 1:
-            found.append(f"communication {100 * self._exposed / self._timed:.0f} %")
-        if (newest := self._newest()) is not None:
-            step, when = newest
-            found.append(f"step {step} saved {clock(max(0.0, time.time() - when))} ago")
+            facts.append(f"communication {100 * self._exposed / self._timed:.0f} %")
+        newest = self._newest()
+        if newest is not None:
+            step, saved_at = newest
+            age = max(0.0, time.time() - saved_at)
+            facts.append(f"step {step} saved {clock(age)} ago")
         if self._starts:
-            found.append(f"started {self._starts + 1} times")
-        return found
+            facts.append(f"started {self._starts + 1} times")
+        return facts
 
     def _left(self) -> float | None:
         """Return the seconds to the end at the mean pace since this start; None if unknown."""
@@ -106,30 +115,32 @@ class Facts:
 class Progress(Protocol):
     """Shows one training."""
 
-    def say(self, line: str) -> None: ...
-    def begin(self, what: str) -> None: ...
+    def print(self, line: str) -> None: ...
+    def begin(self, activity: str) -> None: ...
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None: ...
     def close(self) -> None: ...
 
 
-def progress(facts: Facts) -> Progress:
+def progress(facts: ProgressFacts) -> Progress:
     """Return a bar if stderr is a terminal that can redraw a row, else lines."""
     redraws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return Live(facts) if redraws else Plain(facts)
+    return ProgressBar(facts) if redraws else ProgressLines(facts)
 
 
-class Plain:
-    """Lines: at most one every ten seconds, besides those of `say`."""
+class ProgressLines:
+    """Lines: at most one every ten seconds, besides those of `print`."""
 
-    def __init__(self, facts: Facts, out: TextIO | None = None) -> None:
+    def __init__(self, facts: ProgressFacts, out: TextIO | None = None) -> None:
         """`out`: where to print; None: stderr."""
-        self._facts, self._out = facts, out
-        self._began = self._shown = time.monotonic()
+        self._facts = facts
+        self._out = out
+        self._began = time.monotonic()
+        self._shown = self._began
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         print(line, file=self._out or sys.stderr, flush=True)
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Show nothing: the line at its end is enough."""
 
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
@@ -138,21 +149,29 @@ class Plain:
 
     def show(self) -> None:
         """Print a line if one is due."""
-        now, (least, most) = time.monotonic(), _LINE_SECONDS
-        if now - self._shown >= min(most, max(least, _LINES_SHARE * (now - self._began))):
+        now = time.monotonic()
+        if now - self._shown >= _line_seconds(now - self._began):
             self._shown = now
-            self.say(f"{self._facts.where()}: {', '.join(self._facts.all())}")
+            self.print(f"{self._facts.position()}: {', '.join(self._facts.all())}")
 
     def close(self) -> None:
         pass
 
 
-class Live:
-    """One row that is redrawn. Lines of `say` appear above it. A log that copies the terminal gets
-    the plain lines instead.
+def _line_seconds(elapsed: float) -> float:
+    """Return the seconds between two lines, `elapsed` seconds after the start: 10 at first, 60
+    after an hour.
+    """
+    least, most = _LINE_SECONDS
+    return min(most, max(least, _LINES_SHARE * elapsed))
+
+
+class ProgressBar:
+    """One row that is redrawn. Lines of `print` appear above it. A log that copies the terminal
+    gets the plain lines instead.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgressFacts) -> None:
         from rich.console import Console  # imported only on a terminal: it takes a while
         from rich.file_proxy import FileProxy
         from rich.live import Live as Row
@@ -162,36 +181,37 @@ class Live:
                 return False  # a hidden cursor would stay hidden if this rank were killed
 
         self._facts = facts
-        error = sys.stderr
-        self._log = Plain(facts, error.copy) if isinstance(error, Tee) else None
-        self._console = (
-            Terminal(file=error.stream) if isinstance(error, Tee) else Terminal(stderr=True)
-        )
-        self._tees = [
-            each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()
-        ]
+        self._log: ProgressLines | None = None
+        if isinstance(sys.stderr, Tee):
+            self._log = ProgressLines(facts, sys.stderr.copy)
+            self._console = Terminal(file=sys.stderr.stream)
+        else:
+            self._console = Terminal(stderr=True)
+        streams = (sys.stdout, sys.stderr)
+        self._tees = [stream for stream in streams if isinstance(stream, Tee) and stream.isatty()]
         # without a log rich puts other output above the bar, else it is done below and copied
-        theirs = self._log is None
-        self._began, self._drawn = time.monotonic(), 0.0
+        redirects = self._log is None
+        self._began = time.monotonic()
+        self._drawn = 0.0
         self._row = Row(
             console=self._console,
             auto_refresh=False,
             transient=True,
-            redirect_stdout=theirs,
-            redirect_stderr=theirs,
+            redirect_stdout=redirects,
+            redirect_stderr=redirects,
             get_renderable=self._drawing,
         )
         self._row.start(refresh=True)
-        for each in self._tees:
-            each.stream = FileProxy(self._console, each.stream)
+        for tee in self._tees:
+            tee.stream = FileProxy(self._console, tee.stream)
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._log is not None:
-            self._log.say(line)
+            self._log.print(line)
 
-    def begin(self, what: str) -> None:
-        self._facts.doing = what
+    def begin(self, activity: str) -> None:
+        self._facts.doing = activity
         self._row.refresh()
 
     def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
@@ -206,24 +226,28 @@ class Live:
 
     def close(self) -> None:
         self._row.stop()
-        for each in self._tees:
-            each.flush()
-            each.stream = each.stream.rich_proxied_file
+        for tee in self._tees:
+            tee.flush()
+            tee.stream = tee.stream.rich_proxied_file
 
     def _drawing(self) -> Any:
         from rich.text import Text
 
-        where, steps = self._facts.where(), self._facts.steps
-        room = self._console.width - len(where) - _BAR[0] - _SPARE
+        position = self._facts.position()
+        steps = self._facts.steps
+        least, most = _BAR
+        room = self._console.width - len(position) - least - _SPARE
         pages = in_pages(self._facts.all(), room)
-        page = pages[int((time.monotonic() - self._began) / _TURN_SECONDS) % len(pages)]
-        row = Text(where, no_wrap=True, overflow="ellipsis")
+        turn = int((time.monotonic() - self._began) / _TURN_SECONDS)
+        page = pages[turn % len(pages)]
+        row = Text(position, no_wrap=True, overflow="ellipsis")
         if steps:
-            least, most = _BAR
-            width = min(most, max(least, least + room - max(map(len, pages))))
+            unused = max(0, room - max(map(len, pages)))
+            width = min(most, least + unused)
             done = width * self._facts.record.get("step", 0) // steps
+            colourless = self._console.no_color or self._console.color_system is None
+            rest = " " if colourless else "━"
             row.append(f" {'━' * done}", "bar.complete")
-            rest = " " if self._console.no_color or self._console.color_system is None else "━"
             row.append(rest * (width - done), "bar.back")
         return row.append(f" {page}")
 
@@ -249,9 +273,8 @@ def of(done: int, total: int | None) -> str:
 
 def clock(seconds: float) -> str:
     """Return a time as text: 12 s, 3:05, 2:03:05."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

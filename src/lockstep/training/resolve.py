@@ -56,9 +56,11 @@ def locate(name: str) -> str:
     raise TaskError("unknown-task", task=name, known=", ".join(BUNDLED) + close)
 
 
-def file_of(place: str) -> Path:
-    """Return the source file of a task that `locate` has found."""
-    return Path(__file__).parents[1] / "tasks" / f"{place}.py" if place in BUNDLED else Path(place)
+def file_of(location: str) -> Path:
+    """Return the source file of a task, from what `locate` has returned."""
+    if location in BUNDLED:
+        return Path(__file__).parents[1] / "tasks" / f"{location}.py"
+    return Path(location)
 
 
 def short_name(name: str) -> str:
@@ -72,29 +74,31 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     Raises TaskError if there is no `task()`, if it returns something else, or if an override does
     not fit.
     """
-    place = locate(name)
-    module = importlib.import_module(BUNDLED[place]) if place in BUNDLED else _load(Path(place))
-    made = _function(module, name)
-    found = made(**arguments(made, overrides or {}, name))
-    if not isinstance(found, Task):
-        raise wrong_type(f"task() in {name}", found, "a lockstep.Task")
-    return found if found.name else replace(found, name=short_name(place))
+    location = locate(name)
+    module = (
+        importlib.import_module(BUNDLED[location]) if location in BUNDLED else _load(Path(location))
+    )
+    function = _function(module, name)
+    task = function(**arguments(function, overrides or {}, name))
+    if not isinstance(task, Task):
+        raise wrong_type(f"task() in {name}", task, "a lockstep.Task")
+    return task if task.name else replace(task, name=short_name(location))
 
 
-def wrong_type(function: str, found: object, expected: str) -> TaskError:
+def wrong_type(function: str, value: object, expected: str) -> TaskError:
     """Return the error for a wrong value that a user's function has returned."""
     return TaskError(
-        "wrong-return-type", function=function, type=type(found).__name__, expected=expected
+        "wrong-return-type", function=function, type=type(value).__name__, expected=expected
     )
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., object]:
-    made = getattr(module, "task", None)
-    if made is None:
+    function = getattr(module, "task", None)
+    if function is None:
         raise TaskError("task-function-missing", file=name, found="not defined")
-    if isinstance(made, Task) or not callable(made):
-        raise TaskError("task-function-missing", file=name, found=f"a {type(made).__name__}")
-    return made  # type: ignore[no-any-return]
+    if isinstance(function, Task) or not callable(function):
+        raise TaskError("task-function-missing", file=name, found=f"a {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def _load(path: Path) -> ModuleType:
@@ -121,13 +125,12 @@ def _module_name(path: Path) -> str:
     """The file's own name, unless another module has it: a task file may be called test.py or
     random.py.
     """
-    known = sys.modules.get(path.stem)
-    taken = path.stem in sys.stdlib_module_names or (
-        known is not None and getattr(known, "__file__", None) != str(path)
-    )
-    return (
-        path.stem if path.stem.isidentifier() and not taken else f"lockstep_task_file_{path.stem}"
-    )
+    name = path.stem
+    loaded = sys.modules.get(name)
+    taken = name in sys.stdlib_module_names
+    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
+        taken = True
+    return f"lockstep_task_file_{name}" if taken or not name.isidentifier() else name
 
 
 # -- without running the file ---------------------------------------------------------------------
@@ -153,40 +156,38 @@ def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
     Raises TaskError if its syntax is wrong, if it has no `task()`, or if an override does not fit
     its parameters.
     """
-    place = locate(name)
-    module = _parsed(file_of(place), name)
-    bound = _bound(module)
-    if not bound and not any(_hides(node) for node in ast.walk(module)):
+    location = locate(name)
+    module = _parsed(file_of(location), name)
+    bindings = _bindings(module)
+    if not bindings and not any(map(_hides, ast.walk(module))):
         raise TaskError("task-function-missing", file=name, found="not defined")
-    functions = [
-        node
-        for node in module.body
-        if isinstance(node, ast.FunctionDef) and node.name == "task" and not node.decorator_list
-    ]
-    if len(bound) == len(functions) == 1:
-        converted(dict(_parameters(functions[0])), overrides or {}, name)
-    return place
+    match bindings:
+        case [ast.FunctionDef(decorator_list=[]) as function] if function in module.body:
+            converted(dict(_parameters(function)), overrides or {}, name)
+    return location
 
 
 def declares_task(file: Path) -> bool:
     """Whether the file gives the name `task` a value. Raises TaskError if it is not Python."""
-    return bool(_bound(_parsed(file, str(file))))
+    return bool(_bindings(_parsed(file, str(file))))
 
 
-def _bound(module: ast.Module) -> list[ast.AST]:
+def _bindings(module: ast.Module) -> list[ast.AST]:
     """Return the nodes that give the name `task` a value."""
-    return [node for node in _outside_functions(module) if "task" in _binds(node)] + [
-        node for node in ast.walk(module) if isinstance(node, ast.Global) and "task" in node.names
-    ]
+    bindings = [node for node in _outside_functions(module) if _name_of(node) == "task"]
+    for node in ast.walk(module):
+        if isinstance(node, ast.Global) and "task" in node.names:
+            bindings.append(node)
+    return bindings
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
     rest = [node]
     while rest:
         for child in ast.iter_child_nodes(rest.pop()):
             yield child
-            if not isinstance(child, inside):
+            if not isinstance(child, scopes):
                 rest.append(child)
 
 
@@ -196,50 +197,52 @@ def _parsed(file: Path, name: str) -> ast.Module:
         compile(text, str(file), "exec", dont_inherit=True)
         return ast.parse(text)
     except SyntaxError as error:
-        line = f": `{error.text.strip()}`" if error.text else ""
-        raise TaskError(
-            "not-python",
-            file=name,
-            place=f", line {error.lineno}{line}",
-            reason=error.msg,
-        ) from None
+        line = f", line {error.lineno}"
+        if error.text:
+            line += f": `{error.text.strip()}`"
+        raise TaskError("not-python", file=name, place=line, reason=error.msg) from None
     except (ValueError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "its code is nested too deeply" if deep else str(error)
+        reason = str(error)
+        if isinstance(error, RecursionError):
+            reason = "its code is nested too deeply"
         raise TaskError("not-python", file=name, place="", reason=reason) from None
     except OSError as error:
-        raise TaskError(
-            "cannot-read", name="task file", file=name, reason=str(error.strerror or error)
-        ) from None
+        reason = str(error.strerror or error)
+        raise TaskError("cannot-read", name="task file", file=name, reason=reason) from None
 
 
-def _binds(node: ast.AST) -> set[str]:
-    """Return the names that a node gives a value to."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Name):
-        return {node.id} if isinstance(node.ctx, ast.Store) else set()
-    return {node.asname or node.name} if isinstance(node, ast.alias) else set()
+def _name_of(node: ast.AST) -> str | None:
+    """Return the name that a node gives a value to."""
+    match node:
+        case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+            return name
+        case ast.Name(name, ast.Store()):
+            return name
+        case ast.alias(name, alias):
+            return alias or name
+    return None
 
 
 def _hides(node: ast.AST) -> bool:
-    return (isinstance(node, ast.alias) and node.name == "*") or bool(
-        {getattr(node, "id", ""), getattr(node, "name", "")} & _UNSEEN
-    )
+    """Whether the file may define names that its text does not show."""
+    if isinstance(node, ast.alias) and node.name == "*":
+        return True
+    return getattr(node, "id", "") in _UNSEEN or getattr(node, "name", "") in _UNSEEN
 
 
 def _parameters(function: ast.FunctionDef) -> Iterator[tuple[str, Parameter]]:
-    taken = function.args
-    every = [*taken.posonlyargs, *taken.args]
-    defaults = [None] * (len(every) - len(taken.defaults)) + list(taken.defaults)
-    pairs = [
-        *zip(every, defaults, strict=True),
-        *zip(taken.kwonlyargs, taken.kw_defaults, strict=True),
-    ]
-    for each, default in pairs:
-        if each not in taken.posonlyargs:
-            kind = _kind(each.annotation, default)
-            yield each.arg, Parameter(kind, default is None, _literal(default))
+    """Yield the parameters that may be given by name. Only the last positional ones have
+    defaults.
+    """
+    declared = function.args
+    positional = [*declared.posonlyargs, *declared.args]
+    required = len(positional) - len(declared.defaults)
+    defaults = [None] * required + declared.defaults
+    pairs = list(zip(positional, defaults, strict=True))[len(declared.posonlyargs) :]
+    pairs += zip(declared.kwonlyargs, declared.kw_defaults, strict=True)
+    for parameter, default in pairs:
+        kind = _kind(parameter.annotation, default)
+        yield parameter.arg, Parameter(kind, default is None, _literal(default))
 
 
 def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:

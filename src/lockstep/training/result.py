@@ -13,14 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.documented import documented
+from lockstep.data.windows import counted
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-_PLAIN = (
-    *("task", "epochs", "steps", "workers", "update", "reduce", "metrics", "best", "loss"),
-    *("seconds", "stopped_early", "sha256", "average_sha256"),
+_UNCHANGED = (
+    "task",
+    "epochs",
+    "steps",
+    "workers",
+    "update",
+    "reduce",
+    "metrics",
+    "best",
+    "loss",
+    "seconds",
+    "stopped_early",
+    "sha256",
+    "average_sha256",
 )
 
 
@@ -69,36 +81,34 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Return the contents of result.json. Paths are relative to the run directory."""
         name, value = self.headline
+        checkpoint = None
+        if self.checkpoint is not None and self.run is not None:
+            checkpoint = str(self.checkpoint.relative_to(self.run))
         return {
             "headline": {"name": name, "value": value},
-            "checkpoint": (
-                None
-                if self.checkpoint is None or self.run is None
-                else str(self.checkpoint.relative_to(self.run))
-            ),
-            **{field: getattr(self, field) for field in _PLAIN},
+            "checkpoint": checkpoint,
+            **{field: getattr(self, field) for field in _UNCHANGED},
         }
 
 
 def last_line(result: Mapping[str, Any]) -> str:
     """Return the command's last line, from the contents of result.json."""
-    # training may end within the first epoch
-    whole = ("epoch", "step", "worker") if result["epochs"] else ("step", "worker")
-    counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
+    units = ["step", "worker"]
+    if result["epochs"]:  # training may end within the first one
+        units.insert(0, "epoch")
+    counts = ", ".join(counted(result[f"{unit}s"], unit) for unit in units)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
-    average = result["average_sha256"]
-    return (
+    line = (
         f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights"
-        f" sha256 {result['sha256']}{f' | average sha256 {average}' if average else ''}"
+        f" sha256 {result['sha256']}"
     )
+    if result["average_sha256"]:
+        line += f" | average sha256 {result['average_sha256']}"
+    return line
 
 
 def read(file: Path) -> dict[str, Any]:
     """Return the contents of result.json."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    contents: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return contents

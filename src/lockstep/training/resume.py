@@ -33,29 +33,29 @@ class Identity:
     digests: Mapping[str, str]
     """Digests of the task's source files and samples (task_digest.py)."""
 
-    def check(self, found: Checkpoint, settings: Settings, world: World) -> str:
+    def check(self, checkpoint: Checkpoint, settings: Settings, world: World) -> str:
         """Return in words what has changed in the task since the checkpoint was saved; "" if
         nothing. A collective.
 
         Raises UsageError if the checkpoint is of another training; and in exact mode for a change,
         unless the settings allow it.
         """
-        theirs = dict(found.state.get("recipe", {}))
-        if "sha256" in found.state:  # of a finished training, which may go on
-            theirs |= {name: self.recipe[name] for name in ("epochs", "steps")}
-        check_same(self.recipe, theirs, found.folder)
+        state = checkpoint.state
+        saved = dict(state.get("recipe", {}))
+        if "sha256" in state:  # of a finished training, which may be trained for longer
+            saved |= {name: self.recipe[name] for name in ("epochs", "steps")}
+        check_same(self.recipe, saved, checkpoint.folder)
         refuse = settings.exact and not settings.allow_changes
-        return changed_since(found.state, self.digests, found.folder, world, refuse=refuse)
+        return changed_since(state, self.digests, checkpoint.folder, world, refuse=refuse)
 
 
 def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:
     """Return what decides the weights besides the data and the model, which are compared when they
     are loaded. `optimizer` has taken no step.
     """
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        del group["params"]
     return {
         "global_batch": task.global_batch,
         "micro_batch": task.micro_batch,
@@ -72,10 +72,11 @@ def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str,
     }
 
 
-def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path) -> None:
+def check_same(recipe: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
     """Raise a UsageError that names every difference."""
-    if found := differences(theirs, ours):
-        raise UsageError("another-training", place=str(folder), differences=found)
+    differing = differences(saved, recipe)
+    if differing:
+        raise UsageError("another-training", place=str(folder), differences=differing)
 
 
 def changed_since(
@@ -87,17 +88,12 @@ def changed_since(
     With `refuse`, raises UsageError on all ranks for a change. Older checkpoints have no digests to
     compare.
     """
-    found = "; ".join(
-        said_by(
-            0,
-            changes(saved.get("digests", {}), now),
-            world.control,
-            "for the comparison with a checkpoint",
-        )
-    )
-    if found and refuse:
-        raise UsageError("task-changed", checkpoint=str(folder), changes=found)
-    return found
+    lines = changes(saved.get("digests", {}), now)
+    lines = said_by(0, lines, world.control, "for the comparison with a checkpoint")
+    changed = "; ".join(lines)
+    if changed and refuse:
+        raise UsageError("task-changed", checkpoint=str(folder), changes=changed)
+    return changed
 
 
 def machine() -> dict[str, str]:

@@ -66,7 +66,8 @@ class RunDirectory:
         above: Sequence[Path] = (),
     ) -> None:
         self.path = path
-        self.metrics, self.result = path / METRICS, path / RESULT
+        self.metrics = path / METRICS
+        self.result = path / RESULT
         self.checkpoints = path / _CHECKPOINTS
         self.grow = path / "grow"
         """Exists after the ranks ended at a checkpoint to continue with more workers."""
@@ -96,19 +97,17 @@ class RunDirectory:
         replaced), or has become read-only.
         """
         try:
-            found = _identity(self._lock_file)
+            identity = _identity(self._lock_file)
         except OSError:
             return  # the file system does not answer now: the next check tells
-        if self._identity is None or found == self._identity:
+        if self._identity is None or identity == self._identity:
             if not disk.writable(self.path):
                 raise LockstepError("run-directory-read-only", path=str(self.path))
             return
-        now = (
-            "was removed, moved or emptied"
-            if found is None
-            else "was replaced by another folder of that name"
-        )
-        raise LockstepError("run-directory-gone", path=str(self.path), what=now)
+        change = "was replaced by another folder of that name"
+        if identity is None:
+            change = "was removed, moved or emptied"
+        raise LockstepError("run-directory-gone", path=str(self.path), what=change)
 
     @classmethod
     def claim(
@@ -120,22 +119,22 @@ class RunDirectory:
         Raises UsageError if the folder cannot be written, is used by another run (with its pid and
         host), or holds a finished run or other files.
         """
-        chosen = path if isinstance(path, Path) else Path(path) if path else unused(name)
-        above = [folder for folder in chosen.parents if not folder.exists()]
-        made_here, lock = _locked(chosen)
-        claimed = cls(chosen, lock, made_here=made_here, above=above)
+        path = Path(path) if path else unused(name)
+        above = [folder for folder in path.parents if not folder.exists()]
+        made_here, lock = _locked(path)
+        claimed = cls(path, lock, made_here=made_here, above=above)
         try:
-            with _sentences(chosen):
+            with _usage_errors(path):
                 _sign(lock)
-                for left in chosen.glob("*.json*.[0-9]*.unfinished"):  # of writers that were killed
-                    left.unlink(missing_ok=True)
-                for folder in (chosen, *above):  # else a power failure may lose the checkpoints
+                for unfinished in path.glob("*.json*.[0-9]*.unfinished"):  # of killed writers
+                    unfinished.unlink(missing_ok=True)
+                for folder in (path, *above):  # else a power failure may lose the checkpoints
                     with suppress(PermissionError):
                         disk.force(folder.parent)
                 if fresh:
-                    _set_aside(chosen)
+                    _set_aside(path)
             if not (fresh or extends) and claimed.result.exists():
-                raise UsageError("run-finished", path=str(chosen))
+                raise UsageError("run-finished", path=str(path))
         except BaseException:
             claimed.release()
             raise
@@ -150,7 +149,8 @@ class RunDirectory:
         """Write a random text into a file of the folder; return the file and the text. A process
         that can read the text sees the same folder.
         """
-        file, mark = self.path.absolute() / _MARK, secrets.token_hex(8)
+        file = self.path.absolute() / _MARK
+        mark = secrets.token_hex(8)
         file.write_text(mark, encoding="utf-8")
         return str(file), mark
 
@@ -164,11 +164,8 @@ class RunDirectory:
         if self._lock is None:
             return
         with suppress(OSError):  # another run may use the folder, or somebody has moved it
-            if (
-                self.made_here
-                and _identity(self._lock_file) == self._identity
-                and (self.says_nothing or (failed and not self.trained))
-            ):
+            own = self.made_here and _identity(self._lock_file) == self._identity
+            if own and (self.is_unused or (failed and not self.trained)):
                 _remove(self.path)
                 for folder in self._above:
                     folder.rmdir()
@@ -176,23 +173,26 @@ class RunDirectory:
         self._lock = None
 
     @property
-    def says_nothing(self) -> bool:
-        """Whether the folder has nothing but what a claim leaves."""
-        return all(
-            each.name in _CLAIMED or (each.suffix == ".log" and each.stat().st_size == 0)
-            for each in self.path.iterdir()
-        )
+    def is_unused(self) -> bool:
+        """Whether the folder has nothing but what a claim leaves, and empty logs."""
+        for path in self.path.iterdir():
+            empty_log = path.suffix == ".log" and path.stat().st_size == 0
+            if path.name not in _CLAIMED and not empty_log:
+                return False
+        return True
 
     @property
     def trained(self) -> bool:
         """Whether the folder has a step, a checkpoint or a result, or a file that is not ours."""
-        if any(not _PASSING.fullmatch(each.name) for each in self.path.iterdir()):
+        if not all(_PASSING.fullmatch(path.name) for path in self.path.iterdir()):
             return True
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             return True
-        return self.metrics.exists() and (
-            self.metrics.stat().st_size > _START or b'"kind": "step"' in self.metrics.read_bytes()
-        )
+        if not self.metrics.exists():
+            return False
+        if self.metrics.stat().st_size > _START:
+            return True
+        return b'"kind": "step"' in self.metrics.read_bytes()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -206,7 +206,7 @@ class RunDirectory:
         self.release(failed=isinstance(error, Exception))
 
 
-def take_over(directory: RunDirectory, settings: Settings) -> None:
+def write_settings(directory: RunDirectory, settings: Settings) -> None:
     """Write the settings of a run that starts or resumes here. Raises UsageError if an unfinished
     run here is another training.
     """
@@ -214,21 +214,19 @@ def take_over(directory: RunDirectory, settings: Settings) -> None:
         before = Settings.read(directory.path)
         if settings.threads is None and not settings.exact:
             settings = replace(settings, threads=before.threads)
-        if different := settings.differences(before):
-            raise UsageError(
-                "another-training",
-                place=f"unfinished run {directory.path}",
-                differences="; ".join(different),
-            )
-    with _sentences(directory.path):
+        differences = "; ".join(settings.differences(before))
+        if differences:
+            run = f"unfinished run {directory.path}"
+            raise UsageError("another-training", place=run, differences=differences)
+    with _usage_errors(directory.path):
         settings.write(directory.path)
 
 
-def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> bool:
+def finished_before(settings: Settings, run: Path, *, resume: bool, fresh: bool) -> bool:
     """Whether `run` holds the result of this training, so that nothing is left to train: true for
     the same command after its end, or with `resume`.
     """
-    if run is None or fresh or not (run / RESULT).exists():
+    if fresh or not (run / RESULT).exists():
         return False
     return resume or not settings.differences(Settings.read(run))
 
@@ -237,11 +235,12 @@ def _extends(settings: Settings, run: Path | None) -> bool:
     """Whether `settings` train the finished run in `run` for more epochs or steps, and change nothing
     else.
     """
+    if run is None:
+        return False
     with suppress(OSError, ValueError, LookupError, TypeError, UsageError):
         # no finished run, or not one of ours
-        done = {} if run is None else result.read(run / RESULT)
+        done = result.read(run / RESULT)
         if (settings.epochs or 0) > done["epochs"] or (settings.steps or 0) > done["steps"]:
-            assert run is not None
             before = Settings.read(run)
             as_long = replace(settings, epochs=before.epochs, steps=before.steps)
             return not as_long.differences(before)
@@ -272,43 +271,46 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
             remote = Remote(settings.checkpoints)
         if remote is not None and fresh:
             remote.set_aside()
-        if resume and (why := _why_not_resumable(directory, remote)):
-            print(why, flush=True, file=sys.stderr)
-            raise SystemExit(ExitCode.NO_CHECKPOINT)
-        take_over(directory, settings)
+        if resume:
+            _check_resumable(directory, remote)
+        write_settings(directory, settings)
     except BaseException:
         directory.release()
         raise
     return directory
 
 
-def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
-    """Return why --resume cannot work; "" if there is a checkpoint to resume from."""
+def _check_resumable(directory: RunDirectory, remote: Remote | None) -> None:
+    """If there is no checkpoint to resume from, print the reason and raise SystemExit with 77."""
     if remote is not None and remote.steps():
-        return ""
-    why = "it has none"
+        return
+    reason = "it has none"
     sweep(directory.checkpoints)
     for folder in reversed(written(directory.checkpoints)):
         try:
             check(folder)
-            return ""
+            return
         except DamagedCheckpoint as error:
-            why = str(error)
-    return f"error: --resume: no checkpoint in {directory.path} can be resumed: {why}"
+            reason = str(error)
+    print(
+        f"error: --resume: no checkpoint in {directory.path} can be resumed: {reason}",
+        flush=True,
+        file=sys.stderr,
+    )
+    raise SystemExit(ExitCode.NO_CHECKPOINT)
 
 
 def _set_aside(path: Path) -> None:
-    """Move what a run has left into before-1, before-2, ... in its folder."""
-    left = [
-        each for each in path.iterdir() if each.name != _LOCK and not each.name.startswith(_BEFORE)
-    ]
-    if not left:
+    """Move the files of a run into before-1, before-2, ... in its folder."""
+    earlier = {path / _LOCK, *path.glob(f"{_BEFORE}*")}
+    files = [file for file in path.iterdir() if file not in earlier]
+    if not files:
         return
-    places = (path / f"{_BEFORE}{number}" for number in count(1))
-    aside = next(place for place in places if not place.exists())
+    folders = (path / f"{_BEFORE}{number}" for number in count(1))
+    aside = next(folder for folder in folders if not folder.exists())
     aside.mkdir()
-    for each in left:
-        each.rename(aside / each.name)
+    for file in files:
+        file.rename(aside / file.name)
 
 
 def unused(name: str) -> Path:
@@ -322,11 +324,11 @@ def _remove(path: Path) -> None:
     """Remove the folder, with its lock last: until then no other run can claim the folder and lose
     what it writes there.
     """
-    for each in path.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            disk.remove_tree(each)
-        elif each.name != _LOCK:
-            each.unlink()
+    for file in path.iterdir():
+        if file.is_dir() and not file.is_symlink():
+            disk.remove_tree(file)
+        elif file.name != _LOCK:
+            file.unlink()
     (path / _LOCK).unlink()
     path.rmdir()
 
@@ -335,7 +337,7 @@ def _locked(path: Path) -> tuple[bool, IO[bytes]]:
     """Make the folder if necessary and take its lock; return whether it was made, and the lock."""
     tries = count(1)
     while True:
-        with _sentences(path):
+        with _usage_errors(path):
             try:
                 made_here = not path.exists()
                 if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
@@ -367,12 +369,12 @@ def _identity(lock: Path | IO[bytes]) -> tuple[int, int] | None:
     system does not answer.
     """
     try:
-        found = lock.stat() if isinstance(lock, Path) else disk.status_of(lock)
+        status = lock.stat() if isinstance(lock, Path) else disk.status_of(lock)
     except OSError as error:
         if error.errno in _GONE:
             return None
         raise
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _owner(lock: IO[bytes]) -> str:
@@ -384,16 +386,12 @@ def _owner(lock: IO[bytes]) -> str:
 
 
 @contextmanager
-def _sentences(path: Path) -> Iterator[None]:
+def _usage_errors(path: Path) -> Iterator[None]:
+    """Raise a UsageError in place of an OSError in the block."""
     try:
         yield
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(
-            "run-directory-not-writable",
-            path=str(path),
-            reason="it, or a folder above it, is a file",
-        ) from None
     except OSError as error:
-        raise UsageError(
-            "run-directory-not-writable", path=str(path), reason=str(error.strerror)
-        ) from None
+        reason = str(error.strerror)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "it, or a folder above it, is a file"
+        raise UsageError("run-directory-not-writable", path=str(path), reason=reason) from None

@@ -41,13 +41,13 @@ class MoreWorkers(Exception):
     """
 
 
-class Untimed:
+class NoStepTimes:
     """Replaces an AnatomyFile if no step times are recorded."""
 
     def step(self, result: StepResult, window: Window) -> None: ...
 
 
-class Unsaved:
+class NoSaving:
     """Saves nothing, for a training without a run directory."""
 
     path: Path | None = None
@@ -85,15 +85,15 @@ class Unsaved:
         return None
 
     @contextmanager
-    def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | Untimed]:
+    def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | NoStepTimes]:
         """Yield the file that records step times. `begins`: fields of its first line."""
-        yield Untimed()
+        yield NoStepTimes()
 
     def finish(self, result: Result) -> None:
         """Write the files that belong to the end of a training. Every rank calls it."""
 
 
-class Saving(Unsaved):
+class Saving(NoSaving):
     """Saves in the run directory `run`."""
 
     def __init__(
@@ -109,14 +109,13 @@ class Saving(Unsaved):
         self._settings = settings
         self._stepper = stepper
         self._world = stepper.world
-        every, remote = settings.checkpoint_every, settings.checkpoints
         self._checkpoints = Checkpoints(
             run.checkpoints,
             stepper,
             loader,
             scheduler=scheduler,
-            every=every,
-            remote=remote,
+            every=settings.checkpoint_every,
+            remote=settings.checkpoints,
             guard=run.check,
         )
 
@@ -155,7 +154,7 @@ class Saving(Unsaved):
         return folder_of(self._checkpoints.directory, self._stepper.steps)
 
     @contextmanager
-    def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | Untimed]:
+    def step_times(self, begins: Mapping[str, Any]) -> Iterator[AnatomyFile | NoStepTimes]:
         with AnatomyFile(self._run.path, self._stepper, begins) as anatomy:
             try:
                 yield anatomy
@@ -195,14 +194,15 @@ def saving_in(
     stepper: Stepper,
     loader: Loader,
     scheduler: LRScheduler | None,
-) -> Unsaved:
+) -> NoSaving:
     """Return what saves in `run`, if there is one. `scheduler`: one that the Stepper does not step,
     but the training. Raises UsageError if copies of checkpoints or
     loggers are set without a run directory.
     """
     if run is not None:
         return Saving(run, settings, stepper, loader, scheduler)
-    for name, value in (("log", settings.log), ("checkpoints", settings.checkpoints)):
+    for name in ("log", "checkpoints"):
+        value = getattr(settings, name)
         if value:
             raise UsageError("needs-run-directory", name=name, value=value)
-    return Unsaved()
+    return NoSaving()

@@ -47,10 +47,20 @@ MODULES = 1000  # of a folder, of which the files are compared
 SECONDS = 0.05  # of reading, after which no further sample is read
 _SHA = "sha256:"
 _FIELDS = (
-    *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler"),
-    *("average", "metrics", "train_data", "eval_data"),
+    "model",
+    "loss",
+    "optimizer",
+    "inputs",
+    "collate",
+    "order",
+    "scheduler",
+    "average",
+    "metrics",
+    "train_data",
+    "eval_data",
 )
-_LOCKSTEP, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
+_LOCKSTEP = Path(__file__).parents[1]
+_PYTHON = Path(os.__file__).parent
 _INSTALLED = {"site-packages", "dist-packages"}
 _GENERATORS = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
@@ -120,20 +130,21 @@ def sample_digests(dataset: Any, seed: int, *, seconds: float = SECONDS) -> dict
     if is_iterable(dataset):
         return {}
     size = len(dataset)
-    whole = {"train_data": f"{size} samples"}
-    digests = dict(whole)
+    size_only = {"train_data": f"{size} samples"}
+    digests = dict(size_only)
     until = perf_counter() + seconds
     with randomness.preserved(), suppress(Exception):  # what cannot be copied is not read
-        readers = _copied(dataset), _copied(dataset)
+        reader = _copied(dataset)
+        second_reader = _copied(dataset)
         for number in range(min(SAMPLES, size)):
             if number and perf_counter() > until:
                 break
             index = randomness.derive(seed, number) % size
-            first, second = (_sample(reader, seed, index) for reader in readers)
-            if first != second:  # it draws from its own generator: nothing can be compared
-                return whole
-            if first is not None:
-                digests[f"sample {index}"] = first
+            digest = _sample(reader, seed, index)
+            if _sample(second_reader, seed, index) != digest:
+                return size_only  # it draws from its own generator: nothing can be compared
+            if digest is not None:
+                digests[f"sample {index}"] = digest
     return digests
 
 
@@ -185,13 +196,15 @@ def _bytes_of(value: Any) -> Iterator[Any]:
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return in words how a task differs from before. Only names that both have are compared."""
-    differing = [name for name in now if before.get(name, now[name]) != now[name]]
-    return [
-        f"{name} has changed"
-        if now[name].startswith(_SHA)
-        else f"{name} was {before[name]} and is {now[name]}"
-        for name in differing
-    ]
+    lines = []
+    for name, digest in now.items():
+        if before.get(name, digest) == digest:
+            continue
+        if digest.startswith(_SHA):
+            lines.append(f"{name} has changed")
+        else:
+            lines.append(f"{name} was {before[name]} and is {digest}")
+    return lines
 
 
 def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:

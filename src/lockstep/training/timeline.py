@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +86,9 @@ class StepsLine:
 
     def total(self, name: str) -> float:
         """Return the value of a phase or of another field."""
-        return float(self.phases[name] if name in self.phases else getattr(self, name))
+        if name in self.phases:
+            return self.phases[name]
+        return float(getattr(self, name))
 
     @property
     def count(self) -> int:
@@ -131,11 +134,11 @@ _KINDS: Mapping[str, type[Line]] = {
 def parse(text: str) -> Line | None:
     """Parse one line of the file; None if it is damaged or of another kind."""
     try:
-        found = json.loads(text)
-        kind = _KINDS[found["kind"]]
+        record = json.loads(text)
+        kind = _KINDS[record["kind"]]
         if kind is StepsLine:
-            found["phases"] = {phase: found[phase] for phase in PHASES}
-        line: Line = typed(kind, found)
+            record["phases"] = {phase: record[phase] for phase in PHASES}
+        line: Line = typed(kind, record)
         return line
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
@@ -160,18 +163,27 @@ class Lane:
     @classmethod
     def of(cls, begin: Begin, lines: Sequence[Line]) -> Lane:
         """Return the lane of `begin` and the lines that follow it in the rank's file."""
+        memory = [line for line in lines if isinstance(line, MemoryLine)]
         return cls(
             begin=begin,
-            steps=tuple(each for each in lines if isinstance(each, StepsLine)),
-            pauses=tuple(each for each in lines if isinstance(each, Pause)),
-            memory=next((each for each in reversed(lines) if isinstance(each, MemoryLine)), None),
+            steps=tuple(line for line in lines if isinstance(line, StepsLine)),
+            pauses=tuple(line for line in lines if isinstance(line, Pause)),
+            memory=memory[-1] if memory else None,
             ended=bool(lines) and isinstance(lines[-1], End),
         )
 
     @property
     def seconds(self) -> float:
         """Seconds in steps."""
-        return sum(each.seconds for each in self.steps)
+        return sum(line.seconds for line in self.steps)
+
+    @property
+    def places(self) -> set[tuple[int, int]]:
+        return {line.place for line in self.steps}
+
+    def paused(self, kind: str) -> float:
+        """Return the seconds of one kind of pause."""
+        return sum(pause.seconds for pause in self.pauses if pause.what == kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,38 +208,31 @@ class Generation:
     @property
     def last(self) -> int:
         """The last step that a rank has recorded, else the step from which they continued."""
-        return max(
-            (each.last for lane in self.lanes.values() for each in lane.steps), default=self.step
-        )
+        lines = chain(*(lane.steps for lane in self.lanes.values()))
+        return max((line.last for line in lines), default=self.step)
 
     @property
     def seconds(self) -> float:
         """Seconds in steps, of the rank with the most."""
         return max(lane.seconds for lane in self.lanes.values())
 
-    def paused(self, what: str) -> float:
+    def paused(self, kind: str) -> float:
         """Return the seconds of one kind of pause, such as "evaluate", of the rank with the most.
         All ranks take part in a pause.
         """
-        return max(
-            sum(pause.seconds for pause in lane.pauses if pause.what == what)
-            for lane in self.lanes.values()
-        )
+        return max(lane.paused(kind) for lane in self.lanes.values())
 
     def common(self) -> Generation:
         """Return it with only the lines that every rank has; a killed rank lacks the last ones. If
         the ranks have no line in common, because they take different steps, it is unchanged.
         """
-        kept = set.intersection(
-            *({each.place for each in lane.steps} for lane in self.lanes.values())
-        )
-        if not kept:
+        common = set.intersection(*(lane.places for lane in self.lanes.values()))
+        if not common:
             return self
         lanes = {}
         for rank, lane in self.lanes.items():
-            lanes[rank] = replace(
-                lane, steps=tuple(each for each in lane.steps if each.place in kept)
-            )
+            lines = tuple(line for line in lane.steps if line.place in common)
+            lanes[rank] = replace(lane, steps=lines)
         return replace(self, lanes=lanes)
 
 
@@ -243,7 +248,7 @@ class Anatomy:
     @property
     def longest(self) -> Generation:
         """The generation with the most time in steps; of equal ones the latest."""
-        return max(reversed(self.generations), key=lambda each: each.seconds)
+        return max(reversed(self.generations), key=lambda generation: generation.seconds)
 
 
 def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
@@ -253,42 +258,38 @@ def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
     (A run that dies twice before its next checkpoint starts at one step twice.)
     """
     order: list[tuple[int, int, int]] = []
-    found: dict[tuple[int, int, int], dict[int, Lane]] = {}
+    joined: dict[tuple[int, int, int], dict[int, Lane]] = {}
     # The rank with the most starts gives the order.
-    for rank in sorted(lanes, key=lambda each: (-len(lanes[each]), each)):
+    for rank in sorted(lanes, key=lambda rank: (-len(lanes[rank]), rank)):
         seen: Counter[tuple[int, int]] = Counter()
         after = 0
         for lane in lanes[rank]:
-            began = (lane.begin.workers, lane.begin.step)
-            key = (*began, seen[began])
-            seen[began] += 1
-            if key not in found:
+            start = (lane.begin.workers, lane.begin.step)
+            key = (*start, seen[start])
+            seen[start] += 1
+            if key not in joined:
                 order.insert(after, key)
             after = order.index(key) + 1
-            found.setdefault(key, {})[rank] = lane
-    return tuple(
-        Generation(
-            workers=key[0], step=key[1], lanes=_hosts_apart(dict(sorted(found[key].items())))
-        )
-        for key in order
-    )
+            joined.setdefault(key, {})[rank] = lane
+    generations = []
+    for key in order:
+        workers, step, _ = key
+        by_rank = _hosts_apart(dict(sorted(joined[key].items())))
+        generations.append(Generation(workers=workers, step=step, lanes=by_rank))
+    return tuple(generations)
 
 
 def _hosts_apart(lanes: dict[int, Lane]) -> dict[int, Lane]:
     """Add the node number to hosts of one name: containers may all have the same name."""
-    nodes: dict[str, set[int]] = {}
-    for lane in lanes.values():
-        nodes.setdefault(lane.begin.host, set()).add(lane.begin.node)
-    return {
-        rank: (
-            replace(
-                lane, begin=replace(lane.begin, host=f"{lane.begin.host} (node {lane.begin.node})")
-            )
-            if len(nodes[lane.begin.host]) > 1
-            else lane
-        )
-        for rank, lane in lanes.items()
-    }
+    nodes = {(lane.begin.host, lane.begin.node) for lane in lanes.values()}
+    counts = Counter(host for host, _ in nodes)
+    renamed = dict(lanes)
+    for rank, lane in lanes.items():
+        begin = lane.begin
+        if counts[begin.host] > 1:
+            begin = replace(begin, host=f"{begin.host} (node {begin.node})")
+            renamed[rank] = replace(lane, begin=begin)
+    return renamed
 
 
 def read(run: Path) -> Anatomy | None:
@@ -304,9 +305,9 @@ def read(run: Path) -> Anatomy | None:
         except OSError:
             continue  # reported as a missing rank
         rank = int(match[1])
-        found, damaged = _lanes(text, rank)
-        if found:
-            lanes[rank] = found
+        of_rank, damaged = _lanes(text, rank)
+        if of_rank:
+            lanes[rank] = of_rank
         if damaged:
             unread[rank] = damaged
     generations = join(lanes)
@@ -317,15 +318,17 @@ def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
     """Return a file's lanes, and how many of its lines could not be read. An incomplete line at the
     very end is not counted: a killed process leaves one, which the next start ends (anatomy.py).
     """
-    whole, _, _ = text.rpartition("\n")
-    lines = [parse(each) for each in whole.splitlines() if each.strip()]
-    starts = [
-        place for place, line in enumerate(lines) if isinstance(line, Begin) and line.rank == rank
-    ]
-    ends = [*starts, len(lines)][1:]
-    lanes = []
-    for start, end in zip(starts, ends, strict=True):
-        begin = lines[start]
-        assert isinstance(begin, Begin)
-        lanes.append(Lane.of(begin, [line for line in lines[start + 1 : end] if line is not None]))
-    return lanes, lines.count(None)
+    complete, _, _ = text.rpartition("\n")
+    damaged = 0
+    starts: list[tuple[Begin, list[Line]]] = []
+    for written in complete.splitlines():
+        if not written.strip():
+            continue
+        line = parse(written)
+        if line is None:
+            damaged += 1
+        elif isinstance(line, Begin) and line.rank == rank:
+            starts.append((line, []))
+        elif starts:
+            starts[-1][1].append(line)
+    return list(starmap(Lane.of, starts)), damaged

@@ -59,11 +59,11 @@ def train(
     """
     if not isinstance(task, Task):
         raise TaskError("not-a-task", type=type(task).__name__)
-    chosen = (config or Config()).replaced(overrides)
-    with world_for(world, chosen.device) as found:
-        settings = Settings.of(chosen, task=task.name or "task", workers=found.size)
-        with run_directory_for(run, settings, found) as directory, computing(settings, found):
-            return Training(task, settings, found, directory).run()
+    config = (config or Config()).replaced(overrides)
+    with world_for(world, config.device) as world:
+        settings = Settings.of(config, task=task.name or "task", workers=world.size)
+        with run_directory_for(run, settings, world) as directory, computing(settings, world):
+            return Training(task, settings, world, directory).run()
 
 
 def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result | None:

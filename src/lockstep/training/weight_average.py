@@ -23,7 +23,7 @@ class NoAverage:
     """The average, for the Stepper."""
 
     @property
-    def found(self) -> nn.Module | None:
+    def current(self) -> nn.Module | None:
         """The average, once there is one."""
         return None
 
@@ -36,8 +36,8 @@ class NoAverage:
     @contextmanager
     def evaluated(self, forward: Forward) -> Iterator[None]:
         """Let `forward` run the average within the block, if there is one."""
-        trained, found = forward.model, self.found
-        forward.model = trained if found is None else found
+        trained = forward.model
+        forward.model = self.current or trained
         try:
             yield
         finally:
@@ -51,16 +51,17 @@ class WeightAverage(NoAverage):
 
     def __init__(self, task: Task, trained: nn.Module) -> None:
         assert task.average is not None
-        found: object = task.average(trained)
-        if not isinstance(found, AveragedModel):
+        average: object = task.average(trained)
+        if not isinstance(average, AveragedModel):
             expected = "a torch.optim.swa_utils.AveragedModel"
-            raise wrong_type("Task: average", found, expected)
-        self.model = self._average = found
+            raise wrong_type("Task: average", average, expected)
+        self.model = self._average = average
         self._trained = trained
-        self._per, self._after = task.average_per, task.average_after
+        self._per = task.average_per
+        self._after = task.average_after
 
     @property
-    def found(self) -> nn.Module | None:
+    def current(self) -> nn.Module | None:
         return self._average.module if self._average.n_averaged > 0 else None
 
     def after_step(self, result: StepResult, steps: int) -> None:
@@ -70,8 +71,3 @@ class WeightAverage(NoAverage):
     def after_epoch(self, epochs: int) -> None:
         if self._per == "epoch" and epochs > self._after:
             self._average.update_parameters(self._trained)
-
-
-def average_of(task: Task, trained: nn.Module) -> NoAverage:
-    """Return the average that the task asks for. Raises TaskError as `WeightAverage` does."""
-    return NoAverage() if task.average is None else WeightAverage(task, trained)

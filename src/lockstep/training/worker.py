@@ -12,15 +12,15 @@ from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory
 
 
-def main(path: Path, place: str | None = None) -> None:
+def main(path: Path, task_path: str | None = None) -> None:
     """Train as `path`/settings.json says.
 
-    `place`: the task's place on this node, if it differs from the one in the settings. The task is
-    loaded before the rendezvous and before the training's own modules, so a mistake shows at once.
+    `task_path`: the task's path on this node, if it differs from the one in the settings. The task
+    is loaded before the rendezvous and before the training's own modules, so a mistake shows at
+    once.
     """
     settings = Settings.read(path)
-    place = place or settings.task
-    task = resolve(place, settings.overrides)
+    task = resolve(task_path or settings.task, settings.overrides)
     from lockstep.training.train import train_as
 
     train_as(task, settings, RunDirectory.of_launcher(path))

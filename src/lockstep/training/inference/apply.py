@@ -18,7 +18,7 @@ from lockstep.errors import TaskError, UsageError
 class InferenceJob:
     """What the command sends to its ranks, as JSON."""
 
-    what: Literal["evaluate", "predict"]
+    command: Literal["evaluate", "predict"]
     task: str
     """A bundled name or the path of a file."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -56,19 +56,16 @@ def apply(job: InferenceJob) -> None:
 
     task = resolve(job.task, job.overrides)
     if task.eval_data is None:
-        raise TaskError("no-eval-data", task=task.name, what=job.what)
+        raise TaskError("no-eval-data", task=task.name, what=job.command)
     precision: Any = job.precision or task.precision
     with world_for(None, job.device) as world:
         randomness.shared(task.seed)
         model = task.model()
         checkpoint = files.read(Path(job.checkpoint))
         state = checkpoint.state
-        fill(
-            model,
-            read_all(checkpoint.average() if checkpoint.averaged else checkpoint.model()),
-            f"checkpoint {job.checkpoint} (of task {state.get('task')!r})",
-            f"task {task.name!r}",
-        )
+        saved = checkpoint.average() if checkpoint.averaged else checkpoint.model()
+        source = f"checkpoint {job.checkpoint} (of task {state.get('task')!r})"
+        fill(model, read_all(saved), source, f"task {task.name!r}")
         forward = Forward(model.to(world.device), task, precision, world.device)
         evaluation = Evaluation(task, forward, world, loader_workers=job.loader_workers)
         answer = {
@@ -99,26 +96,26 @@ def check_out(path: Path) -> Path:
     return path
 
 
-def fill(model: Any, theirs: Mapping[str, Any], of: str, into: str) -> None:
+def fill(model: Any, saved: Mapping[str, Any], source: str, target: str) -> None:
     """Load all of a checkpoint's weights, or none. Raises TaskError, with names of weights, if they
     are another model's.
     """
     from lockstep.checkpoints.identity import weights
 
-    ours = weights(model)
-    both = ours.keys() & theirs.keys()
+    tensors = weights(model)
+    common = tensors.keys() & saved.keys()
     wrong = {
-        "missing": ours.keys() - both,
-        "unexpected": theirs.keys() - both,
-        "of another shape": {name for name in both if ours[name].shape != theirs[name].shape},
+        "missing": tensors.keys() - common,
+        "unexpected": saved.keys() - common,
+        "of another shape": {name for name in common if tensors[name].shape != saved[name].shape},
     }
     differences = "; ".join(f"{kind}: {_listed(names)}" for kind, names in wrong.items() if names)
     if differences:
         raise TaskError(
-            "checkpoint-of-another-model", checkpoint=of, task=into, differences=differences
+            "checkpoint-of-another-model", checkpoint=source, task=target, differences=differences
         )
-    for name, tensor in ours.items():
-        tensor.copy_(theirs[name])
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
 
 
 def _listed(names: Set[str], most: int = 4) -> str:
@@ -129,6 +126,7 @@ def _listed(names: Set[str], most: int = 4) -> str:
 if __name__ == "__main__":
     import sys
 
-    given = InferenceJob.from_text(sys.argv[1])
-    # the second argument is the task's place on this node, if it differs
-    apply(replace(given, task=sys.argv[2]) if sys.argv[2:] else given)
+    job = InferenceJob.from_text(sys.argv[1])
+    if sys.argv[2:]:  # the task's path on this node, if it differs
+        job = replace(job, task=sys.argv[2])
+    apply(job)

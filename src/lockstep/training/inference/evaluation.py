@@ -21,6 +21,7 @@ users who bring such a metric need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,20 +49,21 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class States:
+class MetricStates:
     """One metric's states, batch by batch. Call `update` after each of this rank's batches, and
     `compute` once, on all ranks.
     """
 
     def __init__(self, name: str, metric: Any, device: torch.device, world: World) -> None:
-        whole = all(hasattr(metric, part) for part in _NEEDED)
-        if not whole or not metric._reductions:
+        is_metric = all(hasattr(metric, attribute) for attribute in _NEEDED)
+        if not is_metric or not metric._reductions:
             raise UsageError("not-a-metric", name=name, type=type(metric).__name__)
-        self._name, self._world = name, world
+        self._name = name
+        self._world = world
         self._metric = metric.clone().to(device)
         # as `sync_on_compute=False` does: the states are reduced here
         self._metric._to_sync = False
-        self._kept: dict[str, Tensor] = {}
+        self._parts: dict[str, Tensor] = {}
         """On the CPU, by "state batch position-in-a-list". Of a folded state there is one, which
         has the rank in the place of the batch. Leading zeros let the keys sort.
         """
@@ -77,18 +79,19 @@ class States:
         for name, state in self._metric.metric_state.items():
             fold = _fold(self._metric._reductions[name], state)
             owner = number if fold is None else self._world.rank
-            for position, part in enumerate(state if isinstance(state, list) else [state]):
+            tensors = state if isinstance(state, list) else [state]
+            for position, tensor in enumerate(tensors):
                 key = f"{name} {owner:012} {position:012}"
-                kept = part.detach().cpu().clone(memory_format=torch.contiguous_format)
-                if fold is not None and key in self._kept:
-                    kept = fold(self._kept[key], kept)
-                self._kept[key] = kept
+                part = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                if fold is not None and key in self._parts:
+                    part = fold(self._parts[key], part)
+                self._parts[key] = part
 
     def compute(self) -> dict[str, float]:
         """Return the metric over all batches as {name: value}; a metric of several values gives
         "name_key" for each. A collective.
         """
-        packed = save(self._kept)
+        packed = save(self._parts)
         gathered: dict[str, Tensor] = {}
         for rank in range(self._world.size):
             gathered |= load(bytes_of(rank, packed, self._world.control))
@@ -106,10 +109,10 @@ class States:
 def _fold(
     reduction: Any, state: Tensor | list[Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
+    if not isinstance(state, Tensor):
+        return None
     name = getattr(reduction, "__name__", "")
-    if not isinstance(state, Tensor) or (
-        name == "dim_zero_sum" and (state.is_floating_point() or state.is_complex())
-    ):
+    if name == "dim_zero_sum" and (state.is_floating_point() or state.is_complex()):
         return None
     return _FOLDS.get(name)
 
@@ -134,25 +137,25 @@ def _on(state: Any, device: torch.device) -> Any:
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
-        return {
-            inner: number
-            for key, part in value.items()
-            for inner, number in _numbers(f"{name}_{key}", part).items()
-        }
+        numbers: dict[str, float] = {}
+        for key, part in value.items():
+            numbers |= _numbers(f"{name}_{key}", part)
+        return numbers
     if isinstance(value, Tensor) and value.numel() != 1:
         raise UsageError("metric-not-a-number", name=name, shapes=[list(value.shape)])
     return {name: float(value)}
 
 
-class Measured:
+class Measurements:
     """What is measured of this rank's batches: (sum, weight) by name, and the states of metric
     objects.
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
-        self._device, self._world = device, world
+        self._device = device
+        self._world = world
         self._states = {
-            name: States(name, metric, device, world) for name, metric in metrics.items()
+            name: MetricStates(name, metric, device, world) for name, metric in metrics.items()
         }
         self._pairs: dict[int, dict[str, Tensor]] = {}
 
@@ -162,10 +165,10 @@ class Measured:
         more than one number.
         """
         for name, state in self._states.items():
-            state.update(
-                piece.number,
-                values[name] if name in values else _default_arguments(name, output, piece.batch),
-            )
+            if name in values:
+                state.update(piece.number, values[name])
+            else:
+                state.update(piece.number, _default_arguments(name, output, piece.batch))
         self._pairs[piece.number] = {
             name: self._pair(name, *pair)
             for name, pair in values.items()
@@ -176,12 +179,11 @@ class Measured:
         """Return the weighted means over all ranks' batches, equal on all ranks (0/0 is nan), and
         the values of the metric objects. A collective.
         """
-        own = [
-            (number, {name: pair.tolist() for name, pair in pairs.items()})
-            for number, pairs in self._pairs.items()
-        ]
+        own = []
+        for number, pairs in self._pairs.items():
+            own.append((number, {name: pair.tolist() for name, pair in pairs.items()}))
         by_rank = everybodys(own, self._world.control, "for the sums of metrics")
-        batches = dict(pairs for rank in by_rank for pairs in rank)
+        batches = dict(chain(*by_rank))
         names = sorted(batches[0])
         for pairs in batches.values():
             if sorted(pairs) != names:
@@ -198,9 +200,8 @@ class Measured:
     def _pair(self, name: str, *pair: Tensor | float) -> Tensor:
         parts = [torch.as_tensor(part, dtype=torch.float64, device=self._device) for part in pair]
         if any(part.numel() != 1 for part in parts):
-            raise TaskError(
-                "metric-not-a-number", name=name, shapes=[list(part.shape) for part in parts]
-            )
+            shapes = [list(part.shape) for part in parts]
+            raise TaskError("metric-not-a-number", name=name, shapes=shapes)
         return torch.stack([part.reshape(()) for part in parts])
 
 
@@ -291,14 +292,14 @@ def evaluate(
     """
     if fn is None and not metrics:
         raise UsageError("nothing-to-measure")
-    found = World.current() if world is None else world
+    world = world or World.current()
     module = bare(model)
-    device = device_of(module, found)
+    device = device_of(module, world)
     objects = metrics or {}
-    measured = Measured(objects, device, found)
+    measurements = Measurements(objects, device, world)
     rows = DatasetRows(
         dataset,
-        found,
+        world,
         batch=batch,
         seed=seed,
         collate=collate,
@@ -308,11 +309,13 @@ def evaluate(
     try:
         with evaluating(module):
             for piece, output in outputs(Call(module, inputs), rows, seed):
-                values = {} if fn is None else checked_sums(fn(output, piece.batch), "fn", objects)
-                measured.add(piece, output, values)
+                values: Mapping[str, Any] = {}
+                if fn is not None:
+                    values = checked_sums(fn(output, piece.batch), "fn", objects)
+                measurements.add(piece, output, values)
     finally:
         rows.close()
-    return measured.totals()
+    return measurements.totals()
 
 
 class Evaluation:
@@ -330,14 +333,14 @@ class Evaluation:
         world: World,
         *,
         loader_workers: int = 0,
-        placed: OwnRows | SplitModel | None = None,
+        runner: OwnRows | SplitModel | None = None,
     ) -> None:
-        """`placed`: runs the model. Default: every rank runs the whole model."""
+        """`runner`: runs the model. Default: every rank runs the whole model."""
         assert task.eval_data is not None
         self._forward = forward
         self._seed = task.seed
         self._world = world
-        self._placed = placed or OwnRows(world)
+        self._runner = runner or OwnRows(world)
         self.rows = DatasetRows(
             task.eval_data,
             world,
@@ -345,34 +348,35 @@ class Evaluation:
             seed=task.seed,
             collate=task.collate,
             loader_workers=loader_workers,
-            share=self._placed.share,
+            share=self._runner.share,
         )
-        self._metrics, self._arguments = {}, {}
-        for name, given in (task.metric_objects or {}).items():
-            if isinstance(given, tuple) and len(given) == 2:
-                self._metrics[name], self._arguments[name] = given
+        self._metrics = {}
+        self._arguments = {}
+        for name, metric in (task.metric_objects or {}).items():
+            if isinstance(metric, tuple) and len(metric) == 2:
+                self._metrics[name], self._arguments[name] = metric
             else:
-                self._metrics[name] = given
+                self._metrics[name] = metric
         if "loss" in self._metrics:
             raise TaskError("metric-named-loss")
-        self._measured()  # fails now, and not after an epoch, if an object is no metric
+        self._new_measurements()  # fails now, and not after an epoch, if an object is no metric
 
-    def _measured(self) -> Measured:
-        return Measured(self._metrics, self._world.device, self._world)
+    def _new_measurements(self) -> Measurements:
+        return Measurements(self._metrics, self._world.device, self._world)
 
     def __call__(self) -> dict[str, float] | None:
         """Return the values, or None if a rank was asked to stop meanwhile (World.heed_signals):
         then no rank waits for the rest.
         """
-        measured = self._measured()
+        measurements = self._new_measurements()
         with evaluating(self._forward.model):
-            for piece, output in self._placed.outputs(self._forward, self.rows, self._seed):
-                if self._world.asked_to_stop and self._placed.walks_alone:
+            for piece, output in self._runner.outputs(self._forward, self.rows, self._seed):
+                if self._world.asked_to_stop and self._runner.walks_alone:
                     break
                 values = dict(self._forward.metrics(output, piece.batch))
                 for name, arguments in self._arguments.items():
                     values[name] = arguments(output, piece.batch)
-                measured.add(piece, output, values)
+                measurements.add(piece, output, values)
         if self._world.agree(self._world.asked_to_stop):
             return None
-        return measured.totals()
+        return measurements.totals()

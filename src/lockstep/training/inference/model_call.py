@@ -27,18 +27,17 @@ class Call:
 
     def __init__(self, model: nn.Module, inputs: Callable[[Any], Any] | None = None) -> None:
         self.model = model
-        self._inputs = inputs
+        self._inputs = inputs or _first_argument
 
     def __call__(self, batch: Any) -> Any:
-        positional, keywords = arguments(
-            self._default(batch) if self._inputs is None else self._inputs(batch)
-        )
+        positional, keywords = arguments(self._inputs(batch))
         return self.model(*positional, **keywords)
 
-    def _default(self, batch: Any) -> Any:
-        if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and batch):
-            return first_part(batch)
-        raise UsageError("batch-needs-inputs", kind=type(batch).__name__)
+
+def _first_argument(batch: Any) -> Any:
+    if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and batch):
+        return first_part(batch)
+    raise UsageError("batch-needs-inputs", kind=type(batch).__name__)
 
 
 def as_arguments(batch: Any) -> Any:

@@ -7,6 +7,7 @@ prediction_files.py   a batch's output as named columns, and rows streamed to a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,26 +80,26 @@ def predict(
         UsageError: no world is open, no rows, batch < 1, another extension, an output whose rows
             are not the input's, batches whose columns differ, or a file that cannot be written.
     """
-    found = World.current() if world is None else world
+    world = world or World.current()
     file = None if out is None else check_out(Path(out))
     module = bare(model)
-    device = device_of(module, found)
+    device = device_of(module, world)
     if is_batch(data):
         if collate is not None or loader_workers:
             raise UsageError("loading-options-for-a-batch", type=type(data).__name__)
         call = Call(module, inputs or as_arguments)
-        batches = BatchRows(data, found, batch=batch, device=device)
-        return run(call, batches, found, seed=seed, out=file, device=device)
+        batches = BatchRows(data, world, batch=batch, device=device)
+        return run(call, batches, world, seed=seed, out=file, device=device)
     rows = DatasetRows(
         data,  # type: ignore[arg-type]  # what is no batch is a data set, or refused as one
-        found,
+        world,
         batch=batch,
         seed=seed,
         collate=collate,
         loader_workers=loader_workers,
         device=device,
     )
-    return run(Call(module, inputs), rows, found, seed=seed, out=file)
+    return run(Call(module, inputs), rows, world, seed=seed, out=file)
 
 
 def run(
@@ -118,11 +119,11 @@ def run(
     try:
         with evaluating(call.model):
             for piece, output in outputs(call, rows, seed):
-                this, tensors = split(output, piece)
+                batch_layout, tensors = split(output, piece)
                 del output
-                layout = layout or this
+                layout = layout or batch_layout
                 samples = f"samples {piece.rows.start} to {piece.rows.stop - 1}"
-                same(layout, this, samples, "those before")
+                same(layout, batch_layout, samples, "those before")
                 sink.put(piece, layout, tensors)
                 del tensors
         return sink.finish(agreed(layout, rows.total, world))
@@ -139,7 +140,9 @@ class RowsInMemory:
     """
 
     def __init__(self, total: int, world: World, device: torch.device | str) -> None:
-        self._total, self._world, self._device = total, world, device
+        self._total = total
+        self._world = world
+        self._device = device
         self._columns: list[Tensor] = []
 
     def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
@@ -163,6 +166,7 @@ class RowsInMemory:
         columns = []
         for column in layout.columns:
             size = self._total * column.row_bytes
-            octets = torch.zeros(-(-size // 8), dtype=torch.int64).view(torch.uint8)[:size]
-            columns.append(octets.view(column.torch_dtype).reshape(self._total, *column.shape))
+            numbers = torch.zeros(math.ceil(size / 8), dtype=torch.int64)
+            data = numbers.view(torch.uint8)[:size]
+            columns.append(data.view(column.torch_dtype).reshape(self._total, *column.shape))
         return columns

@@ -65,7 +65,8 @@ class RowLayout:
         if self.container == "tensor":
             return tensors[0]
         if self.container == "dict":
-            return dict(zip((column.name for column in self.columns), tensors, strict=True))
+            names = [column.name for column in self.columns]
+            return dict(zip(names, tensors, strict=True))
         return tensors if self.container == "list" else tuple(tensors)
 
     def __str__(self) -> str:
@@ -77,6 +78,7 @@ def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
     UsageError if there is not one row per sample.
     """
     container, parts = _parts(output)
+    columns = []
     for name, part in parts.items():
         if not isinstance(part, Tensor):
             raise UsageError(
@@ -95,20 +97,17 @@ def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
                 start=piece.rows.start,
                 last=piece.rows.stop - 1,
             )
-    columns = [
-        Column(name, str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
-        for name, part in parts.items()
-    ]
-    return RowLayout(container, tuple(columns)), [_own(part) for part in parts.values()]
+        dtype = str(part.dtype).removeprefix("torch.")
+        columns.append(Column(name, dtype, tuple(part.shape[1:])))
+    return RowLayout(container, tuple(columns)), list(map(_own, parts.values()))
 
 
 def _parts(output: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(output, Mapping):
         return "dict", {str(name): part for name, part in output.items()}
     if isinstance(output, (tuple, list)):
-        return "list" if isinstance(output, list) else "tuple", {
-            f"prediction_{number}": part for number, part in enumerate(output)
-        }
+        container = "list" if isinstance(output, list) else "tuple"
+        return container, {f"prediction_{number}": part for number, part in enumerate(output)}
     return "tensor", {"prediction": output}
 
 
@@ -117,11 +116,15 @@ def _own(part: Tensor) -> Tensor:
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
 
 
-def same(first: RowLayout, other: RowLayout, where: str, of_first: str) -> None:
+def same(first: RowLayout, other: RowLayout, of_other: str, of_first: str) -> None:
     """Raise UsageError if two batches gave different columns."""
     if first != other:
         raise UsageError(
-            "columns-differ", columns=str(other), where=where, first=str(first), of_first=of_first
+            "columns-differ",
+            columns=str(other),
+            where=of_other,
+            first=str(first),
+            of_first=of_first,
         )
 
 
@@ -142,7 +145,7 @@ def agreed(layout: RowLayout | None, total: int, world: World) -> RowLayout:
     return first
 
 
-_PLACE = "for the file of predictions"
+_CALL_SITE = "for the file of predictions"
 
 
 class NpyFile:
@@ -157,12 +160,12 @@ class NpyFile:
         self._final, self._part = path, path.with_name(path.name + ".part")
         self._rows, self._world = rows, world
         self._header = b""
-        token = said_by(0, secrets.token_hex(16), world.control, _PLACE)
+        token = said_by(0, secrets.token_hex(16), world.control, _CALL_SITE)
         self._on_rank_0(lambda: self._create(token))
         shared = False
         with suppress(OSError), self._part.open("r+") as file:
             shared = file.read(len(token)) == token
-        by_rank = everybodys(shared, world.control, _PLACE)
+        by_rank = everybodys(shared, world.control, _CALL_SITE)
         blind = [rank for rank, sees_it in enumerate(by_rank) if not sees_it]
         if blind:
             self._remove()
@@ -184,7 +187,7 @@ class NpyFile:
         """Complete the file after all rows, force it to disk, and rename it. A collective."""
         if self._world.rank > 0:
             self._file.close()  # on a network file system others see what a closed file holds
-        everybodys(None, self._world.control, _PLACE)
+        everybodys(None, self._world.control, _CALL_SITE)
         self._on_rank_0(self._complete)
         if self._world.rank == 0 and layout.columns[0].dtype == "bfloat16":
             message = (
@@ -205,7 +208,7 @@ class NpyFile:
                 action()
             except OSError as error:
                 failure = str(error.strerror)
-        failure = said_by(0, failure, self._world.control, _PLACE)
+        failure = said_by(0, failure, self._world.control, _CALL_SITE)
         if failure:
             raise self._not_written(failure)
 
@@ -244,7 +247,9 @@ def as_numpy(layout: RowLayout, tensor: Tensor) -> NDArray[Any]:
     if layout.container != "tensor":
         raise UsageError("npy-holds-one-tensor", layout=str(layout))
     try:
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        return tensor.numpy()
     except TypeError:
         (column,) = layout.columns
         raise UsageError("column-not-writable", column=column.name, kind=str(column)) from None
