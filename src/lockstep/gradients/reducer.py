@@ -393,7 +393,7 @@ class Reducer:
         else:
             if self._uncounted:
                 self._count_small()
-            self._gradient_ready(number, parameter)
+            self.gradient_ready(number, parameter)
 
     def _count_small(self) -> None:
         """Count the small gradients that were delivered, in their order."""
@@ -403,7 +403,7 @@ class Reducer:
             for number, parameter in delivered.items():
                 if parameter.grad is None:  # another hook has cleared it since
                     raise UsageError("gradient-cleared", parameter=self.names[number])
-                self._gradient_ready(number, parameter)
+                self.gradient_ready(number, parameter)
             return
         for number in delivered:
             self.ready[number] = True
@@ -424,7 +424,10 @@ class Reducer:
         if full:
             self._launch_full()
 
-    def _gradient_ready(self, number: int, parameter: Tensor) -> None:
+    def gradient_ready(self, number: int, parameter: Tensor) -> None:
+        """Count a parameter's gradient: autograd has put it into `.grad`, or something else has,
+        between the last backward and `finish`.
+        """
         bucket, static = self._bucket_of[number], self.static_graph
         if self._guarded and self.ready[number] and self.fold.cleared(number, adding=True):
             raise UsageError("gradient-cleared", parameter=self.names[number])
@@ -459,18 +462,6 @@ class Reducer:
                 self._launch_full()
         elif self.state is State.IDLE:
             self.state = State.ACCUMULATING
-
-    def add_gradients(self) -> None:
-        """Count the gradients that something other than autograd has put into `.grad`. Call it
-        between the last backward and `finish`.
-        """
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not self.ready[number]:
-                if self.on_ready is not None:
-                    self.on_ready(number, parameter.grad)
-                self.fold.add(number, 1.0)
-                self.ready[number] = True
-                self.state = State.ACCUMULATING
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:

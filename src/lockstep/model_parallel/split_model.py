@@ -233,7 +233,9 @@ class SplitModel(ModelShard):
     def collect(self, reducer: Reducer) -> None:
         self._locals.collect()
         self._tied.sum_gradients()
-        reducer.add_gradients()
+        for number, parameter in enumerate(reducer.parameters):
+            if parameter.grad is not None and not reducer.ready[number]:
+                reducer.gradient_ready(number, parameter)
 
     def optimizer_name(self, name: str) -> str:
         return self._names.first(name)

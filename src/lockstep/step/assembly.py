@@ -32,6 +32,7 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import Alone, reduction
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.model_shard import ModelShard
+from lockstep.step.step_result import allow_scheduler
 from lockstep.step.wrapper_arguments import Checks, check_checks
 from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.replicated_and_sharded import Replicated, Sharded
@@ -71,8 +72,10 @@ class StepperOptions:
         """Whether an enabled GradScaler scales the losses."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def check(self, method: Parallelism) -> None:
+    def check(self, method: Parallelism, optimizer: Optimizer) -> None:
         """Raise a UsageError if an option cannot be combined with `method`."""
+        if method.alone and self.scheduler is not None:
+            allow_scheduler(optimizer)
         if self.average is not None and method.alone:
             raise UsageError("average-does-not-fit", option=_said_alone(method))
         if method.server and self.unused == "skip":

@@ -42,7 +42,7 @@ from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.learning_rate import follow_epoch
 from lockstep.step.loss_scale import LossScale
 from lockstep.step.model_shard import ModelShard
-from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
+from lockstep.step.step_result import Outcomes, StepperClock, StepResult
 from lockstep.step.window_run import WindowRun, summed
 from lockstep.step.witnessed_step import held, witnessed
 from lockstep.step.wrapper_arguments import Checks
@@ -153,35 +153,32 @@ class Stepper:
         self.model_shard = model_shard or ModelShard()
         knob.known(knob.knobs(Parallelism).keys() - {"mesh"}, method, "Stepper")
         self.method = Parallelism(**method, mesh=self.model_shard.mesh)
-        if self.method.alone and scheduler is not None:
-            allow_scheduler(optimizer)
-        options.check(self.method)
+        options.check(self.method, optimizer)
         self.world = world or World.current()
         options.check_models(model, self.world)
         options.compare(model, optimizer, self.model_shard.replicas(self.world.group))
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.average = average
         self.replicas = ReplicaCheck() if checks == "full" else None
+        self._overwritten: OverwrittenCheck | None = None
         # on a mesh the ranks that exchange facts hold different parts of the model, whose digests
         # cannot be compared
-        compares = checks == "full" and self.model_shard.mesh is None
-        self._overwritten = OverwrittenCheck() if compares else None
+        if checks == "full" and self.model_shard.mesh is None:
+            self._overwritten = OverwrittenCheck()
         self.steps, self._stop = 0, False
         self._outcomes = Outcomes(
             self.world, scheduler if scheduler_per == "step" else None, scaler
         )
-        self.everyone = (
-            model.group if isinstance(model, DistributedDataParallel) else self.world.group
-        )
+        self.everyone = self.world.group
         """All ranks of this training. `group` holds the ranks whose gradients are summed in a
         step: only this rank if it steps alone.
         """
+        if isinstance(model, DistributedDataParallel):
+            self.everyone = model.group
         local = self.method.local
         self._alone_from = math.inf if local is None else local.after
         """The step from which each rank steps alone, with local steps."""
         self._work_with(model)
-        if self.method.exact:
-            self.world.compute_deterministically()
         self._loss_scale = LossScale(scaler, self.world.device)
         self.clock = StepperClock(self.world.device)
         self._compares_data = checks != "off"
@@ -194,6 +191,8 @@ class Stepper:
 
     def _work_with(self, model: nn.Module) -> None:
         """Assemble reducer and update for `model`, as the method requires at this step."""
+        if self.method.exact:
+            self.world.compute_deterministically()
         alone = self.method.server or self.steps >= self._alone_from
         self._parts = parts = assemble(
             model,

@@ -116,18 +116,7 @@ def restore(
         )
     stepper.steps = int(state["steps"])
     stepper.part_if_due()
-    split = stepper.model_shard.mesh is not None or state.get("split", False)
-    order = state["order of gradients"]
-    differing = sorted(set(order) ^ set(stepper.reducer.order))
-    if not differing:
-        stepper.reducer.lay(order)
-    elif not split:  # a model that was split in another way has another order
-        raise UsageError(
-            "checkpoint-of-another-model",
-            checkpoint="the checkpoint",
-            task="this training",
-            differences=f"{differing} have no place in the order of gradients",
-        )
+    _follow_order(stepper, state)
     stepper.update.follow()
     form.load(checkpoint)  # after the layout, which may move the weights
     if stepper.average is not None:
@@ -234,6 +223,24 @@ def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, An
             if plain:
                 found[name_of(each)] = encoded(plain, "the optimizer's state")
     return found
+
+
+def _follow_order(stepper: Stepper, state: Mapping[str, Any]) -> None:
+    """Lay out the buckets as the process did that wrote `state`: with some backends the position in
+    a bucket decides the order of addition.
+    """
+    order = state["order of gradients"]
+    differing = sorted(set(order) ^ set(stepper.reducer.order))
+    split = stepper.model_shard.mesh is not None or state.get("split", False)
+    if not differing:
+        stepper.reducer.lay(order)
+    elif not split:  # a model that was split in another way has another order
+        raise UsageError(
+            "checkpoint-of-another-model",
+            checkpoint="the checkpoint",
+            task="this training",
+            differences=f"{differing} have no place in the order of gradients",
+        )
 
 
 def _names(stepper: Stepper) -> Callable[[Tensor], str]:
