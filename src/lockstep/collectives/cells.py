@@ -36,49 +36,44 @@ class FlatCells:
     @classmethod
     def cut(cls, flat: Tensor, cells: int) -> FlatCells:
         """Cut a flat tensor into cells of about equal size."""
-        return cls(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
+        starts = [start for start, _ in spans(flat.numel(), cells)]
+        return cls(flat, [*starts, flat.numel()])
 
     incoming = outgoing
     """Returns tensors of the same sizes, into which the content may be received."""
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
         """Replace the cells' content by what arrived (in `incoming`, or elsewhere)."""
-        for mine, theirs in zip(self.outgoing(cells), arrived, strict=True):
-            if mine.data_ptr() != theirs.data_ptr():
-                mine.copy_(theirs)
+        for local, remote in zip(self.outgoing(cells), arrived, strict=True):
+            if local.data_ptr() != remote.data_ptr():
+                local.copy_(remote)
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
         """Reduce what arrived into the cells' content."""
-        for mine, theirs in zip(self.outgoing(cells), arrived, strict=True):
-            COMBINE[op](mine, theirs, out=mine)
+        for local, remote in zip(self.outgoing(cells), arrived, strict=True):
+            COMBINE[op](local, remote, out=local)
 
 
 class LooseCells:
-    """Cell c is the flat tensor `held[c]` of `sizes[c]` elements. A rank holds only the cells that
-    pass through it.
+    """Cell c is the flat tensor `tensors[c]` of `sizes[c]` elements. A rank holds only the cells
+    that pass through it.
     """
 
-    def __init__(self, held: dict[int, Tensor], sizes: Sequence[int], like: Tensor) -> None:
-        self.held = held
+    def __init__(self, tensors: dict[int, Tensor], sizes: Sequence[int], like: Tensor) -> None:
+        self.tensors = tensors
         self._sizes = sizes
         self.like = like
 
     def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
-        return [
-            (
-                self.held[cells[0]]
-                if len(cells) == 1
-                else torch.cat([self.held[cell] for cell in cells])
-            )
-        ]
+        tensors = [self.tensors[cell] for cell in cells]
+        return tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
     def incoming(self, cells: Sequence[int]) -> list[Tensor]:
         return [self.like.new_empty(sum(self._sizes[cell] for cell in cells))]
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
-        self.held.update(
-            zip(cells, arrived[0].split([self._sizes[cell] for cell in cells]), strict=True)
-        )
+        parts = arrived[0].split([self._sizes[cell] for cell in cells])
+        self.tensors.update(zip(cells, parts, strict=True))
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
         raise AssertionError("pieces that are tensors of their own are moved, never reduced")

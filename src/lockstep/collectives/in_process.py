@@ -24,20 +24,19 @@ def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None
     """Run a schedule in place: `cells[r]` are rank r's cells. A mean is not divided here."""
     for transfers in schedule.transfers():
         # Every transfer reads what its sender held before the round.
-        sent = [
-            [part.clone() for part in cells[transfer.src].outgoing(transfer.cells)]
-            for transfer in transfers
-        ]
+        sent = []
+        for transfer in transfers:
+            outgoing = cells[transfer.src].outgoing(transfer.cells)
+            sent.append([part.clone() for part in outgoing])
         for transfer, parts in zip(transfers, sent, strict=True):
-            mine = cells[transfer.dst]
-            there = [
-                place.copy_(part) if not transfer.reduce else part.to(place.device)
-                for place, part in zip(mine.incoming(transfer.cells), parts, strict=True)
-            ]
+            receiver = cells[transfer.dst]
+            pairs = zip(receiver.incoming(transfer.cells), parts, strict=True)
             if transfer.reduce:
-                mine.combine(transfer.cells, there, op)
+                arrived = [part.to(buffer.device) for buffer, part in pairs]
+                receiver.combine(transfer.cells, arrived, op)
             else:
-                mine.replace(transfer.cells, there)
+                arrived = [buffer.copy_(part) for buffer, part in pairs]
+                receiver.replace(transfer.cells, arrived)
 
 
 @torch.no_grad()
@@ -81,7 +80,9 @@ def _reduced(
     execute(schedule, [FlatCells.cut(flat, schedule.cells) for flat in flats], op)
     for rank, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
         if kind == "all_reduce" or rank == root:
-            tensor.copy_((flat.div_(len(tensors)) if op == "mean" else flat).view(tensor.shape))
+            if op == "mean":
+                flat.div_(len(tensors))
+            tensor.copy_(flat.view(tensor.shape))
     return list(tensors)
 
 
@@ -113,11 +114,13 @@ def reduce_scatter(
     edges = edges_of([part.numel() for part in parts])
     flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
     execute(schedule, [FlatCells(flat, edges) for flat in flats], op)
-    own = [
-        flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape)
-        for rank, flat in enumerate(flats)
-    ]
-    return [(part / size if op == "mean" else part).to(tensors[0].dtype) for part in own]
+    results = []
+    for rank, flat in enumerate(flats):
+        part = flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape)
+        if op == "mean":
+            part = part / size
+        results.append(part.to(tensors[0].dtype))
+    return results
 
 
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
@@ -127,7 +130,7 @@ def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[
 
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """Return what every rank has at the end: its tensor of the root's list."""
-    return [mine for (mine,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
+    return [received for (received,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
 
 
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
@@ -142,9 +145,11 @@ def all_to_all(
     to d.
     """
     size = len(tensors)
+    pieces: list[Tensor] = []
     for row in tensors:
         check_pieces("all_to_all", row, size)
-    return _moved("all_to_all", [piece for row in tensors for piece in row], size, algorithm)
+        pieces += row
+    return _moved("all_to_all", pieces, size, algorithm)
 
 
 @torch.no_grad()
@@ -159,18 +164,15 @@ def _moved(
     sizes = [flat.numel() for flat in flats]
     cells = []
     for rank in range(size):
-        held = {
-            cell: flats[cell].clone() for cell in held_before(kind, size, rank, root, len(pieces))
-        }
-        cells.append(LooseCells(held, sizes, next(iter(held.values()), flats[0])))
+        before = held_before(kind, size, rank, root, len(pieces))
+        like = flats[before[0]] if before else flats[0]
+        cells.append(LooseCells({cell: flats[cell].clone() for cell in before}, sizes, like))
     execute(schedule, cells)
-    return [
-        [
-            mine.held[cell].view(pieces[cell].shape)
-            for cell in wanted_after(kind, size, rank, root, len(pieces))
-        ]
-        for rank, mine in enumerate(cells)
-    ]
+    results = []
+    for rank, local in enumerate(cells):
+        after = wanted_after(kind, size, rank, root, len(pieces))
+        results.append([local.tensors[cell].view(pieces[cell].shape) for cell in after])
+    return results
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:

@@ -69,7 +69,8 @@ class RemoteServer:
 
     def next(self, rank: int, course: EpochCourse) -> tuple[list[float], list[Tensor]]:
         self._messages.send([NEXT, *course])
-        header, plans = self._messages.header(), self._reducer.layout.buckets
+        header = self._messages.header()
+        plans = self._reducer.layout.buckets
         flats = [torch.empty(plan.numel, dtype=plan.dtype) for plan in plans]
         self._messages.receive(flats)
         return header, flats

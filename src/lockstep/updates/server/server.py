@@ -33,15 +33,15 @@ class Masters(Shards):
     buckets, and the user's optimizer treats `views` as parameters.
     """
 
-    def _lay(self) -> list[Tensor]:
+    def _allocate(self) -> list[Tensor]:
         slices = zip(self.of(self._group.rank), self._layout.buckets, strict=True)
         self.flats = [
             torch.zeros(len(part), dtype=plan.dtype, device=plan.device) for part, plan in slices
         ]
-        laid = list(self.parts(self.flats))
-        for piece, view in zip(self.pieces, laid, strict=True):
+        views = list(self.parts(self.flats))
+        for piece, view in zip(self.pieces, views, strict=True):
             view.copy_(flat_view(self.parameters[piece.parameter]))
-        return laid
+        return views
 
     def parts(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield each parameter's part of tensors like `flats`, in the order of `views`."""
@@ -153,7 +153,10 @@ class Server:
     def _answer(self, messages: Messages) -> None:
         """Answer another rank until it says BYE. The main thread raises the errors."""
         try:
-            while (header := messages.header())[0] != BYE:
+            while True:
+                header = messages.header()
+                if header[0] == BYE:
+                    return
                 if header[0] == PUSH:
                     flats = self._optimizer.shards.flats
                     gradients = [torch.empty_like(flat, device="cpu") for flat in flats]
@@ -169,7 +172,8 @@ class Server:
 
     def _apply(self, course: EpochCourse, window: int, sums: _Sums) -> None:
         """Step on a window's gradients, or skip it."""
-        optimizer, divisor = self._updated.optimizer, sums.weight
+        optimizer = self._updated.optimizer
+        divisor = sums.weight
         reason = ""
         if sums.weight == 0:
             reason = NOTHING
@@ -182,7 +186,8 @@ class Server:
                 divisor /= min(1.0, self._updated.clip / (norm + 1e-6))
             else:
                 reason = "the gradient's norm is not finite"
-        self._loss, self._weight = sums.loss, sums.weight
+        self._loss = sums.loss
+        self._weight = sums.weight
         self._applied.append(
             AppliedWindow(
                 step=course.first + window,
