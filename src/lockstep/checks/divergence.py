@@ -85,9 +85,10 @@ class ReplicaCheck:
         self._times += 1
         for group, named in alike:
             if group.size > 1 and named:
-                mine = torch.tensor(digest(each for _, each in named), device=named[0][1].device)
-                everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
-                if len(set(everyone)) > 1 and not self._is_drift(group, named, when):
+                tensors = [tensor for _, tensor in named]
+                local = torch.tensor(digest(tensors), device=tensors[0].device)
+                by_rank = group.all_gather(local, place=_PLACE).view(-1).tolist()
+                if len(set(by_rank)) > 1 and not self._is_drift(group, named, when):
                     raise self._divergence(group, named, when)
         self.compared = step
 
@@ -97,7 +98,7 @@ class ReplicaCheck:
         """
         if not self._drift:
             return False
-        share, name = max((_share(group, each), name) for name, each in named if each.numel() > 0)
+        share, name = max((_share(group, tensor), name) for name, tensor in named if tensor.numel())
         if not share <= self._drift:
             return False
         if not self.drifted and group.rank == 0:
@@ -113,8 +114,8 @@ class ReplicaCheck:
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
         """Return the error that says what differs, and where. A collective."""
-        mine = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
-        table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
+        local = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
+        table = group.all_gather(local, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not differing:
             return ReplicaDivergence(
@@ -124,62 +125,62 @@ class ReplicaCheck:
         digests = table[:, differing[0]].tolist()
         right, votes = Counter(digests).most_common(1)[0]
         majority = votes > group.size / 2
-        right = right if majority else digests[0]
-        ranks = [group.ranks[at] for at, each in enumerate(digests) if each != right]
+        if not majority:
+            right = digests[0]
         root = digests.index(right)
+        wrong = [rank for rank, value in zip(group.ranks, digests, strict=True) if value != right]
         elements, gap = _distance(group, tensor, root)
-        where = (
-            f"on {listed(ranks)} from the other {votes} ranks"
-            if majority
-            else f"between rank {group.ranks[root]} and {listed(ranks)}"
-        )
-        others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
-        rest = (
-            f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "")
-            if others
-            else ""
-        )
-        told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
+        difference = f"between rank {group.ranks[root]} and {listed(wrong)}"
+        if majority:
+            difference = f"on {listed(wrong)} from the other {votes} ranks"
+        others = ", ".join(repr(named[index][0]) for index in differing[1:_SHOWN])
+        if others:
+            others = f": also {others}"
+        if len(differing) > _SHOWN:
+            others += " ..."
         return ReplicaDivergence(
             "replicas-differ",
             when=when,
             parameter=name,
-            ranks=ranks,
-            where=where,
+            ranks=wrong,
+            where=difference,
             elements=elements,
             size=tensor.numel(),
             gap=gap,
             differing=len(differing),
             tensors=len(named),
-            others=rest,
-            told=told,
+            others=others,
+            told=sentences(self.on_divergence, self.compared),
         )
+
+
+def sentences(callbacks: Iterable[Callable[[int | None], str]], step: int | None) -> str:
+    """Return the texts that these return for `step`, each after a space, without the empty ones."""
+    texts = [callback(step) for callback in callbacks]
+    return "".join(f" {text}" for text in texts if text)
 
 
 def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
     """Return how many elements differ from those of rank `root`, and by how much at most, on the
     rank with the largest difference. A collective.
     """
-    ours = octets_of(tensor)
-    theirs = ours.clone()  # as bytes, tensors of every dtype can be sent
-    group.broadcast(theirs, root, place=_PLACE).wait()
+    local = octets_of(tensor)
+    remote = local.clone()  # as bytes, tensors of every dtype can be sent
+    group.broadcast(remote, root, place=_PLACE).wait()
+    count = (remote != local).view(max(1, tensor.numel()), -1).any(1).sum()
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
-    gaps = (
-        (theirs.view(dtype).double() - ours.view(dtype).double())
-        .abs()
-        .nan_to_num(torch.inf, torch.inf)
-    )
-    found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
-    group.all_reduce(found, "max", place=_PLACE).wait()
-    return int(found[0]), float(found[1])
+    gaps = (remote.view(dtype).double() - local.view(dtype).double()).abs()
+    gaps = gaps.nan_to_num(torch.inf, torch.inf)
+    distance = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
+    group.all_reduce(distance, "max", place=_PLACE).wait()
+    return int(distance[0]), float(distance[1])
 
 
 def _share(group: Group, tensor: Tensor) -> float:
     """Return the largest difference from rank 0's values, as a share of the largest value. A
     collective.
     """
-    gap = _distance(group, tensor, 0)[1]
+    _, gap = _distance(group, tensor, 0)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     largest = tensor.detach().to(wide).abs().amax().reshape(1)
     group.all_reduce(largest, "max", place=_PLACE).wait()
@@ -199,11 +200,12 @@ class OverwrittenCheck:
         `step`.
         """
         begin = perf_counter()
-        if step >= self._next and (overwritten := tensors()):
-            found = digest(overwritten) & _EXACT
+        overwritten = tensors() if step >= self._next else ()
+        if overwritten:
+            value = digest(overwritten) & _EXACT
             self._fastest = min(self._fastest, perf_counter() - begin)
             self._digests += 1
-            facts.add_digest(found, self._fastest)
+            facts.add_digest(value, self._fastest)
 
     def differ(self, facts: Facts, step: int) -> bool:
         """Whether the ranks began `step` with different values. It uses only the facts, so all
@@ -215,18 +217,19 @@ class OverwrittenCheck:
         # 0 in the first step, which knows no step before
         seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
         if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
-            self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
+            steps = math.ceil(digesting / (_SHARE * seconds))
+            self._next = step + min(_RAREST, max(1, steps))
         return len(set(facts.digests_by_rank)) > 1
 
 
 def digests(alike: Iterable[tuple[Group, Named]]) -> dict[str, int]:
     """Return the digest of each tensor, by its name and the ranks on which it is equal."""
-    return {
-        f"{name!r} of {listed(group.ranks)}": digest([tensor])
-        for group, named in alike
-        for name, tensor in named
-        if group.size > 1
-    }
+    values = {}
+    for group, named in alike:
+        if group.size > 1:
+            for name, tensor in named:
+                values[f"{name!r} of {listed(group.ranks)}"] = digest([tensor])
+    return values
 
 
 @torch.no_grad()
@@ -237,17 +240,18 @@ def digest(tensors: Iterable[Tensor]) -> int:
     On the CPU it is XXH3 over the memory of each tensor, at the speed of memory. Other devices mix
     their tensors themselves, so that only a number travels.
     """
-    hasher, elsewhere = xxhash.xxh3_64(), []
+    hasher = xxhash.xxh3_64()
+    on_devices = []
     for tensor in tensors:
-        octets = octets_of(tensor)
-        if octets.device.type == "cpu":
-            hasher.update(octets.numpy().data)
+        data = octets_of(tensor)
+        if data.device.type == "cpu":
+            hasher.update(data.numpy().data)
         else:
-            elsewhere.append(octets)
-    for words in chunks(elsewhere):
+            on_devices.append(data)
+    for words in chunks(on_devices):
         hasher.update(mixed(words).cpu().numpy().data)
-    found = hasher.intdigest()
-    return found - 2**64 if found >= 2**63 else found
+    value = hasher.intdigest()
+    return value - 2**64 if value >= 2**63 else value
 
 
 def mixed(words: Tensor) -> Tensor:
@@ -280,21 +284,22 @@ def octets_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def chunks(octets: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
+def chunks(tensors: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
     """Yield bytes on devices as int64 words, at most `most` bytes at a time. Small tensors are
     joined, large ones are split, and zeros fill the last word.
     """
-    together: list[Tensor] = []
+    pieces: list[Tensor] = []
     room = most
-    for each in octets:
-        for piece in each.split(most):
-            if together and (piece.numel() > room or piece.device != together[0].device):
-                yield _words(together)
-                together, room = [], most
-            together.append(piece)
+    for tensor in tensors:
+        for piece in tensor.split(most):
+            if pieces and (piece.numel() > room or piece.device != pieces[0].device):
+                yield _words(pieces)
+                pieces = []
+                room = most
+            pieces.append(piece)
             room -= piece.numel()
-    if together:
-        yield _words(together)
+    if pieces:
+        yield _words(pieces)
 
 
 def _words(pieces: list[Tensor]) -> Tensor:
