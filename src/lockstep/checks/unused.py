@@ -43,13 +43,12 @@ class UnusedCheck:
         missing = ~(used | idle)
         unused: list[str] = []
         partly_used: dict[str, torch.Tensor] = {}
-        for name, ranks_used, ranks_missing in zip(
-            reducer.names, used.t(), missing.t(), strict=True
-        ):
-            if not ranks_used.any():
+        anywhere = used.any(0).tolist()
+        for name, is_used, by_rank in zip(reducer.names, anywhere, missing.t(), strict=True):
+            if not is_used:
                 unused.append(name)
-            elif ranks_missing.any():
-                partly_used[name] = ranks_missing
+            elif by_rank.any():
+                partly_used[name] = by_rank
         self._warn(partly_used)
         if unused and self._policy == "error":
             raise UnusedParameters("unused-parameters", names=unused, shown=shortly(unused))
@@ -62,7 +61,7 @@ class UnusedCheck:
                     parameter.grad = None
 
     def _warn(self, partly_used: dict[str, torch.Tensor]) -> None:
-        """Warn once of each parameter that some ranks used. The values are flags, one per rank that
+        """Warn once of each parameter that some ranks used. The values say of each rank whether it
         misses the gradient.
         """
         new = [name for name in partly_used if name not in self._warned]
