@@ -128,7 +128,7 @@ def sweep(directory: Path) -> None:
     """
     if not directory.exists():
         return
-    leftovers: dict[Path, re.Match[str]] = {}
+    leftovers = {}
     for path in directory.glob("*.unfinished"):
         if match := _UNFINISHED.fullmatch(path.name):
             leftovers[path] = match

@@ -24,8 +24,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     `under_all_names` adds the others. Raises TaskError if a module keeps extra state that is not a
     tensor, because it could not be stored without pickle.
     """
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    tensors = {}
+    seen = set()
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
             raise TaskError("extra-state-not-a-tensor", name=name, type=type(value).__name__)

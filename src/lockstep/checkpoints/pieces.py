@@ -103,8 +103,8 @@ class Keeps(Protocol):
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
     """Return the pieces of these states that all ranks have, and those that only this rank has."""
-    everywhere: list[TensorPiece] = []
-    local: list[TensorPiece] = []
+    everywhere = []
+    local = []
     for part in parts:
         common, own = part.kept()
         everywhere += [TensorPiece(f"{METHOD}{name}", common[name]) for name in common]
@@ -120,7 +120,7 @@ def method_kept(
     Raises DamagedCheckpoint for the number of a rank that is not below the number of files: every
     rank that had something wrote a file.
     """
-    common: dict[str, Tensor] = {}
+    common = {}
     by_rank: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)

@@ -41,8 +41,8 @@ class UnusedCheck:
         used = table.view(reducer.group.size, -1).bool().cpu()
         idle = ~used.any(1, keepdim=True)  # a rank without micro-batches misses nothing
         missing = ~(used | idle)
-        unused: list[str] = []
-        partly_used: dict[str, torch.Tensor] = {}
+        unused = []
+        partly_used = {}
         anywhere = used.any(0).tolist()
         for name, is_used, by_rank in zip(reducer.names, anywhere, missing.t(), strict=True):
             if not is_used:

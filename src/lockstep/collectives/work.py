@@ -27,7 +27,7 @@ def asks(work: Work) -> Callable[[], bool] | None:
     starts when somebody waits for it.
     """
     if isinstance(work, Handle):
-        parts: list[Callable[[], bool]] = []
+        parts = []
         for part in work.works:
             part_done = asks(part)
             if part_done is None:

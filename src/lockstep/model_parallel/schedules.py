@@ -64,7 +64,8 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[StageWork]
         forwards = [StageWork("F", rank, number) for number in range(micro_batches)]
         work = forwards[:ahead]
         for number in range(micro_batches):
-            work += [StageWork("B", rank, number), *forwards[ahead + number :][:1]]
+            work.append(StageWork("B", rank, number))
+            work += forwards[ahead + number : ahead + number + 1]
         orders.append(work)
     return orders
 

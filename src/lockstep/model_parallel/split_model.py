@@ -76,7 +76,10 @@ class InTurn:
         self, module: nn.Module, mesh: Mesh, share: int, shard: Group, example: Callable[[], Any]
     ) -> None:
         """`share`: number of this rank's share of the data. `example()` returns a micro-batch."""
-        self._module, self._mesh, self._share, self._shard = module, mesh, share, shard
+        self._module = module
+        self._mesh = mesh
+        self._share = share
+        self._shard = shard
         self._example = example
         self._spare: Any = None  # a micro-batch for `take_part`, if this rank has none left
 
@@ -142,9 +145,8 @@ class ThroughPipeline:
         while pieces := list(islice(remaining, 2 * self._mesh.pipeline)):
             by_number: dict[int, Any] = {}
             enter_stream(seed, pieces[0])
-            self._pipeline.forward(
-                [forward.inputs(piece.batch) for piece in pieces], by_number.__setitem__
-            )
+            inputs = [forward.inputs(piece.batch) for piece in pieces]
+            self._pipeline.forward(inputs, by_number.__setitem__)
             for number, output in sorted(by_number.items()):
                 yield pieces[number], as_float32(output)
 
@@ -182,9 +184,10 @@ class SplitModel(ModelShard):
         """The trained module, with torch's parameters (DTensors) under the whole model's names. The
         task's optimizer is built from it.
         """
-        shared: dict[str, tuple[int, ...]] = {}
+        shared = {}
         if mesh.pipeline > 1:
-            layers = layers_of(model, task.parts, len(forward.inputs(_example(task, world))))
+            arguments = forward.inputs(_example(task, world))
+            layers = layers_of(model, task.parts, len(arguments))
             ranges = cut(layers, mesh.pipeline, task.parts)
             stages = [stage_module(layers, part) for part in ranges]
             shared = self._names.shared(stages)
@@ -260,7 +263,7 @@ class SplitModel(ModelShard):
         for piece, output in self._walk.outputs(forward, rows, seed):
             if self.reports:
                 yield piece, output
-        self._locals.let_go()
+        self._locals.free()
 
     def digest(self) -> str:
         """Return the SHA-256 of the weights. Every rank calls it. No rank holds more than one whole
@@ -284,7 +287,10 @@ def _example(task: Task, world: World) -> Any:
     are.
     """
     data: Any = task.train_data
+    collate = task.collate or default_collate
     with randomness.preserved():
-        samples = data if is_iterable(data) else map(data.__getitem__, cycle(range(len(data))))
-        batch = (task.collate or default_collate)(list(islice(samples, task.micro_batch)))
+        samples = data
+        if not is_iterable(data):
+            samples = map(data.__getitem__, cycle(range(len(data))))
+        batch = collate(list(islice(samples, task.micro_batch)))
     return to_device(batch, world.device)

@@ -26,13 +26,9 @@ class SplitNorm:
         squares = torch.zeros((), dtype=torch.float64, device=summed.device)
         for name, gradient in summed.named():
             if self._counted(name):
-                squares += (
-                    torch.linalg.vector_norm(
-                        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
-                    )
-                    .double()
-                    .square()
-                )
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+                squares += norm.double().square()
         squares /= divisor**2
         for group in (*summed.spread, self._replica):
             group.all_reduce(squares, place="for the gradient's norm").wait()

@@ -75,20 +75,20 @@ class _Chain(nn.Module):
             self._chain.append((layer.name, layer.module))
 
     def forward(self, *arguments: Any) -> Any:
-        (_, first), *others = self._chain
-        before, value = self._chain[0][0], first(*arguments)
+        (before, first), *others = self._chain
+        value = first(*arguments)
         for name, layer in others:
             value = layer(check_tensor(value, f"layer {before}"))
             before = name
         return value
 
 
-def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
+def _traced(layers: Layers, model_graph: fx.Graph, part: range) -> nn.Module:
     """Return the part of the graph for these layers as a module. fx registers the modules that it
     calls under their names in the model.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copies = {}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies and node.op == "get_attr":
@@ -99,14 +99,14 @@ def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
     if part.start:
         copies[layers[part.start - 1].nodes[-1]] = graph.placeholder("x")
     else:
-        copies.update(
-            {node: graph.node_copy(node) for node in whole.nodes if node.op == "placeholder"}
-        )
+        for node in model_graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = graph.node_copy(node)
     for number in part:
         for node in layers[number].nodes:
             copies[node] = graph.node_copy(node, copied)
     if part.stop == len(layers):
-        output = next(node for node in whole.nodes if node.op == "output")
+        output = next(node for node in model_graph.nodes if node.op == "output")
         graph.output(fx.map_arg(output.args[0], copied))
     else:
         graph.output(copies[layers[part.stop - 1].nodes[-1]])
@@ -123,9 +123,9 @@ def _unused(layers: Layers) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (dotted name, owner, name in the owner) for parameters and buffers that no layer uses,
     such as those of a second head.
     """
-    every = _cut(layers, range(len(layers)))
-    used = {name for name, _ in every.named_parameters(remove_duplicate=False)}
-    used |= {name for name, _ in every.named_buffers(remove_duplicate=False)}
+    stage = _cut(layers, range(len(layers)))
+    used = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    used |= {name for name, _ in stage.named_buffers(remove_duplicate=False)}
     for prefix, owner in layers.model.named_modules(remove_duplicate=False):
         for field in (*owner._parameters, *owner._buffers):
             name = f"{prefix}.{field}" if prefix else field
@@ -133,7 +133,7 @@ def _unused(layers: Layers) -> Iterator[tuple[str, nn.Module, str]]:
                 yield name, owner, field
 
 
-def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
+def _put(root: nn.Module, name: str, module: nn.Module, field: str = "") -> None:
     """Register a module, or the parameter or buffer `field` of one, in `root` under a dotted
     name.
     """
@@ -143,13 +143,12 @@ def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     if not field:
-        root.add_module(last, thing)
-    elif field in thing._parameters:
-        root.register_parameter(last, thing._parameters[field])
+        root.add_module(last, module)
+    elif field in module._parameters:
+        root.register_parameter(last, module._parameters[field])
     else:
-        root.register_buffer(
-            last, thing._buffers[field], persistent=field not in thing._non_persistent_buffers_set
-        )
+        persistent = field not in module._non_persistent_buffers_set
+        root.register_buffer(last, module._buffers[field], persistent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,10 @@ def _check_not_tied(model: nn.Module, plan: Collection[str]) -> None:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    for several in owners.values():
-        cut = [name for name in several if name.rpartition(".")[0] in plan]
-        if len(several) > 1 and cut:
-            raise TaskError("tied-layers-in-plan", names=" and ".join(several), first=cut[0])
+    for names in owners.values():
+        cut = [name for name in names if name.rpartition(".")[0] in plan]
+        if len(names) > 1 and cut:
+            raise TaskError("tied-layers-in-plan", names=" and ".join(names), first=cut[0])
 
 
 def _style(layer: nn.Module, style: str) -> ParallelStyle:

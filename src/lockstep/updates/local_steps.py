@@ -290,7 +290,7 @@ class LocalSteps(Replicated):
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         common = dict(self.replicated())
         common["outer/taken"] = torch.tensor([self.taken, self._synchronized_at])
-        own: dict[str, Tensor] = {}
+        own = {}
         for pending in self._pending:  # the sums are the same on all ranks
             for work in pending.works:
                 work.wait()
@@ -361,7 +361,7 @@ class LocalSteps(Replicated):
 
     def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """The parameters' views, by name, of flat tensors with the layout of the buckets."""
-        views: dict[str, Tensor] = {}
+        views = {}
         for flat, bucket in zip(flats, self._buckets, strict=bool(flats)):
             for name, _, view in parameter_views(flat, bucket):
                 views[name] = view

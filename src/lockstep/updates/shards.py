@@ -27,7 +27,6 @@ from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import BLOCK, slice_of
-from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout
@@ -232,7 +231,7 @@ class Shards:
         """
         rank = self._group.rank
         indices = [index for index, piece in enumerate(self.all_pieces) if piece.rank == rank]
-        local: dict[int, State] = {}
+        local = {}
         for index, view in zip(indices, self.views, strict=True):
             values = optimizer.state.get(view, {})
             local[index] = {name: value for name, value in values.items() if value is not None}
@@ -350,7 +349,7 @@ class WholeParameters:
         for parameter in self.parameters:
             key = self._owners[id(parameter)], parameter.dtype, parameter.device
             by_memory.setdefault(key, []).append(parameter.detach())
-        works: list[tuple[int, list[Tensor], Tensor, Work]] = []
+        works = []
         for (owner, _, _), tensors in by_memory.items():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             work = self._group.broadcast(flat, owner, place="for updated parameters")
