@@ -280,7 +280,9 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
 
 
 def _options(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
+    if opts is None:
+        return ()
+    return (opts,)
 
 
 def _op(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:

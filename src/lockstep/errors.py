@@ -106,7 +106,9 @@ class LockstepError(RuntimeError):
 
     def __str__(self) -> str:
         first, newline, rest = self.sentence.partition("\n")
-        return f"{first} [{self.code}]{newline}{rest}" if self.code else self.sentence
+        if self.code:
+            return f"{first} [{self.code}]{newline}{rest}"
+        return self.sentence
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self.values), self.args, vars(self)

@@ -83,7 +83,9 @@ class Checkpoint:
 
     def _step(self, name: str) -> int | None:
         step = self.state.get(name)
-        return None if step is None else int(step)
+        if step is None:
+            return None
+        return int(step)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -178,6 +180,17 @@ def write_parts(
     ]
 
 
+def write_files(folder: Path, files: Sequence[TensorFile]) -> list[SealedFile]:
+    """Write these files into `folder`, which exists, as their tensors are now. Raises OSError if
+    the disk lacks room for them.
+    """
+    from lockstep.checkpoints.pieces import image
+
+    images = {file.name: image(file) for file in files}
+    check_room(folder, sum(map(len, images.values())))
+    return write_parts(folder, images)
+
+
 def commit(
     folder: Path, path: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
 ) -> Path:
@@ -215,11 +228,13 @@ def check_room(folder: Path, needed: int) -> None:
 
 def _shown(size: float) -> str:
     """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.1f} GiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
 
 
 def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
@@ -252,7 +267,9 @@ def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckp
 def best(directory: Path) -> Path | None:
     """Return the checkpoint marked as the best; None if none is, or the mark cannot be read."""
     name = best_name(directory)
-    return None if name is None else directory / name
+    if name is None:
+        return None
+    return directory / name
 
 
 def mark_best(folder: Path, metric: str, value: float) -> None:

@@ -34,7 +34,9 @@ def unfinished(directory: Path, step: int, run: str) -> Path:
 def step_in(name: str) -> int | None:
     """Return the step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def step_of(folder: Path) -> int:
@@ -68,7 +70,9 @@ def found(path: Path) -> list[Path]:
 def newest(directory: Path) -> Path | None:
     """Return the checkpoint of the latest step, complete or damaged."""
     folders = written(directory)
-    return folders[-1] if folders else None
+    if folders:
+        return folders[-1]
+    return None
 
 
 def best_name(directory: Path) -> str | None:
@@ -80,7 +84,9 @@ def best_name(directory: Path) -> str | None:
         name = str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return None if step_in(name) is None else name
+    if step_in(name) is None:
+        return None
+    return name
 
 
 def keep_only(directory: Path, remaining: Collection[Path]) -> None:

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open
 from torch import Tensor
 
 from lockstep.checkpoints.manifest import believed, new_digest
+from lockstep.checkpoints.plain import dtype_name
 from lockstep.errors import DamagedCheckpoint
 from lockstep.runtime.disk import force
 
@@ -241,11 +242,12 @@ def storable(dtype: torch.dtype) -> bool:
 
 def _form(tensor: Tensor) -> dict[str, Any]:
     """Return a tensor's dtype and shape as a file's header has them."""
-    dtype, shape = tensor.dtype, list(tensor.shape)
+    dtype = tensor.dtype
+    shape = list(tensor.shape)
     if dtype in _AS_REAL:
-        dtype, shape = dtype.to_real(), [*shape, 2]
-    name = str(dtype).removeprefix("torch.")
-    spec = TensorSpec(dtype=name, shape=shape, data_ptr=0, data_len=tensor.nbytes)
+        dtype = dtype.to_real()
+        shape = [*shape, 2]
+    spec = TensorSpec(dtype=dtype_name(dtype), shape=shape, data_ptr=0, data_len=tensor.nbytes)
     return {"dtype": spec.dtype, "shape": spec.shape}
 
 

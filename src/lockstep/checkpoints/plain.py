@@ -21,27 +21,34 @@ from lockstep.errors import UsageError
 _KIND, _OF = "!", "of"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def encoded(value: Any, name: str) -> Any:
     """Return `value` as JSON. `name` stands for it in the UsageError for a value that does not
     fit.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, (np.generic, np.bool_)):
         return encoded(value.item(), name)
-    if type(value) is list:
-        return [encoded(element, name) for element in value]
     if isinstance(value, Mapping):
         return _mapping(value, name)
-    if type(value) in (tuple, set, frozenset):
-        return {_KIND: type(value).__name__, _OF: [encoded(element, name) for element in value]}
+    if kind in (list, tuple, set, frozenset):
+        elements = [encoded(element, name) for element in value]
+        if kind is list:
+            return elements
+        return {_KIND: kind.__name__, _OF: elements}
     if isinstance(value, bytes):
         return {_KIND: "bytes", _OF: _base64(value)}
     if isinstance(value, Tensor) and value.numel() <= 1024:
         flat = value.detach().cpu().contiguous().reshape(-1)
         return {
             _KIND: "tensor",
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
             _OF: _base64(flat.view(torch.uint8).numpy().tobytes()),
         }
@@ -85,7 +92,9 @@ def decoded(value: Any) -> Any:
             return _MAPPINGS[kind]({decoded(key): decoded(element) for key, element in contents})
     if isinstance(contents, str) and kind in ("bytes", "tensor"):
         data = base64.b64decode(contents, validate=True)
-        return data if kind == "bytes" else _tensor(value, data)
+        if kind == "bytes":
+            return data
+        return _tensor(value, data)
     raise ValueError(f"a value of kind {kind!r} is unknown")
 
 

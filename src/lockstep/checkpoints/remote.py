@@ -104,7 +104,9 @@ class Remote:
                 return None
             mark = json.loads(self._fs.cat_file(path))
             step = step_in(str(mark["checkpoint"]))
-            return None if step is None else (step, str(mark["metric"]), float(mark["value"]))
+            if step is None:
+                return None
+            return (step, str(mark["metric"]), float(mark["value"]))
         except Exception:  # the mark is only a convenience
             return None
 
@@ -156,12 +158,11 @@ class Remote:
             paths = (f"{self._root}/before-{number}" for number in count(1))
             aside = next(path for path in paths if not self._fs.exists(path))
             self._fs.makedirs(aside, exist_ok=True)
-            for step in steps:
-                if self._fs.exists(self._path(step)):
-                    name = folder_of(Path(), step).name
-                    self._fs.mv(self._path(step), f"{aside}/{name}", recursive=True)
-            if self._fs.exists(f"{self._root}/{BEST}"):
-                self._fs.mv(f"{self._root}/{BEST}", f"{aside}/{BEST}", recursive=False)
+            names = [folder_of(Path(), step).name for step in steps]
+            for name in [*names, BEST]:
+                path = f"{self._root}/{name}"
+                if self._fs.exists(path):
+                    self._fs.mv(path, f"{aside}/{name}", recursive=name != BEST)
 
     def _download(self, step: int, name: str, folder: Path, most: int) -> None:
         """Download one file, if it has at most `most` bytes."""
@@ -194,7 +195,9 @@ class Remote:
     def _path(self, step: int, name: str = "") -> str:
         """Return the path of a copy, or of its file `name`."""
         folder = f"{self._root}/{folder_of(Path(), step).name}"
-        return f"{folder}/{name}" if name else folder
+        if name:
+            return f"{folder}/{name}"
+        return folder
 
     @contextmanager
     def _translated_errors(self, problem: str) -> Iterator[None]:

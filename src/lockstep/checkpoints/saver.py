@@ -227,7 +227,9 @@ class Commit:
                 where="" if len(parts) == 1 else f" on rank {rank}",
                 reason=reason,
             )
-        return None if outcome["complaint"] is None else str(outcome["complaint"])
+        if outcome["complaint"] is None:
+            return None
+        return str(outcome["complaint"])
 
     def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
         total = sum(self.everybodys(sum(map(len, images.values()))))

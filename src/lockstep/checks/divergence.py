@@ -98,7 +98,8 @@ class ReplicaCheck:
         """
         if not self._drift:
             return False
-        share, name = max((_share(group, tensor), name) for name, tensor in named if tensor.numel())
+        shares = [(_share(group, tensor), name) for name, tensor in named if tensor.numel()]
+        share, name = max(shares)
         if not share <= self._drift:
             return False
         if not self.drifted and group.rank == 0:
@@ -114,15 +115,18 @@ class ReplicaCheck:
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
         """Return the error that says what differs, and where. A collective."""
-        local = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
+        names = [name for name, _ in named]
+        tensors = [tensor for _, tensor in named]
+        local = torch.tensor([digest([tensor]) for tensor in tensors], device=tensors[0].device)
         table = group.all_gather(local, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not differing:
             return ReplicaDivergence(
-                "replicas-changed-while-compared", when=when, parameter=named[0][0], ranks=()
+                "replicas-changed-while-compared", when=when, parameter=names[0], ranks=()
             )
-        name, tensor = named[differing[0]]
-        digests = table[:, differing[0]].tolist()
+        first = differing[0]
+        tensor = tensors[first]
+        digests = table[:, first].tolist()
         right, votes = Counter(digests).most_common(1)[0]
         majority = votes > group.size / 2
         if not majority:
@@ -133,7 +137,7 @@ class ReplicaCheck:
         difference = f"between rank {group.ranks[root]} and {listed(wrong)}"
         if majority:
             difference = f"on {listed(wrong)} from the other {votes} ranks"
-        others = ", ".join(repr(named[index][0]) for index in differing[1:_SHOWN])
+        others = ", ".join(repr(names[index]) for index in differing[1:_SHOWN])
         if others:
             others = f": also {others}"
         if len(differing) > _SHOWN:
@@ -141,14 +145,14 @@ class ReplicaCheck:
         return ReplicaDivergence(
             "replicas-differ",
             when=when,
-            parameter=name,
+            parameter=names[first],
             ranks=wrong,
             where=difference,
             elements=elements,
             size=tensor.numel(),
             gap=gap,
             differing=len(differing),
-            tensors=len(named),
+            tensors=len(tensors),
             others=others,
             told=sentences(self.on_divergence, self.compared),
         )
@@ -167,11 +171,12 @@ def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
     local = octets_of(tensor)
     remote = local.clone()  # as bytes, tensors of every dtype can be sent
     group.broadcast(remote, root, place=_PLACE).wait()
-    count = (remote != local).view(max(1, tensor.numel()), -1).any(1).sum()
+    changed = (remote != local).view(max(1, tensor.numel()), -1).any(1)
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     gaps = (remote.view(dtype).double() - local.view(dtype).double()).abs()
     gaps = gaps.nan_to_num(torch.inf, torch.inf)
-    distance = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
+    largest = gaps.max() if gaps.numel() else gaps.sum()
+    distance = torch.stack([changed.sum().double(), largest])
     group.all_reduce(distance, "max", place=_PLACE).wait()
     return int(distance[0]), float(distance[1])
 
@@ -184,7 +189,9 @@ def _share(group: Group, tensor: Tensor) -> float:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     largest = tensor.detach().to(wide).abs().amax().reshape(1)
     group.all_reduce(largest, "max", place=_PLACE).wait()
-    return gap / float(largest) if 0 < gap < math.inf else gap
+    if 0 < gap < math.inf:
+        return gap / float(largest)
+    return gap
 
 
 class OverwrittenCheck:
@@ -251,7 +258,9 @@ def digest(tensors: Iterable[Tensor]) -> int:
     for words in chunks(on_devices):
         hasher.update(mixed(words).cpu().numpy().data)
     value = hasher.intdigest()
-    return value - 2**64 if value >= 2**63 else value
+    if value >= 2**63:
+        return value - 2**64
+    return value
 
 
 def mixed(words: Tensor) -> Tensor:
@@ -261,7 +270,8 @@ def mixed(words: Tensor) -> Tensor:
     The bijection is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014). One changed word
     always changes the sum. Two exchanged words change it too, except by chance.
     """
-    mixing = torch.arange(1, words.numel() + 1, device=words.device).mul_(_STEP).add_(words)
+    mixing = torch.arange(1, words.numel() + 1, device=words.device)
+    mixing = mixing.mul_(_STEP).add_(words)
     mixing = (mixing ^ _shifted(mixing, 30)).mul_(_FIRST)
     mixing = (mixing ^ _shifted(mixing, 27)).mul_(_SECOND)
     return (mixing ^ _shifted(mixing, 31)).sum()
@@ -304,4 +314,5 @@ def chunks(tensors: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
 
 def _words(pieces: list[Tensor]) -> Tensor:
     missing = -sum(piece.numel() for piece in pieces) % _WORD
-    return torch.cat([*pieces, pieces[0].new_zeros(missing)]).view(torch.int64)
+    padding = pieces[0].new_zeros(missing)
+    return torch.cat([*pieces, padding]).view(torch.int64)

@@ -61,18 +61,20 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
         raise UsageError(
             "wrong-value", name="weight", value=weight, expected="a finite number of at least 0"
         )
-    if reduction == "mean":
-        if isinstance(weight, (int, float)) and weight == 0:
-            # a mean over no samples is nan, and so is its gradient
-            return torch.zeros((), device=loss.device)
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight > 0, loss.reshape(()), 0)
-        return loss.reshape(()) * weight
-    if reduction != "sum":
+    if loss.ndim:
+        loss = loss.reshape(())
+    if reduction == "sum":
+        return loss
+    if reduction != "mean":
         raise UsageError(
             "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
         )
-    return loss.reshape(()) if loss.ndim else loss
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss, 0).reshape(()) * weight
+    if weight == 0:
+        # a mean over no samples is nan, and so is its gradient
+        return torch.zeros((), device=loss.device)
+    return loss * weight
 
 
 def check_trained(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> None:

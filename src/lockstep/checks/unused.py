@@ -79,4 +79,6 @@ class UnusedCheck:
 def shortly(names: list[str]) -> str:
     """The first few names, quoted, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    if len(names) <= _NAMED:
+        return shown
+    return f"{shown} and {len(names) - _NAMED} more"

@@ -55,7 +55,7 @@ slot; for a read, first slot * ranks + reading rank; or the rank that owns a sli
 """
 
 
-def of_update(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
+def update_items(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
     """Return the items for the values to which an owner's slices were updated."""
     return [(_UPDATE, owner, name, value) for name, value in digests]
 
@@ -70,6 +70,7 @@ class Computed:
         assert isinstance(fold, TreeFold)
         self.turned = turned
         self._reducer = reducer
+        self._group = reducer.group
         self._fold = fold
         self._reduction = fold.reduction
         self.items: list[Item] = []
@@ -78,7 +79,9 @@ class Computed:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Note the gradients that land and leave in this block."""
-        reducer, hooks, reduction = self._reducer, self._reducer.hooks, self._reduction
+        reducer = self._reducer
+        hooks = reducer.hooks
+        reduction = self._reduction
         before = hooks.on_landed  # sees only the gradients of the usual pass
 
         def landed(number: int, gradient: Tensor) -> None:
@@ -112,7 +115,8 @@ class Computed:
             self._add(_BLOCK, slot, self._reducer.names[number], digest([block]))
 
     def _add_reads(self, bucket: Bucket, pieces: Sequence[Tensor]) -> None:
-        rank, size = self._reducer.group.rank, self._reducer.group.size
+        rank = self._group.rank
+        size = self._group.size
         blocks = chain.from_iterable(self._reduction.brought)
         for block, piece in zip(blocks, pieces, strict=True):
             position = block.first * size + rank
@@ -121,7 +125,7 @@ class Computed:
 
     def summed(self, facts: Facts, moved: Tensor) -> None:
         """Note the sums when they have arrived, the step's facts, and the movements of buffers."""
-        group = self._reducer.group
+        group = self._group
         self._add(_SUM, _ALL, "the weight", _number(facts.weight))
         self._add(_SUM, _ALL, "the loss", _number(facts.loss))
         self._add(_SUM, _ALL, "the buffers", _digest(moved))
@@ -137,7 +141,7 @@ class Computed:
         """Yield the part of each parameter in a rank's slice of a bucket: its name, start and stop,
         counted from the begin of the slice.
         """
-        part = slice_of(bucket.sum.numel(), owner, self._reducer.group.size)
+        part = slice_of(bucket.sum.numel(), owner, self._group.size)
         for span in bucket.spans:
             start = max(part.start, span.start) - part.start
             stop = min(part.stop, span.stop) - part.start
@@ -151,7 +155,7 @@ class Computed:
         """Return a number for each slot, for the block that begins with it, for what each rank
         reads, for what each rank adds up, and for what no rank adds up alone. 0: not computed here.
         """
-        size = self._reducer.group.size
+        size = self._group.size
         begins = (0, slots, 2 * slots, 2 * slots + size)  # by level
         row = [0] * (2 * (slots + size) + 1)
         hashers: dict[int, Any] = defaultdict(xxhash.xxh3_64)
@@ -190,7 +194,9 @@ class Witness:
     @classmethod
     def of(cls, share: float, seed: int, group: Group) -> Witness | None:
         """Return a Witness, or None for a share of 0. Raises UsageError if there is one rank."""
-        return cls(share, seed, group) if share else None
+        if share:
+            return cls(share, seed, group)
+        return None
 
     def keep(self, named: Named, steps: int) -> None:
         """Keep digests of these tensors at the end of a witnessed step, after `steps` steps."""
@@ -216,9 +222,14 @@ class Witness:
         ranks = [rank for rank, count in enumerate(counts) if count]
         if 0 < len(ranks) < self._group.size:  # on all ranks: code wrote past the version counters
             names = everybodys(changed, host, _PLACE)[ranks[0]]
-            values = {"step": steps + 1, "last": steps, "where": listed(ranks), "told": ""}
-            raise self._with_notes(
-                CorruptResult("corrupt-at-rest", parameter=names[0], ranks=ranks, **values)
+            raise CorruptResult(
+                "corrupt-at-rest",
+                parameter=names[0],
+                ranks=ranks,
+                step=steps + 1,
+                last=steps,
+                where=listed(ranks),
+                told=sentences(self.on_divergence, self.witnessed),
             )
 
     def due(self, window: Window) -> bool:
@@ -284,18 +295,14 @@ class Witness:
         error = self._judged(passes)
         if error is None:
             raise AssertionError("passes differ, and nothing in them does")
-        return self._with_notes(error)
+        if isinstance(error, CorruptResult):
+            error.values["told"] = sentences(self.on_divergence, self.witnessed)
+        return error
 
     def _judged(self, passes: Sequence[list[Item]]) -> LockstepError | None:
         by_rank = everybodys(passes, self._group.host, _PLACE)
         by_pass = list(zip(*by_rank, strict=True))
         return judge(by_pass, self._step + 1)
-
-    def _with_notes(self, error: LockstepError) -> LockstepError:
-        """Add to an error of corruption what the functions in `on_divergence` return."""
-        if isinstance(error, CorruptResult):
-            error.values["told"] = sentences(self.on_divergence, self.witnessed)
-        return error
 
 
 class _Result(NamedTuple):

@@ -229,7 +229,9 @@ def all_gather(
     def shaped(pieces: list[Tensor]) -> Any:
         if as_list:
             return pieces
-        return torch.cat(pieces) if tensor.dim() else torch.stack(pieces)
+        if tensor.dim():
+            return torch.cat(pieces)
+        return torch.stack(pieces)
 
     return _start("all_gather", tensor, (), algorithm, group, async_op, shaped)
 
@@ -380,7 +382,9 @@ def _start(
         run = getattr(by_schedule, kind)(members, tensors, *options, name, label)
         work = Later(members.in_background(run)) if async_op else Handle([], run)
     handle = work if shaped is None else Handle([work], lambda: shaped(work.wait()))
-    return handle if async_op else handle.wait()
+    if async_op:
+        return handle
+    return handle.wait()
 
 
 def _choose(

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.collectives.cells import FlatCells, LooseCells, edges_of
+from lockstep.collectives.cells import FlatCells, LooseCells, cell_of, edges_of, working_copy
 from lockstep.collectives.group import Group
 from lockstep.collectives.over_processes import Steps, execute, lanes_of, plan
 from lockstep.collectives.reduce_op import Op, check_op, check_rows, working_dtype
@@ -61,11 +61,8 @@ def _reduced(
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root
-        working = working_dtype(tensor)
-        in_place = wanted and working == tensor.dtype and tensor.is_contiguous()
-        flat = tensor.detach().reshape(-1)
-        if not in_place:
-            flat = flat.to(working, copy=True)
+        in_place = wanted and working_dtype(tensor) == tensor.dtype and tensor.is_contiguous()
+        flat = tensor.detach().view(-1) if in_place else working_copy(tensor)
         group.wait_for_all(number)
         if flat.numel():
             execute(group, number, steps, lanes_of(flat, schedule), op)
@@ -106,10 +103,10 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: 
     def run() -> Tensor:
         parts = tensor.detach().tensor_split(group.size)
         edges = edges_of([part.numel() for part in parts])
-        flat = tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True)
+        flat = working_copy(tensor)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(flat, edges)], op)
-        local = flat[edges[group.rank] : edges[group.rank + 1]].clone()
+        local = cell_of(flat, edges, group.rank).clone()
         if op == "mean":
             local.div_(group.size)
         return local.to(tensor.dtype).view(parts[group.rank].shape)
@@ -127,7 +124,7 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
         edges = edges_of(sizes)
         local = as_bytes(tensor)
         data = local.new_empty(edges[-1])
-        data[edges[group.rank] : edges[group.rank + 1]] = local
+        cell_of(data, edges, group.rank).copy_(local)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(data, edges)])
         pieces = data.split(sizes)
@@ -183,7 +180,8 @@ def all_to_all(
     group: Group, tensors: Sequence[Tensor], algorithm: str, label: str
 ) -> Run[list[Tensor]]:
     arriving = arriving_forms(group, tensors)
-    size, rank = group.size, group.rank
+    size = group.size
+    rank = group.rank
     sizes = [0] * size * size  # bytes of the cells that this rank sends or receives
     outgoing = {}
     wanted = []

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.algorithms import schedule as schedule_of
-from lockstep.collectives.cells import Cells, FlatCells, LooseCells, edges_of
-from lockstep.collectives.reduce_op import check_op, check_rows, working_dtype
+from lockstep.collectives.cells import (
+    Cells,
+    FlatCells,
+    LooseCells,
+    cell_of,
+    edges_of,
+    working_copy,
+)
+from lockstep.collectives.reduce_op import check_op, check_rows
 from lockstep.collectives.schedule import Kind, Schedule, held_before, wanted_after
 from lockstep.collectives.tensor_spec import TensorSpec, check_pieces
 from lockstep.errors import UsageError
@@ -76,7 +83,7 @@ def _reduced(
     _check_alike(tensors)
     check_op(op, tensors[0])
     schedule = schedule_of(kind, algorithm, len(tensors), root=root, ranks_per_node=ranks_per_node)
-    flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
+    flats = [working_copy(tensor) for tensor in tensors]
     execute(schedule, [FlatCells.cut(flat, schedule.cells) for flat in flats], op)
     for rank, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
         if kind == "all_reduce" or rank == root:
@@ -106,20 +113,21 @@ def reduce_scatter(
     them.
     """
     _check_alike(tensors)
-    check_op(op, tensors[0])
-    check_rows(tensors[0])
+    first = tensors[0]
+    check_op(op, first)
+    check_rows(first)
     size = len(tensors)
     schedule = schedule_of("reduce_scatter", algorithm, size)
-    parts = tensors[0].tensor_split(size)
+    parts = first.tensor_split(size)
     edges = edges_of([part.numel() for part in parts])
-    flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
+    flats = [working_copy(tensor) for tensor in tensors]
     execute(schedule, [FlatCells(flat, edges) for flat in flats], op)
     results = []
     for rank, flat in enumerate(flats):
-        part = flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape)
+        part = cell_of(flat, edges, rank).view(parts[rank].shape)
         if op == "mean":
             part = part / size
-        results.append(part.to(tensors[0].dtype))
+        results.append(part.to(first.dtype))
     return results
 
 
@@ -177,14 +185,10 @@ def _moved(
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
     _check_any(tensors)
-    for rank, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
-            raise UsageError(
-                "tensors-not-alike",
-                first=str(TensorSpec.of(tensors[0])),
-                rank=rank,
-                form=str(TensorSpec.of(tensor)),
-            )
+    forms = [TensorSpec.of(tensor) for tensor in tensors]
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise UsageError("tensors-not-alike", first=str(forms[0]), rank=rank, form=str(form))
 
 
 def _check_any(tensors: Sequence[Tensor]) -> None:

@@ -108,8 +108,9 @@ def reduce_scatter(
     """
     check_op(op, tensor)
     check_rows(tensor)
+    size = group.size
     working = tensor.dtype if memory is not None else working_dtype(tensor)
-    parts = list(tensor.detach().to(working).tensor_split(group.size))
+    parts = list(tensor.detach().to(working).tensor_split(size))
     most_rows = parts[0].shape[0]
     rows = parts[group.rank].shape[0]
     for rank, part in enumerate(parts):
@@ -119,17 +120,17 @@ def reduce_scatter(
     local = torch.empty_like(parts[group.rank], memory_format=torch.contiguous_format)
     if memory is not None:
         return Handle([memory.reduce_scatter(local, parts, op)], lambda: local[:rows])
-    sends = (group.size - 1) * tensor.nbytes // group.size
+    sends = (size - 1) * tensor.nbytes // size
     group.announce("reduce_scatter", tensor, op, None, sends)
-    if group.size == 1 or local.numel() == 0:
-        return Handle([], lambda: tensor.detach().tensor_split(group.size)[group.rank].clone())
+    if size == 1 or local.numel() == 0:
+        return Handle([], lambda: tensor.detach().tensor_split(size)[group.rank].clone())
     work = _reduce_scatter_flat(
         local, torch.cat(parts), op=REDUCE_OPS[op], group=group.process_group, async_op=True
     )
 
     def finish() -> Tensor:
         if op == "mean":
-            local.div_(group.size)
+            local.div_(size)
         return local[:rows].to(tensor.dtype)
 
     return Handle([NativeWork(group, work)], finish)
@@ -177,7 +178,9 @@ def gather(group: Group, tensor: Tensor, root: int) -> Handle[list[Tensor] | Non
     group.announce("gather", local, f"to {root}", None, sends)
 
     def finish() -> list[Tensor] | None:
-        return None if pieces is None else list(map(from_bytes, pieces, forms))
+        if pieces is None:
+            return None
+        return list(map(from_bytes, pieces, forms))
 
     if group.size == 1 or size == 0:
         for piece in pieces or ():

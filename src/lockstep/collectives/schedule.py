@@ -191,7 +191,9 @@ def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> ran
     if kind in REDUCING:
         return range(cells)
     if kind in ("broadcast", "scatter"):
-        return range(cells) if rank == root else range(0)
+        if rank == root:
+            return range(cells)
+        return range(0)
     if kind == "all_to_all":
         return range(rank * world, (rank + 1) * world)
     return cells_of(rank, world, cells)
@@ -202,7 +204,9 @@ def wanted_after(kind: Kind, world: int, rank: int, root: int, cells: int) -> ra
     if kind in ("all_reduce", "broadcast", "all_gather"):
         return range(cells)
     if kind in ("reduce", "gather"):
-        return range(cells) if rank == root else range(0)
+        if rank == root:
+            return range(cells)
+        return range(0)
     if kind == "all_to_all":
         return [src * world + rank for src in range(world)]
     return cells_of(rank, world, cells)

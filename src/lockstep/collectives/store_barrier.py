@@ -88,28 +88,30 @@ def first(
     Raises LockstepError on the waiting ranks if rank 0's block raised, or if no sign of life came
     for `timeout` (default 30 s).
     """
+    alive = f"{name}/alive"
+    left = f"{name}/left"
     if rank == 0:
-        with _alive(store, f"{name}/alive") if size > 1 else nullcontext():
+        with _alive(store, alive) if size > 1 else nullcontext():
             try:
                 yield True
             except BaseException as error:
-                store.set(f"{name}/left", f"{type(error).__name__}: {error}")
+                store.set(left, f"{type(error).__name__}: {error}")
                 raise
-        store.set(f"{name}/left", "")
+        store.set(left, "")
         return
     patience = (timeout or timedelta(seconds=30)).total_seconds()
     beats = -1
     deadline = 0.0
     try:
-        while not store.check([f"{name}/left"]):
-            current = _count(store, f"{name}/alive")
+        while not store.check([left]):
+            current = _count(store, alive)
             if current != beats:
                 beats = current
                 deadline = time.monotonic() + patience
             if time.monotonic() > deadline:
                 raise PeerFailed("peer-shows-no-sign-of-life", rank=rank, seconds=patience)
             time.sleep(0.02)
-        failure = store.get(f"{name}/left").decode()
+        failure = store.get(left).decode()
     except dist.DistError as error:
         raise PeerFailed("store-lost", rank=rank, error=str(error)) from error
     if failure:
@@ -151,4 +153,6 @@ def wait_for_count(store: dist.Store, key: str, count: int, timeout: timedelta) 
 
 def _count(store: dist.Store, key: str) -> int:
     """Return a counter's value without writing: a FileStore keeps every write."""
-    return int(store.get(key)) if store.check([key]) else 0
+    if store.check([key]):
+        return int(store.get(key))
+    return 0

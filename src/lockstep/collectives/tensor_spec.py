@@ -176,7 +176,9 @@ def padded_size(forms: Sequence[TensorSpec]) -> int:
     """
     sizes = {form.bytes for form in forms}
     largest = max(sizes)
-    return largest if len(sizes) == 1 else -(-largest // _ALIGNMENT) * _ALIGNMENT
+    if len(sizes) == 1:
+        return largest
+    return -(-largest // _ALIGNMENT) * _ALIGNMENT
 
 
 def padded(tensor: Tensor, size: int) -> Tensor:

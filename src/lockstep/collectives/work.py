@@ -33,7 +33,9 @@ def asks(work: Work) -> Callable[[], bool] | None:
             if part_done is None:
                 return None
             parts.append(part_done)
-        return (lambda: all(part_done() for part_done in parts)) if parts else None
+        if parts:
+            return lambda: all(part_done() for part_done in parts)
+        return None
     done: Callable[[], bool] | None = getattr(work, "done", None)
     return done
 

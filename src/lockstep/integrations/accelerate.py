@@ -260,7 +260,8 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         with believed(file):
             if file.exists():
                 positions = list(json.loads(file.read_text()))
-        saved, here = len(positions), len(self._loaders)
+        saved = len(positions)
+        here = len(self._loaders)
         if self._loaders and saved != here:
             raise UsageError("saved-with-other-loaders", saved=saved, here=here)
         with believed(file):
@@ -289,10 +290,10 @@ class _LoaderBatches(RankBatches):
         if weigh is None:
             return super().begin(window)
         weights = [float(weigh(batch)) for batch in window]
-        return weights, summed(weights, self._accelerator.world)
+        return weights, total_weight(weights, self._accelerator.world)
 
 
-def summed(weights: Sequence[float], world: World) -> float:
+def total_weight(weights: Sequence[float], world: World) -> float:
     """Return the sum of the weights over all ranks; 1 if it is 0."""
     total = torch.tensor(sum(weights), dtype=torch.float64)
     world.control.all_reduce(total, place="for the weight of a step").wait()
@@ -329,7 +330,9 @@ def without_rows(data: Any) -> Any:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() else tensor[None]
+    if tensor.dim():
+        return tensor
+    return tensor[None]
 
 
 def share_memory(model: DistributedDataParallel, world: World) -> None:

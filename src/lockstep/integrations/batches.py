@@ -77,7 +77,8 @@ class RankBatches:
             self.step = window.step
             if window.read is not None:  # it can read rank 0's
                 self._latest = None
-            count = self._count or max(len(window.cut.filled(rank, size)) for rank in range(size))
+            filled = [len(window.cut.filled(rank, size)) for rank in range(size)]
+            count = self._count or max(filled)
             for number in range(count):
                 self.weight = 0.0
                 if number < len(weights):
@@ -89,7 +90,8 @@ class RankBatches:
 
     def _of_rank_0(self, window: Window) -> tuple[Any, int]:
         """Return rank 0's first batch of the step, and its slot: this rank has had none yet."""
-        rank, size = self.loader.rank, self.loader.size
+        rank = self.loader.rank
+        size = self.loader.size
         if window.read is None:
             self.refuse(f"rank {rank} of {size} has no batch of the stream's first step")
         self._latest = window.turned(size - rank, rank, size)[0], 0

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import MANIFEST, MODEL_PART
-from lockstep.checkpoints.pieces import TensorPiece, image
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.checkpoints.plain import encoded
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import remove_tree
@@ -85,10 +85,9 @@ class LockstepWriter(dcp.StorageWriter):
                 model += _pieces(key.removeprefix(self._prefix), item, planner.resolve_data(item))
             else:
                 others += _pieces(f"/{key}", item, planner.resolve_data(item))
-        images = {file.name: image(file) for file in files.parts(model, others, self._rank)}
-        size = sum(map(len, images.values()))
-        files.check_room(self._folder, size)
-        written = files.write_parts(self._folder, images), values
+        entries = files.write_files(self._folder, files.parts(model, others, self._rank))
+        size = sum(entry.bytes for entry in entries)
+        written = entries, values
         return done([WriteResult(item.index, size, written) for item in plan.items[:1]])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:

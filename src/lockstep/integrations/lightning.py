@@ -209,7 +209,8 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        model, weight = self.model, self._weight
+        model = self.model
+        weight = self._weight
         if weight is None or not isinstance(model, DistributedDataParallel):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         factor = weight
@@ -297,7 +298,8 @@ class Batches(RankBatches):
         super().__init__(loader)
         if not isinstance(loader, Loader):
             self.refuse("its data set is a stream")
-        plan, size = self.loader.plan, self.loader.size
+        plan = self.loader.plan
+        size = self.loader.size
         if plan.slots > size:
             self.refuse(f"a step has {plan.slots} micro-batches for {size} ranks")
         self.sampler = self  # Lightning calls its set_epoch
@@ -340,11 +342,15 @@ class LockstepFabricStrategy(_OnLockstep, FabricDDP):
 class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         assert isinstance(module, DistributedDataParallel)
-        return module.no_sync() if enabled else nullcontext()
+        if enabled:
+            return module.no_sync()
+        return nullcontext()
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    if isinstance(module, DistributedDataParallel):
+        return module.module
+    return module
 
 
 StrategyRegistry.register("lockstep", LockstepStrategy)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep.checkpoints import files
 from lockstep.checkpoints.manifest import STATE, believed
-from lockstep.checkpoints.pieces import TensorPiece, image, read_all
+from lockstep.checkpoints.pieces import TensorPiece, read_all
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.disk import remove_tree
@@ -73,9 +73,7 @@ class LockstepCheckpointIO(CheckpointIO):
         try:
             remove_tree(folder, ignore_errors=True)  # left by a process that was killed
             folder.mkdir(parents=True)
-            images = {part.name: image(part) for part in files.parts(weights, pieces, 0)}
-            files.check_room(folder, sum(map(len, images.values())))
-            entries = files.write_parts(folder, images)
+            entries = files.write_files(folder, files.parts(weights, pieces, 0))
             _unlink(final)
             files.commit(folder, final, step, entries, state)
         except OSError as error:

@@ -44,7 +44,7 @@ from lockstep.integrations.accelerate import (
     gather_rows,
     refuse,
     share_memory,
-    summed,
+    total_weight,
 )
 from lockstep.integrations.batches import RankBatches
 from lockstep.runtime import extras, randomness, status
@@ -240,7 +240,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             slot, samples = self._divided.at(self.state.global_step, number)
             self._slots.append(slot)
             self._counts.append(float(samples if items is None or not samples else items))
-        self._total = summed(self._counts, self.world)
+        self._total = total_weight(self._counts, self.world)
         return batches, None
 
     def training_step(
@@ -401,7 +401,8 @@ class _KeysOfRank(Sampler[Keys]):
 
     def window(self, step: int) -> Window:
         """Return this rank's part of step `step`, without its batches."""
-        loader, epoch = self.loader, self._epoch
+        loader = self.loader
+        epoch = self._epoch
         if self._first is None:  # the epoch begins, or a resume has skipped its first steps
             self._first = min(step, epoch * len(loader))
         cut = loader.batch_plan.plan(epoch).at(step - self._first, epoch, step)
@@ -409,7 +410,8 @@ class _KeysOfRank(Sampler[Keys]):
         return Window(cut, loader.rank, loader.size, lambda: None, counts)
 
     def __iter__(self) -> Iterator[Keys]:
-        loader, epoch = self.loader, self._epoch
+        loader = self.loader
+        epoch = self._epoch
         plan = loader.batch_plan.plan(epoch)
         # the Trainer takes as many steps of every epoch as epoch 0 has
         steps = range(min(len(loader), plan.steps_per_epoch))
@@ -438,7 +440,7 @@ class _DataLoader(DataLoader[Any]):
             KeyedDataset(undivided.dataset, seed, undivided.collate_fn, loader.rank),
             # any object may be a batch's indices: DataLoader passes it to __getitems__
             batch_sampler=self.keys,  # type: ignore[arg-type]
-            collate_fn=_made,
+            collate_fn=_unchanged,
             num_workers=undivided.num_workers,
             pin_memory=undivided.pin_memory,
             prefetch_factor=undivided.prefetch_factor,
@@ -496,6 +498,6 @@ def _set_up(first: Any, second: Any, worker: int) -> None:
         function(worker)
 
 
-def _made(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     """Return the batch: KeyedDataset has collated it already."""
     return batch

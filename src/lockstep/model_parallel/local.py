@@ -159,7 +159,9 @@ class Locals:
         """
         tensor = self.gather(name, local.detach())
         if self._ranks == 1 or tensor.dim() == 0:
-            return [TensorPiece(label, tensor)] if self._rank == 0 else []
+            if self._rank == 0:
+                return [TensorPiece(label, tensor)]
+            return []
         tensor = tensor.contiguous()
         start = tensor.numel() * self._rank // self._ranks
         stop = tensor.numel() * (self._rank + 1) // self._ranks

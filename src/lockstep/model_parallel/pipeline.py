@@ -280,7 +280,8 @@ class Pipeline:
         return runner
 
     def _stage(self, shapes: Sequence[Shape]) -> TimedStage:
-        rank, count = self.group.rank, self.group.size
+        rank = self.group.rank
+        count = self.group.size
         received: tuple[Tensor, ...] = ()
         if rank > 0:
             received = (shapes[rank - 1].example(),)

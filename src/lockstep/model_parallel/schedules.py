@@ -80,4 +80,6 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
 
 def formula(schedule: str) -> str:
     """Return the formula of `bubble` as text, for p ranks and m micro-batches."""
-    return "(p-1)/p" if schedule == "naive" else "(p-1)/(m+p-1)"
+    if schedule == "naive":
+        return "(p-1)/p"
+    return "(p-1)/(m+p-1)"

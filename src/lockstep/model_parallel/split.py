@@ -57,7 +57,9 @@ def balanced(costs: Sequence[float], stages: int) -> list[range]:
     largest, _ = _smallest(sums, stages, max)
 
     def add_square(total: float, cost: float) -> float:
-        return total + cost * cost if cost <= largest else math.inf
+        if cost <= largest:
+            return total + cost * cost
+        return math.inf
 
     _, starts = _smallest(sums, stages, add_square)
     return _ranges(starts, len(costs))

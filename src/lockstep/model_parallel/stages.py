@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
+from lockstep.checkpoints.plain import dtype_name
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
 from lockstep.errors import TaskError
@@ -46,7 +47,9 @@ def stage_module(layers: Layers, part: range) -> nn.Module:
 def described(stage: nn.Module) -> str:
     """Return a stage's layers for messages, such as "layers blocks.1 to norm"."""
     names = getattr(stage, "layer_names", (type(stage).__name__,))
-    return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+    if len(names) == 1:
+        return f"layer {names[0]}"
+    return f"layers {names[0]} to {names[-1]}"
 
 
 def check_tensor(output: object, layer: str) -> Tensor:
@@ -57,7 +60,9 @@ def check_tensor(output: object, layer: str) -> Tensor:
 
 
 def _cut(layers: Layers, part: range) -> nn.Module:
-    return _Chain(layers, part) if layers.graph is None else _traced(layers, layers.graph, part)
+    if layers.graph is None:
+        return _Chain(layers, part)
+    return _traced(layers, layers.graph, part)
 
 
 class _Chain(nn.Module):
@@ -163,7 +168,7 @@ class Shape:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def example(self) -> Tensor:
         """Return a meta tensor of this shape and dtype, which takes no memory.
@@ -187,7 +192,9 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Shape.of(value)
     constant = isinstance(value, (int, float, str, bool, type(None)))
-    return repr(value) if constant else type(value).__name__
+    if constant:
+        return repr(value)
+    return type(value).__name__
 
 
 def shapes_between(
@@ -216,7 +223,7 @@ def shapes_between(
                 takes = f", on {shapes[-1]} of the stage before" if shapes else ""
                 error.add_note(f"In stage {rank} of the pipeline ({described(stage)}){takes}.")
                 raise
-            message = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            message = tuple(tensor.shape), dtype_name(tensor.dtype)
         shape, dtype = said_by(rank, message, group.host, "for the shapes between stages")
         shapes.append(Shape(tuple(shape), getattr(torch, dtype)))
     return shapes

@@ -78,7 +78,8 @@ def fits(pattern: str, name: str) -> bool:
     """Whether `pattern` matches a module's dotted name. `*` matches any text within one part of the
     name, but no dot.
     """
-    patterns, parts = pattern.split("."), name.split(".")
+    patterns = pattern.split(".")
+    parts = name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 

@@ -116,7 +116,8 @@ class LocalSteps(Replicated):
         self._buffers = SynchronizedBuffers(updated.model, self._everyone)
         self.taken = 0
         """Local steps so far."""
-        self._synchronized_at = 0  # `taken` at the last synchronization of all fragments
+        # `taken` at the last synchronization of all fragments, without overlap
+        self._synchronized_at = 0
         self._pending: list[_PendingSum] = []
         # fix the order of buckets, the same on all ranks: no bucket leaves early
         reducer.lay(reducer.order)
@@ -347,8 +348,9 @@ class LocalSteps(Replicated):
             if name in replica:
                 parameter.copy_(replica[name])
         self._buffers.take(_under(own, "buffer/"))
-        if "since" in own and len(own["since"]) == len(self._since) + 1:
-            *self._since, self._buffers.since = own["since"].tolist()
+        since = own.get("since")
+        if since is not None and len(since) == len(self._since) + 1:
+            *self._since, self._buffers.since = since.tolist()
         parameters = dict(self._parameters)
         for key, value in _under(own, "inner/").items():
             state, _, name = key.partition("/")

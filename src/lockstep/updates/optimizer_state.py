@@ -77,7 +77,8 @@ class CutOptimizer(Generic[Cut]):
         groups = self._optimizer.param_groups
         if self._layout() == self._current_layout and len(groups) == len(self._wholes):
             return
-        self._wholes += [list(group["params"]) for group in groups[len(self._wholes) :]]
+        added = groups[len(self._wholes) :]
+        self._wholes += [list(group["params"]) for group in added]
         old = self.shards
         states: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
         if isinstance(old, WholeParameters):

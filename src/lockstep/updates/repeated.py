@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checks.divergence import digest, octets_of
-from lockstep.checks.witness import Item, Witness, of_update
+from lockstep.checks.witness import Item, Witness, update_items
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
+from lockstep.updates.shards import empty_of, spec_of
 
 _PLACE = "for the witness of an update"
 Step = Callable[[Optimizer, Sequence[Tensor]], None]
@@ -51,7 +52,7 @@ class SliceUpdate:
                 {
                     "name": name,
                     "group": groups[id(piece)],
-                    "tensors": [_spec(key, tensor) for key, tensor in tensors.items()],
+                    "tensors": [[key, *spec_of(tensor)] for key, tensor in tensors.items()],
                     "plain": {k: v for k, v in state.items() if isinstance(v, int | float)},
                 }
             )
@@ -59,12 +60,6 @@ class SliceUpdate:
     def after(self) -> list[tuple[str, int]]:
         """The names of the pieces, with digests of the owner's weights and state after its step."""
         return _digests(self.optimizer, self._pieces, self.names)
-
-
-def _spec(key: str, tensor: Tensor) -> list[Any]:
-    """Return a tensor's key, dtype, shape, and whether it is on the CPU, for JSON."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return [key, dtype, list(tensor.shape), tensor.device.type == "cpu"]
 
 
 def repeated(
@@ -100,16 +95,16 @@ def check_repeated(
     forms = everybodys(local.form, group.host, _PLACE)
     owner = (group.rank - 1) % group.size
     remote = _exchanged(local.before, forms, group, device)
-    first = [
-        of_update(group.rank, local.after()),
-        of_update(owner, repeated(local.optimizer, forms[owner], remote, step)),
-    ]
+
+    def of_owner() -> list[Item]:
+        return update_items(owner, repeated(local.optimizer, forms[owner], remote, step))
 
     def once_more() -> Iterator[list[Item]]:
-        yield of_update(group.rank, repeated(local.optimizer, local.form, local.before, step))
-        yield of_update(owner, repeated(local.optimizer, forms[owner], remote, step))
+        own = repeated(local.optimizer, local.form, local.before, step)
+        yield update_items(group.rank, own)
+        yield of_owner()
 
-    witness.compare(first, once_more)
+    witness.compare([update_items(group.rank, local.after()), of_owner()], once_more)
 
 
 def _exchanged(
@@ -122,9 +117,7 @@ def _exchanged(
     received = []
     previous_rank = (group.rank - 1) % group.size
     for piece in forms[previous_rank]:
-        for _, dtype, shape, on_cpu in piece["tensors"]:
-            target = "cpu" if on_cpu else device
-            received.append(torch.empty(shape, dtype=getattr(torch, dtype), device=target))
+        received += [empty_of(spec, device) for _, *spec in piece["tensors"]]
     empty = torch.empty(0, dtype=torch.uint8)
     outgoing = torch.cat([empty, *(octets_of(tensor).cpu() for tensor in before)])
     sizes = [tensor.nbytes for tensor in received]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.plain import decoded, dtype_name, encoded
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import BLOCK, slice_of
@@ -73,6 +73,10 @@ class OwnedRange:
     rank: int
     start: int
     stop: int
+
+    def within(self, flat: Tensor) -> Tensor:
+        """Return these elements of the parameter, of which `flat` has all."""
+        return flat[self.start : self.stop]
 
 
 def pieces_of(layout: Layout, size: int) -> list[OwnedRange]:
@@ -144,7 +148,7 @@ class Shards:
             self._seen.append(flat[elements])
             self._updated.append(updated[elements])
             _, values = parameter_values[piece.parameter]
-            piece_values.append((updated[elements], values[piece.start : piece.stop]))
+            piece_values.append((updated[elements], piece.within(values)))
         memory.fill(parameter_values, piece_values)
         for parameter, home in zip(self.parameters, self._homes, strict=True):
             parameter.data = home
@@ -177,7 +181,7 @@ class Shards:
             view.data = updated
             view.grad = None
             if parameter.grad is not None:
-                view.grad = flat_like(parameter.grad, parameter)[piece.start : piece.stop]
+                view.grad = piece.within(flat_like(parameter.grad, parameter))
 
     def _restore_memory(self) -> None:
         """Copy parameters that were given other memory (`parameter.data = ...`) back into ours."""
@@ -263,7 +267,7 @@ class Shards:
             else:
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                part = flat_view(state[name])[piece.start : piece.stop]
+                part = piece.within(flat_view(state[name]))
                 if local is not None:
                     part.copy_(local[name])
             group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
@@ -294,7 +298,7 @@ class Shards:
                 if isinstance(value, Tensor):
                     if name not in SCALARS:
                         values = value.to(parameter.device, parameter.dtype)
-                        value = flat_like(values, parameter)[piece.start : piece.stop]
+                        value = piece.within(flat_like(values, parameter))
                     value = value.clone()
                 optimizer.state[view][name] = value
 
@@ -305,7 +309,9 @@ class Shards:
         local = []
         for index, state in local_states.items():
             if state:
-                names = {name: _dtype_name(torch.as_tensor(value)) for name, value in state.items()}
+                names = {}
+                for name, value in state.items():
+                    names[name] = dtype_name(torch.as_tensor(value).dtype)
                 local.append([index, names])
         dtypes = {}
         for rank_pieces in everybodys(local, self._group.host, "for the optimizer's state"):
@@ -336,7 +342,9 @@ class WholeParameters:
 
     def local_pieces(self, parameter: Tensor) -> list[Tensor]:
         """A list of the parameter if this rank owns it, else an empty list."""
-        return [parameter] if self._owners[id(parameter)] == self._group.rank else []
+        if self._owners[id(parameter)] == self._group.rank:
+            return [parameter]
+        return []
 
     def take_gradients(self) -> None:
         """Do nothing: the optimizer finds the gradients at the parameters."""
@@ -387,17 +395,14 @@ class WholeParameters:
 
     def _value(self, optimizer: Optimizer, parameter: Tensor, name: str, description: Any) -> Any:
         """Return a value of a parameter's state, which its owner sends unless it is plain."""
-        if description[0] == "plain":
-            return decoded(description[1])
-        _, dtype, shape, on_cpu = description
+        kind, *spec = description
+        if kind == "plain":
+            return decoded(*spec)
         owner = self._owners[id(parameter)]
+        tensor = empty_of(spec, parameter.device)
         if owner == self._group.rank:
             tensor = optimizer.state[parameter][name].detach().clone()
-        else:
-            tensor = torch.empty(
-                shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else parameter.device
-            )
-        group = self._group.host if on_cpu else self._group
+        group = self._group.host if tensor.device.type == "cpu" else self._group
         group.broadcast(tensor, owner, place=f"for optimizer state {name}").wait()
         return tensor
 
@@ -410,13 +415,20 @@ class WholeParameters:
             }
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def spec_of(tensor: Tensor) -> list[Any]:
+    """Return a tensor's dtype, shape, and whether it is on the CPU, for JSON."""
+    return [dtype_name(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"]
+
+
+def empty_of(spec: Sequence[Any], device: torch.device) -> Tensor:
+    """Return a tensor like the one of this `spec_of`, on `device` if that was not on the CPU."""
+    dtype, shape, on_cpu = spec
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
 
 
 def _described(name: str, value: Any) -> list[Any]:
     if isinstance(value, Tensor):
-        return ["tensor", _dtype_name(value), list(value.shape), value.device.type == "cpu"]
+        return ["tensor", *spec_of(value)]
     return ["plain", encoded(value, f"the optimizer's state {name}")]
 
 

@@ -20,7 +20,8 @@ class Schedule:
     """
 
     def __init__(self, ranks: int, bound: float) -> None:
-        self._ranks, self._bound = ranks, bound
+        self._ranks = ranks
+        self._bound = bound
         self._course: EpochCourse | None = None
         self._limits: set[int] = set()  # numbers of steps before which all ranks synchronize
         self._stop = False
@@ -92,10 +93,11 @@ class Schedule:
             return None
         filled = course.last if self._index == course.steps - 1 else course.slots
         size = -(-filled // self._ranks)
-        draw = DynamicSlots(self._index, self._slot, min(self._slot + size, filled))
+        stop = min(self._slot + size, filled)
+        draw = DynamicSlots(self._index, self._slot, stop)
         self._missing.setdefault(self._index, filled)
-        self._slot = draw.last
-        if self._slot == filled:
+        self._slot = stop
+        if stop == filled:
             self._index += 1
             self._slot = 0
         return draw

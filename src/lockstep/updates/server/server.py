@@ -68,7 +68,9 @@ class Server:
     def __init__(
         self, schedule: Schedule, updated: Updated, optimizer: CutOptimizer[Masters]
     ) -> None:
-        self._schedule, self._updated, self._optimizer = schedule, updated, optimizer
+        self._schedule = schedule
+        self._updated = updated
+        self._optimizer = optimizer
         self._changed = Condition()
         self._error: Exception | None = None
         self._threads: list[Thread] = []
@@ -173,27 +175,27 @@ class Server:
     def _apply(self, course: EpochCourse, window: int, sums: _Sums) -> None:
         """Step on a window's gradients, or skip it."""
         optimizer = self._updated.optimizer
-        divisor = sums.weight
+        divisor = weight = sums.weight
         reason = ""
-        if sums.weight == 0:
+        if weight == 0:
             reason = NOTHING
         elif not math.isfinite(sums.loss):
             reason = "the loss is not finite: this update would make every weight nan"
         elif self._updated.clip is not None:
             squares = [block_sums(flat).double().sum().item() for flat in sums.gradients]
-            norm = math.sqrt(math.fsum(squares)) / sums.weight
+            norm = math.sqrt(math.fsum(squares)) / weight
             if math.isfinite(norm):
                 divisor /= min(1.0, self._updated.clip / (norm + 1e-6))
             else:
                 reason = "the gradient's norm is not finite"
         self._loss = sums.loss
-        self._weight = sums.weight
+        self._weight = weight
         self._applied.append(
             AppliedWindow(
                 step=course.first + window,
                 epoch=course.epoch,
-                loss=sums.loss / sums.weight if sums.weight else math.nan,
-                weight=sums.weight,
+                loss=sums.loss / weight if weight else math.nan,
+                weight=weight,
                 samples_by_rank=tuple(sums.samples),
                 age=self._version - sum(sums.versions) / len(sums.versions),
                 lr=float(optimizer.param_groups[0]["lr"]),

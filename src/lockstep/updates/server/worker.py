@@ -37,7 +37,9 @@ class ServerUpdate(Update):
     name = "server"
 
     def __init__(self, updated: Updated, bound: float) -> None:
-        reducer, everyone, world = updated.reducer, updated.everyone, updated.world
+        reducer = updated.reducer
+        everyone = updated.everyone
+        world = updated.world
         self._updated = updated
         self._reducer = reducer
         self._everyone = everyone
@@ -117,7 +119,8 @@ class ServerUpdate(Update):
         if self._windows is None:
             self._windows = steps
         self._windows += 1
-        loss, weight = facts.loss, facts.weight
+        loss = facts.loss
+        weight = facts.weight
         if draw.last:
             gradients = [bucket.sum.cpu() for bucket in self._reducer.buckets]
             values = [loss, weight, facts.samples_by_rank[0], facts.stop]
