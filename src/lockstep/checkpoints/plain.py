@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.collectives.tensor_spec import as_bytes
 from lockstep.errors import UsageError
 
 _KIND, _OF = "!", "of"
@@ -45,12 +46,11 @@ def encoded(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {_KIND: "bytes", _OF: _base64(value)}
     if isinstance(value, Tensor) and value.numel() <= 1024:
-        flat = value.detach().cpu().contiguous().reshape(-1)
         return {
             _KIND: "tensor",
             "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
-            _OF: _base64(flat.view(torch.uint8).numpy().tobytes()),
+            _OF: _base64(as_bytes(value.cpu()).numpy().tobytes()),
         }
     raise _not_storable(value, name)
 

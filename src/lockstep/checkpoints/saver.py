@@ -202,12 +202,9 @@ class Commit:
         entries, error = self._part(folder, images)
         parts = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         path = folders.folder_of(self.directory, step)
-        failure = None  # the first rank that failed, and its error
-        for rank, part in reversed(list(enumerate(parts))):
-            if part["error"]:
-                failure = [rank, part["error"]]
+        failures = [[rank, part["error"]] for rank, part in enumerate(parts) if part["error"]]
         complaint = None
-        if failure is None and self.rank == 0:
+        if not failures and self.rank == 0:
             everything = []
             for part in parts:
                 everything += [SealedFile(**entry) for entry in part["files"]]
@@ -215,21 +212,20 @@ class Commit:
                 self.guard()
                 complaint = done(files.commit(folder, path, step, everything, state))
             except Exception as problem:  # the other ranks wait for the outcome
-                failure = [0, self._reason(problem)]
-        outcome = self.everybodys({"failure": failure, "complaint": complaint})[0]
-        if outcome["failure"]:
+                failures = [[0, self._reason(problem)]]
+        outcome = self.everybodys({"failures": failures, "complaint": complaint})[0]
+        if outcome["failures"]:
             if self.rank == 0:
                 remove_tree(folder, ignore_errors=True)
-            rank, reason = outcome["failure"]
+            rank, reason = outcome["failures"][0]
             raise LockstepError(
                 "checkpoint-not-written",
                 checkpoint=str(path),
                 where="" if len(parts) == 1 else f" on rank {rank}",
                 reason=reason,
             )
-        if outcome["complaint"] is None:
-            return None
-        return str(outcome["complaint"])
+        message: str | None = outcome["complaint"]
+        return message
 
     def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
         total = sum(self.everybodys(sum(map(len, images.values()))))

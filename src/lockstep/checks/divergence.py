@@ -34,6 +34,7 @@ _PLACE = "for the replica check"
 _SHOWN = 4  # names of tensors in a message
 
 Named = Sequence[tuple[str, Tensor]]
+_EVERY = 100  # steps between comparisons of replicas
 _FREE = 1e-4  # seconds that a digest may take in every step
 _SHARE = 0.005  # of the time of all steps
 _RAREST = 100  # steps
@@ -50,11 +51,10 @@ class ReplicaCheck:
     and calls it alike.
     """
 
-    def __init__(self, every: int = 100, drift: float = 0.0) -> None:
+    def __init__(self, drift: float = 0.0) -> None:
         """`drift`: the largest difference, as a share of a tensor's largest value, that is only
         warned of, once. Replicas that a program moves apart and back differ by rounding.
         """
-        self._every = every
         self._drift = drift
         self.drifted = False
         """Whether replicas differed by no more than that."""
@@ -68,9 +68,9 @@ class ReplicaCheck:
 
     def due(self, step: int) -> bool:
         """Whether to compare after `step`: after the first two of this process, and when the
-        last comparison is `every` steps old.
+        last comparison is 100 steps old.
         """
-        return self._times < 2 or step - (self.compared or 0) >= self._every
+        return self._times < 2 or step - (self.compared or 0) >= _EVERY
 
     @torch.no_grad()
     def compare(
@@ -85,7 +85,7 @@ class ReplicaCheck:
         self._times += 1
         for group, named in alike:
             if group.size > 1 and named:
-                tensors = [tensor for _, tensor in named]
+                _, tensors = zip(*named, strict=True)
                 local = torch.tensor(digest(tensors), device=tensors[0].device)
                 by_rank = group.all_gather(local, place=_PLACE).view(-1).tolist()
                 if len(set(by_rank)) > 1 and not self._is_drift(group, named, when):
@@ -115,8 +115,7 @@ class ReplicaCheck:
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
         """Return the error that says what differs, and where. A collective."""
-        names = [name for name, _ in named]
-        tensors = [tensor for _, tensor in named]
+        names, tensors = zip(*named, strict=True)
         local = torch.tensor([digest([tensor]) for tensor in tensors], device=tensors[0].device)
         table = group.all_gather(local, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()

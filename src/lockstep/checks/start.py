@@ -74,7 +74,7 @@ def compare_start(group: Group, fields: Fields) -> None:
     text = json.dumps(fields).encode()
     local = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
     if torch.distributed.get_backend(group.process_group) == "nccl":
-        local = local.to(torch.device("cuda", torch.cuda.current_device()))
+        local = local.cuda()
     hashes = group.all_gather(local, place=_PLACE).view(group.size, -1)
     if not bool((hashes == hashes[0]).all()):
         raise _difference(everybodys(fields, group.host, _PLACE))

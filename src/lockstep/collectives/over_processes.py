@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,21 +154,20 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
     """Run round by round, with all messages of a round in one launch, as NCCL needs it."""
     for sends, receives in steps:
         for cells in lanes:
-            messages: list[tuple[Any, Tensor, int]] = []
+            operations = []
             arrivals = []
             for transfer in receives:
+                peer = group.ranks[transfer.src]
                 buffers = [torch.empty_like(buffer) for buffer in cells.incoming(transfer.cells)]
                 arrivals.append(buffers)
-                messages += [(dist.irecv, buffer, transfer.src) for buffer in buffers]
+                for buffer in buffers:
+                    operations.append(dist.P2POp(dist.irecv, buffer, peer, group.process_group))
             for transfer in sends:
+                peer = group.ranks[transfer.dst]
                 for piece in cells.outgoing(transfer.cells):
                     group.bytes_sent += piece.numel() * piece.element_size()
-                    messages.append((dist.isend, piece, transfer.dst))
-            operations = [
-                dist.P2POp(call, tensor, group.ranks[rank], group.process_group)
-                for call, tensor, rank in messages
-                if tensor.numel()
-            ]
+                    operations.append(dist.P2POp(dist.isend, piece, peer, group.process_group))
+            operations = [operation for operation in operations if operation.tensor.numel()]
             if operations:
                 for work in dist.batch_isend_irecv(operations):
                     wait_on_page(work)

@@ -91,9 +91,8 @@ def exchange(group: Group, local: Sequence[TensorSpec], kind: str) -> list[list[
     if count == 1:
         text = f"{kind} {local[0].any_length()}"
     table = torch.tensor([form.encode() for form in local], dtype=torch.int64)
-    rows = group.host.all_gather(table, text=text).view(-1, ROW).tolist()
-    forms = [TensorSpec.decode(row) for row in rows]
-    return [forms[start : start + count] for start in range(0, len(forms), count)]
+    by_rank = group.host.all_gather(table, text=text).view(group.size, count, ROW).tolist()
+    return [list(map(TensorSpec.decode, rows)) for rows in by_rank]
 
 
 def gathered_forms(group: Group, kind: str, tensor: Tensor) -> list[TensorSpec]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,10 +65,8 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 def _owners(module: nn.Module) -> Counter[int]:
     """Return the number of modules in `module` that own a parameter, by the parameter's id."""
-    counts: Counter[int] = Counter()
-    for part in module.modules():
-        counts.update(map(id, part.parameters(recurse=False)))
-    return counts
+    owned = (part.parameters(recurse=False) for part in module.modules())
+    return Counter(map(id, chain.from_iterable(owned)))
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

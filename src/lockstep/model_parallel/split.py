@@ -118,12 +118,12 @@ class ModelNames:
         """The first name of each parameter, in the model's order."""
         self.size = sum(parameter.numel() for parameter in model.parameters())
         """The number of elements of all parameters."""
-        names: dict[int, list[str]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), []).append(name)
         self._names: dict[str, list[str]] = {}
-        for tied in names.values():
-            self._names |= dict.fromkeys(tied, tied)
+        by_tensor: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names = by_tensor.setdefault(id(tensor), [])
+            names.append(name)
+            self._names[name] = names
 
     def first(self, name: str) -> str:
         """Return the first name of a tensor in the model. Its optimizer state has this name."""

@@ -118,31 +118,24 @@ class SplitForm(CheckpointForm):
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
-        return self._of_model(), self._of_optimizer(name_of)
-
-    def _of_model(self) -> list[TensorPiece]:
-        state = self._local.module.state_dict(keep_vars=True)
-        names = {self._names.stored(name): name for name in state}
-        pieces = []
+        module = self._local.module
+        tensors = module.state_dict(keep_vars=True)
+        names = {self._names.stored(name): name for name in tensors}
+        model = []
         for stored, name in names.items():
-            pieces += self._pieces(stored, name, state[name])
-        return pieces
-
-    def _of_optimizer(self, name_of: Callable[[Tensor], str]) -> list[TensorPiece]:
-        local = {
-            name_of(parameter): name for name, parameter in self._local.module.named_parameters()
-        }
+            model += self._pieces(stored, name, tensors[name])
+        local_names = {name_of(parameter): name for name, parameter in module.named_parameters()}
         everywhere, own = self._stepper.update.optimizer.pieces(name_of)
-        pieces = []
+        optimizer = []
         for piece in everywhere:
             _, _, name = piece.name.partition("/")
-            pieces += self._pieces(piece.name, local.get(name, name), piece.data)
+            optimizer += self._pieces(piece.name, local_names.get(name, name), piece.data)
         for piece in own:
             # sharded update: no other rank along the data axis holds the piece
             _, _, name = piece.name.partition("/")
             if self._tied.is_first(name):
-                pieces.append(piece)
-        return pieces
+                optimizer.append(piece)
+        return model, optimizer
 
     def _pieces(self, label: str, name: str, tensor: Tensor) -> list[TensorPiece]:
         """Return what this rank writes of a tensor. All ranks of a stage call it."""

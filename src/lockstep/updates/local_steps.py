@@ -169,7 +169,7 @@ class LocalSteps(Replicated):
         momenta = self._named(self._step.momenta)
         self._reducer.lay(self._reducer.order)
         self._lay()
-        self._fill(self._step.momenta, momenta)
+        _copy_into(self._named(self._step.momenta), momenta)
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         """The outer momenta. Inner states differ between synchronizations, so they are left out."""
@@ -301,8 +301,8 @@ class LocalSteps(Replicated):
             )
             for index in self._fragments[pending.fragment]:
                 bucket = self._moving[index]
-                for name, _, movement in parameter_views(bucket.sum, bucket):
-                    common[f"outer/flying/{name}"] = movement
+                for name, _, total in parameter_views(bucket.sum, bucket):
+                    common[f"outer/flying/{name}"] = total
         if not self.synchronized:
             for name, parameter in self._parameters:
                 own[f"replica/{name}"] = parameter.detach()
@@ -331,27 +331,21 @@ class LocalSteps(Replicated):
         for index, bucket in enumerate(self._reducer.buckets):
             self._step.starts[index] = self._copied(bucket)
         self._buffers.restart()
-        self._fill(self._step.momenta, _under(common, "outer/momentum/"))
+        _copy_into(self._named(self._step.momenta), _under(common, "outer/momentum/"))
         self._pending = []
         for fragment, numbers in _under(common, "outer/flight/").items():
             due, weight = numbers.tolist()
             self._pending.append(_PendingSum(int(fragment), int(due), weight, []))
-        movements = _under(common, "outer/flying/")
-        for bucket in self._moving:
-            for name, _, movement in parameter_views(bucket.sum, bucket):
-                if name in movements:
-                    movement.copy_(movements[name])
+        sums = self._named([bucket.sum for bucket in self._moving])
+        _copy_into(sums, _under(common, "outer/flying/"))
         rank = self._everyone.rank
         own = by_rank[rank] if rank < len(by_rank) else {}
-        replica = _under(own, "replica/")
-        for name, parameter in self._parameters:
-            if name in replica:
-                parameter.copy_(replica[name])
+        parameters = dict(self._parameters)
+        _copy_into(parameters, _under(own, "replica/"))
         self._buffers.take(_under(own, "buffer/"))
         since = own.get("since")
         if since is not None and len(since) == len(self._since) + 1:
             *self._since, self._buffers.since = since.tolist()
-        parameters = dict(self._parameters)
         for key, value in _under(own, "inner/").items():
             state, _, name = key.partition("/")
             if name in parameters:
@@ -369,10 +363,12 @@ class LocalSteps(Replicated):
                 views[name] = view
         return views
 
-    def _fill(self, flats: Sequence[Tensor], values: Mapping[str, Tensor]) -> None:
-        for name, view in self._named(flats).items():
-            if name in values:
-                view.copy_(values[name])
+
+def _copy_into(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy each value into the view of the same name, if there is one."""
+    for name, view in views.items():
+        if name in values:
+            view.copy_(values[name])
 
 
 def fragment_offset(fragment: int, count: int, every: int) -> int:

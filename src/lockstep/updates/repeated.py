@@ -27,13 +27,13 @@ Step = Callable[[Optimizer, Sequence[Tensor]], None]
 
 
 class SliceUpdate:
-    """An optimizer's pieces, copied before its step, and as they are after it."""
+    """An optimizer's pieces, and copies of them from before its step."""
 
     def __init__(
         self, optimizer: Optimizer, pieces: Sequence[nn.Parameter], names: Sequence[str]
     ) -> None:
         self.optimizer = optimizer
-        self._pieces = pieces
+        self.pieces = pieces
         self.names = names
         groups: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -53,13 +53,11 @@ class SliceUpdate:
                     "name": name,
                     "group": groups[id(piece)],
                     "tensors": [[key, *spec_of(tensor)] for key, tensor in tensors.items()],
-                    "plain": {k: v for k, v in state.items() if isinstance(v, int | float)},
+                    "plain": {
+                        key: value for key, value in state.items() if isinstance(value, int | float)
+                    },
                 }
             )
-
-    def after(self) -> list[tuple[str, int]]:
-        """The names of the pieces, with digests of the owner's weights and state after its step."""
-        return _digests(self.optimizer, self._pieces, self.names)
 
 
 def repeated(
@@ -104,7 +102,8 @@ def check_repeated(
         yield update_items(group.rank, own)
         yield of_owner()
 
-    witness.compare([update_items(group.rank, local.after()), of_owner()], once_more)
+    after = _digests(local.optimizer, local.pieces, local.names)
+    witness.compare([update_items(group.rank, after), of_owner()], once_more)
 
 
 def _exchanged(
@@ -135,6 +134,7 @@ def _exchanged(
 def _digests(
     optimizer: Optimizer, pieces: Sequence[nn.Parameter], names: Sequence[str]
 ) -> list[tuple[str, int]]:
+    """Return the names of the pieces, with digests of their weights and state."""
     digests = []
     for piece, name in zip(pieces, names, strict=True):
         values = [piece.detach(), *optimizer.state.get(piece, {}).values()]
