@@ -221,12 +221,12 @@ def check_room(folder: Path, needed: int) -> None:
     available = free(folder)
     if available < _SPARE * needed:
         raise OSError(
-            f"it needs {_shown(_SPARE * needed)}, and {_shown(available)} are free on the disk of"
+            f"it needs {_size_text(_SPARE * needed)}, and {_size_text(available)} are free on the disk of"
             f" {folder.parent}: make room, or keep fewer checkpoints"
         )
 
 
-def _shown(size: float) -> str:
+def _size_text(size: float) -> str:
     """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
     if size < 1024:
         return f"{size:.0f} bytes"

@@ -87,7 +87,7 @@ def check(folder: Path) -> list[SealedFile]:
                 folder, entry.name, f"it has {size} bytes, but should have {entry.bytes}"
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
-    with _several(sum(entry.bytes for entry in entries)) as map_files:
+    with _map_over_threads(sum(entry.bytes for entry in entries)) as map_files:
         remeasured = map_files(lambda entry: measured(folder / entry.name), largest_first)
         for sealed, current in zip(largest_first, remeasured, strict=True):
             if sealed != current:
@@ -102,7 +102,7 @@ def _changed(folder: Path, name: str, difference: str) -> DamagedCheckpoint:
 
 
 @contextmanager
-def _several(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
+def _map_over_threads(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
     """Yield `map`, over several threads if there are enough bytes to be worth it."""
     if size < _WORTH_THREADS:
         yield map
