@@ -264,9 +264,8 @@ _untraced(SharedMemoryProcessGroup)
 
 def _averages_integers(opts: Any, tensors: Sequence[Tensor]) -> bool:
     dtype = tensors[0].dtype
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        return False
-    return bool(opts.reduceOp == dist.ReduceOp.AVG)
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return integers and opts.reduceOp == dist.ReduceOp.AVG
 
 
 def _alike(outputs: Sequence[Tensor], local: Tensor) -> bool:

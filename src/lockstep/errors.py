@@ -131,11 +131,9 @@ def entry_of(code: str) -> Mapping[str, str]:
     """
     import tomllib
 
-    match = re.search(rf"^\[\w+\.{re.escape(code)}\]\n((?!\[).*\n)+", _entries(), re.MULTILINE)
-    if match is None:
-        return {}
-    _, _, lines = match[0].partition("\n")
-    return tomllib.loads(lines)
+    pattern = rf"^\[\w+\.{re.escape(code)}\]\n((?:(?!\[).*\n)+)"
+    match = re.search(pattern, _entries(), re.MULTILINE)
+    return tomllib.loads(match[1]) if match else {}
 
 
 def _entries() -> str:

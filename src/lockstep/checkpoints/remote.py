@@ -40,6 +40,7 @@ class Remote:
             raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
+        self._best = f"{self._root}/{BEST}"
 
     def steps(self) -> list[int]:
         """Return the steps of the sealed copies, ascending. Raises LockstepError if the folder
@@ -83,7 +84,7 @@ class Remote:
                 self.upload(folder)
         with self._translated_errors("cannot be tidied"):
             if best is not None:
-                self._fs.put_file(str(best.parent / BEST), f"{self._root}/{BEST}")
+                self._fs.put_file(str(best.parent / BEST), self._best)
             for step in copied - {step_of(folder) for folder in remaining}:
                 self._remove(step)
 
@@ -99,10 +100,9 @@ class Remote:
         the mark cannot be read.
         """
         try:
-            path = f"{self._root}/{BEST}"
-            if self._fs.size(path) > _LARGEST_MARK:
+            if self._fs.size(self._best) > _LARGEST_MARK:
                 return None
-            mark = json.loads(self._fs.cat_file(path))
+            mark = json.loads(self._fs.cat_file(self._best))
             step = step_in(str(mark["checkpoint"]))
             if step is None:
                 return None

@@ -282,14 +282,9 @@ class Pipeline:
     def _stage(self, shapes: Sequence[Shape]) -> TimedStage:
         rank = self.group.rank
         count = self.group.size
-        received: tuple[Tensor, ...] = ()
-        if rank > 0:
-            received = (shapes[rank - 1].example(),)
-        sends = None
-        output = torch.empty((), device="meta")
-        if rank + 1 < count:
-            sends = shapes[rank]
-            output = sends.example()
+        received = (shapes[rank - 1].example(),) if rank > 0 else ()
+        sends = shapes[rank] if rank + 1 < count else None
+        output = torch.empty((), device="meta") if sends is None else sends.example()
         return TimedStage(
             StageTurn(self, sends),
             rank,

@@ -2,7 +2,7 @@
 
 SeparateMemory  every rank has its own copy, and the slices travel
 SharedCopies    every rank has its own copy, in memory that the others see, and copies from theirs
-OneCopy         the ranks of a host have one copy: each writes its slice of it, nothing is copied
+OneSharedCopy   the ranks of a host have one copy: each writes its slice of it, nothing is copied
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SharedCopies(SeparateMemory):
         self._group.memory.gather_slices(self._by_rank, place=_UPDATED)
 
 
-class OneCopy:
+class OneSharedCopy:
     """Shared memory is written only while every rank is between `open` and the end of `gather`: no
     rank computes with it then.
 
@@ -134,12 +134,12 @@ def _in_host_memory(group: Group, layout: Layout) -> bool:
 
 def shard_memory(
     layout: Layout, group: Group, slices: Slices, *, together: bool
-) -> SeparateMemory | OneCopy:
+) -> SeparateMemory | OneSharedCopy:
     """Return the memory that needs the least copying. `together`: this group `can_share` the
     layout.
     """
     if together:
-        return OneCopy(layout, group, slices)
+        return OneSharedCopy(layout, group, slices)
     if _in_host_memory(group, layout):
         return SharedCopies(layout, group, slices)
     return SeparateMemory(layout, group, slices)
