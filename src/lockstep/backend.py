@@ -103,17 +103,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        alike = all(
-            each.shape == mine.shape and each.dtype == mine.dtype
-            for into, mine in zip(outputs, inputs, strict=True)
-            for each in into
-        )
+        alike = all(map(_alike, outputs, inputs))
         if self._group.memory is None or not alike:
-            return self._by_gloo(
-                "allgather", inputs if alike else [], outputs, inputs, *_given(opts)
-            )
-        for into, mine in zip(outputs, inputs, strict=True):
-            self._group.memory.all_gather(into, mine).wait()
+            compared = inputs if alike else []
+            return self._by_gloo("allgather", compared, outputs, inputs, *_options(opts))
+        for parts, local in zip(outputs, inputs, strict=True):
+            self._group.memory.all_gather(parts, local).wait()
         return _done(outputs)
 
     def allgather_coalesced(
@@ -121,24 +116,24 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Fill `outputs[r]` with rank r's `inputs`."""
         if self._group.memory is None:
-            return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_given(opts))
-        for number, mine in enumerate(inputs):
-            self._group.memory.all_gather([theirs[number] for theirs in outputs], mine).wait()
+            return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_options(opts))
+        for index, local in enumerate(inputs):
+            parts = [by_rank[index] for by_rank in outputs]
+            self._group.memory.all_gather(parts, local).wait()
         return _done(outputs)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, local: Tensor, opts: Any = None) -> Any:
         if self._group.memory is None or not output.is_contiguous():
-            return self._by_gloo("_allgather_base", [mine], output, mine, *_given(opts))
-        self._group.memory.all_gather(
-            output.view(self.size(), -1).unbind(), mine.reshape(-1)
-        ).wait()
+            return self._by_gloo("_allgather_base", [local], output, local, *_options(opts))
+        parts = output.view(self.size(), -1).unbind()
+        self._group.memory.all_gather(parts, local.reshape(-1)).wait()
         return _done([output])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        for output, mine in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, mine, opts).wait()
+        for output, local in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, local, opts).wait()
         return _done(outputs)
 
     def reduce_scatter(
@@ -148,40 +143,38 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if _averages_integers(opts, outputs):
             return self._divided(opts, outputs, lambda: self.reduce_scatter(outputs, inputs, opts))
         op = _op(opts.reduceOp, outputs)
-        alike = all(
-            part.shape == output.shape
-            for output, parts in zip(outputs, inputs, strict=True)
-            for part in parts
-        )
+        alike = True
+        for output, parts in zip(outputs, inputs, strict=True):
+            alike = alike and all(part.shape == output.shape for part in parts)
         if self._group.memory is None or op is None or not alike:
             return self._by_gloo("reduce_scatter", outputs if alike else [], outputs, inputs, opts)
         for output, parts in zip(outputs, inputs, strict=True):
             self._group.memory.reduce_scatter(output, parts, op).wait()
         return _done(outputs)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Tensor, local: Tensor, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if _averages_integers(opts, [output]):
             return self._divided(
-                opts, [output], lambda: self.reduce_scatter_single(output, whole, opts)
+                opts, [output], lambda: self.reduce_scatter_single(output, local, opts)
             )
         op = _op(opts.reduceOp, [output])
         if self._group.memory is None or op is None:
-            return self._by_gloo("_reduce_scatter_base", [output], output, whole, opts)
-        parts = [part.view(output.shape) for part in whole.reshape(self.size(), -1).unbind()]
+            return self._by_gloo("_reduce_scatter_base", [output], output, local, opts)
+        parts = [part.view(output.shape) for part in local.reshape(self.size(), -1).unbind()]
         self._group.memory.reduce_scatter(output, parts, op).wait()
         return _done([output])
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        for output, whole in zip(outputs, wholes, strict=True):
-            self.reduce_scatter_single(output, whole, opts).wait()
+        for output, local in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, local, opts).wait()
         return _done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
         if self._group.memory is None:
-            return self._gloo.barrier(*_given(opts))
+            return self._gloo.barrier(*_options(opts))
         self._group.memory.all_reduce(torch.zeros(1), place="for barrier()").wait()
         return _done([])
 
@@ -205,12 +198,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return self._by_gloo("scatter", outputs, outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._by_gloo("alltoall", [], outputs, inputs, *_given(opts))
+        return self._by_gloo("alltoall", [], outputs, inputs, *_options(opts))
 
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, outputs: list[int], inputs: list[int], opts: Any = None
+        self, output: Tensor, local: Tensor, outputs: list[int], inputs: list[int], opts: Any = None
     ) -> Any:
-        return self._by_gloo("alltoall_base", [], output, whole, outputs, inputs, *_given(opts))
+        return self._by_gloo("alltoall_base", [], output, local, outputs, inputs, *_options(opts))
 
     alltoall_base = all_to_all_single
 
@@ -226,9 +219,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        self._gloo.monitored_barrier(
-            self._group.timeout if timeout is None else timeout, wait_all_ranks
-        )
+        if timeout is None:
+            timeout = self._group.timeout
+        self._gloo.monitored_barrier(timeout, wait_all_ranks)
 
     def _divided(self, opts: Any, tensors: Sequence[Tensor], reduce: Callable[[], Any]) -> Any:
         """Reduce to a mean of integers: their sum, divided and rounded towards zero, as NCCL does
@@ -260,11 +253,10 @@ def _untraced(group: type[dist.ProcessGroup]) -> None:
     """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameAction.SKIP
+    strategy = compiler._FrameExecStrategy(skip, skip)
     for method in vars(group).values():
         if isinstance(method, FunctionType):
-            compiler.set_code_exec_strategy(
-                method.__code__, compiler._FrameExecStrategy(skip, skip)
-            )
+            compiler.set_code_exec_strategy(method.__code__, strategy)
 
 
 _untraced(SharedMemoryProcessGroup)
@@ -272,32 +264,38 @@ _untraced(SharedMemoryProcessGroup)
 
 def _averages_integers(opts: Any, tensors: Sequence[Tensor]) -> bool:
     dtype = tensors[0].dtype
-    return opts.reduceOp == dist.ReduceOp.AVG and not (
-        dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-    )
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return integers and opts.reduceOp == dist.ReduceOp.AVG
+
+
+def _alike(outputs: Sequence[Tensor], local: Tensor) -> bool:
+    """Whether the ranks' outputs have the shape and dtype of this rank's input."""
+    return all(output.shape == local.shape and output.dtype == local.dtype for output in outputs)
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
     """Whether two of these tensors may share memory."""
-    return len({each.untyped_storage().data_ptr() for each in tensors}) < len(tensors)
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors)
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
+def _options(opts: Any) -> tuple[Any, ...]:
+    if opts is None:
+        return ()
+    return (opts,)
 
 
-def _op(asked: Any, tensors: Sequence[Tensor]) -> Op | None:
+def _op(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
     """Return the operation if shared memory can do it, else None."""
-    for theirs, ours in OF_TORCH.items():
+    for torch_op, op in OF_TORCH.items():
         # compared, not looked up: torch passes another type, which equals these by its own `==`
         # only
-        if asked == theirs:
+        if reduce_op == torch_op:
             try:
                 for tensor in tensors:
-                    check_op(ours, tensor)
+                    check_op(op, tensor)
             except UsageError:
                 return None
-            return ours
+            return op
     return None
 
 

@@ -36,7 +36,7 @@ from string import Formatter
 from typing import Any, Self
 
 _CODE = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)+")
-_SAID = re.compile(rf" \[({_CODE.pattern})\](?=\n|$)")
+_CODE_AT_END = re.compile(rf" \[({_CODE.pattern})\](?=\n|$)")  # of a sentence
 
 
 class ExitCode(IntEnum):
@@ -75,10 +75,15 @@ class LockstepError(RuntimeError):
 
     def __init__(self, code: str, **values: Any) -> None:
         super().__init__(code)
-        said = _SAID.search(code.partition("\n")[0])
-        self.code = said[1] if said else code if _CODE.fullmatch(code) else ""
+        first, _, _ = code.partition("\n")
+        match = _CODE_AT_END.search(first)
+        self.code = ""
+        if match:
+            self.code = match[1]
+        elif _CODE.fullmatch(code):
+            self.code = code
         self.values = values
-        self._place = ""
+        self._places = ""
 
     def within(self, place: str) -> Self:
         """Return the same error, with a place before its sentence.
@@ -86,7 +91,7 @@ class LockstepError(RuntimeError):
         Args:
             place: where the value was found.
         """
-        self._place = f"{place}: {self._place}"
+        self._places = f"{place}: {self._places}"
         return self
 
     @property
@@ -94,12 +99,16 @@ class LockstepError(RuntimeError):
         """The message: what is wrong and what to do, without the code."""
         text = str(self.args[0])
         if text == self.code:
-            return self._place + sentence(text, self.values)
-        return self._place + (_SAID.sub("", text, count=1) if self.code else text)
+            text = sentence(text, self.values)
+        elif self.code:
+            text = _CODE_AT_END.sub("", text, count=1)
+        return self._places + text
 
     def __str__(self) -> str:
         first, newline, rest = self.sentence.partition("\n")
-        return f"{first} [{self.code}]{newline}{rest}" if self.code else self.sentence
+        if self.code:
+            return f"{first} [{self.code}]{newline}{rest}"
+        return self.sentence
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self.values), self.args, vars(self)
@@ -109,8 +118,10 @@ def catalog() -> Mapping[str, Mapping[str, str]]:
     """Return the message, cause and fix of every error, by code."""
     import tomllib  # needed only to explain errors
 
-    rooms = tomllib.loads(_entries())
-    return {code: entry for room in rooms.values() for code, entry in room.items()}
+    entries: dict[str, Mapping[str, str]] = {}
+    for room_entries in tomllib.loads(_entries()).values():
+        entries |= room_entries
+    return entries
 
 
 @cache
@@ -120,8 +131,9 @@ def entry_of(code: str) -> Mapping[str, str]:
     """
     import tomllib
 
-    own = re.search(rf"^\[\w+\.{re.escape(code)}\]\n((?!\[).*\n)+", _entries(), re.MULTILINE)
-    return tomllib.loads(own[0].partition("\n")[2]) if own else {}
+    pattern = rf"^\[\w+\.{re.escape(code)}\]\n((?:(?!\[).*\n)+)"
+    match = re.search(pattern, _entries(), re.MULTILINE)
+    return tomllib.loads(match[1]) if match else {}
 
 
 def _entries() -> str:
@@ -269,7 +281,8 @@ class Preempted(SystemExit):
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(int(ExitCode.PREEMPTED))
-        self.step, self.saved = step, saved
+        self.step = step
+        self.saved = saved
 
 
 class LaunchTimeout(LockstepError, TimeoutError):

@@ -44,12 +44,12 @@ def trains(world: World, name: str, mesh: Mesh) -> None:
             # later, gradients are of weights that AdamW has brought apart: it magnifies what is
             # small
             bound = 1e-5 if step == 0 else 1e-4
-            expected = here.take(key, parameter.grad)
+            expected = here.part(key, parameter.grad)
             close(ours[key].grad, expected, f"step {step}, gradient of {key}", bound)
         optimizer.step()
         theirs.step()
         for key, parameter in whole.named_parameters():
-            expected = here.take(key, parameter.detach())
+            expected = here.part(key, parameter.detach())
             close(ours[key].detach(), expected, f"step {step}, {key}", 1e-4)
         optimizer.zero_grad()
         theirs.zero_grad()
@@ -136,7 +136,7 @@ def fewer_micro_batches(world: World, name: str, mesh: Mesh) -> None:
     ours = dict(here.module.named_parameters())
     for key, parameter in models.alone(name).named_parameters():
         if parameter.grad is not None:
-            close(ours[key].grad, here.take(key, parameter.grad), key)
+            close(ours[key].grad, here.part(key, parameter.grad), key)
 
 
 class Sometimes(nn.Module):
@@ -163,7 +163,7 @@ def different_layers(world: World, name: str, mesh: Mesh) -> None:
     ours = dict(here.module.named_parameters())
     for key, parameter in whole.named_parameters():
         assert parameter.grad is not None
-        close(ours[key].grad, here.take(key, parameter.grad), key)
+        close(ours[key].grad, here.part(key, parameter.grad), key)
 
 
 Case = Callable[[World, str, Mesh], None]

@@ -41,7 +41,7 @@ def write(world: World, name: str, text: str, directory: Path) -> str:
     mesh = Mesh.read(text)
     model, here, axes = models.cut(world, name, mesh)
     for key, tensor in identity.weights(models.build(name)).items():  # as torch has cut it
-        assert torch.equal(here.module.state_dict()[key], here.take(key, tensor)), key
+        assert torch.equal(here.module.state_dict()[key], here.part(key, tensor)), key
     weights, state = trained(name)
     # FSDP has gathered once; then other values come
     models.loss(model, models.share(name, mesh, world.rank)).backward()
@@ -50,11 +50,11 @@ def write(world: World, name: str, text: str, directory: Path) -> str:
     assert own.keys() == weights.keys()
     model_pieces, state_pieces = [], []
     for key in own:
-        assert torch.equal(own[key], here.take(key, weights[key])), key
+        assert torch.equal(own[key], here.part(key, weights[key])), key
         model_pieces += here.pieces(key, key, own[key])
     for key, whole in state.items():
         parameter = key.partition("/")[2]
-        state_pieces += here.pieces(key, parameter, here.take(parameter, whole))
+        state_pieces += here.pieces(key, parameter, here.part(parameter, whole))
     folder = folders.unfinished(directory, 5, text)
     folder.mkdir(parents=True, exist_ok=True)
     entries = []

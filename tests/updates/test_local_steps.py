@@ -19,7 +19,7 @@ from lockstep.checkpoints import files
 from lockstep.config.parallelism import Outer
 from lockstep.errors import LockstepError, ReplicaDivergence
 from lockstep.step.step_result import StepResult
-from lockstep.updates.local_steps import LocalSteps, fragments_of
+from lockstep.updates.local_steps import LocalSteps, fragment_offset, fragments_of
 from lockstep.world.world import World
 from tests.refused import refused
 from tests.step.walking import same, walk
@@ -231,6 +231,12 @@ def test_between_meetings_nothing_is_sent_and_a_meeting_costs_one_step() -> None
     assert local[2] == local[1] == local[0]
     assert local[6] == local[5] == local[4] == local[3] > local[2]
     assert (local[7] - local[3]) <= (summed[7] - summed[6]) + 64  # the facts of a meeting
+
+
+def test_every_fragment_synchronizes_at_a_step_of_its_own() -> None:
+    assert [fragment_offset(fragment, 2, 8) for fragment in range(2)] == [4, 0]
+    assert [fragment_offset(fragment, 3, 10) for fragment in range(3)] == [3, 6, 0]
+    assert fragment_offset(0, 1, 5) == 0
 
 
 def test_fragments_are_runs_of_about_equal_size() -> None:

@@ -82,8 +82,10 @@ class Checkpoint:
         return self._step(WITNESSED)
 
     def _step(self, name: str) -> int | None:
-        found = self.state.get(name)
-        return None if found is None else int(found)
+        step = self.state.get(name)
+        if step is None:
+            return None
+        return int(step)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -117,8 +119,10 @@ class Checkpoint:
     def _stored(self, prefix: str, every_name: bool = False) -> dict[str, StoredTensor]:
         from lockstep.checkpoints.pieces import stored
 
-        names = [entry.name for entry in self.entries if entry.name.startswith(prefix)]
-        return stored([self.folder / name for name in names], every_name=every_name)
+        paths = [
+            self.folder / entry.name for entry in self.entries if entry.name.startswith(prefix)
+        ]
+        return stored(paths, every_name=every_name)
 
 
 def parts(
@@ -134,23 +138,32 @@ def parts(
     """
     from lockstep.checkpoints.pieces import TensorFile
 
-    found = [] if average is None else [_whole(AVERAGE, average)]
+    files = []
+    if average is not None:
+        files.append(_model_file(AVERAGE, average))
     if isinstance(model, Mapping):
-        found.append(_whole(MODEL, model))
+        files.append(_model_file(MODEL, model))
     elif model:
-        found.append(TensorFile(f"{MODEL_PART}{rank:05d}.safetensors", model))
+        files.append(TensorFile(f"{MODEL_PART}{rank:05d}.safetensors", model))
     if pieces:
-        found.append(TensorFile(f"{_OPTIMIZER}{rank:05d}.safetensors", pieces))
-    return found
+        files.append(TensorFile(f"{_OPTIMIZER}{rank:05d}.safetensors", pieces))
+    return files
 
 
-def _whole(file: str, model: Mapping[str, Tensor]) -> TensorFile:
+def _model_file(file: str, model: Mapping[str, Tensor]) -> TensorFile:
+    """Return the file of all tensors of a model, each stored under the first of its names."""
     from lockstep.checkpoints.pieces import TensorFile, TensorPiece
 
-    first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
-    names = {name: first[id(tensor)] for name, tensor in model.items()}
-    tied = {name: known for name, known in names.items() if known != name}
-    return TensorFile(file, [TensorPiece(name, model[name]) for name in first.values()], tied)
+    first_names: dict[int, str] = {}
+    pieces = []
+    tied = {}
+    for name, tensor in model.items():
+        first = first_names.setdefault(id(tensor), name)
+        if first == name:
+            pieces.append(TensorPiece(name, tensor))
+        else:
+            tied[name] = first
+    return TensorFile(file, pieces, tied)
 
 
 def write_parts(
@@ -162,53 +175,66 @@ def write_parts(
     from lockstep.checkpoints.pieces import write
 
     return [
-        SealedFile(name, len(octets), write(folder / name, octets, pause))
-        for name, octets in images.items()
+        SealedFile(name, len(data), write(folder / name, data, pause))
+        for name, data in images.items()
     ]
 
 
+def write_files(folder: Path, files: Sequence[TensorFile]) -> list[SealedFile]:
+    """Write these files into `folder`, which exists, as their tensors are now. Raises OSError if
+    the disk lacks room for them.
+    """
+    from lockstep.checkpoints.pieces import image
+
+    images = {file.name: image(file) for file in files}
+    check_room(folder, sum(map(len, images.values())))
+    return write_parts(folder, images)
+
+
 def commit(
-    folder: Path, place: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
+    folder: Path, path: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
 ) -> Path:
-    """Make the checkpoint `place` of the unfinished `folder`, whose parts are all written. Replaces
+    """Make the checkpoint `path` of the unfinished `folder`, whose parts are all written. Replaces
     what is there.
     """
     write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
-    return put_in_place(folder, place)
+    return put_in_place(folder, path)
 
 
-def put_in_place(folder: Path, place: Path) -> Path:
+def put_in_place(folder: Path, path: Path) -> Path:
     """Give a sealed folder its final name, on disk. Removes what had that name."""
     force(folder)
     replaced = folder.with_name(folder.name.replace(".unfinished", ".replaced.unfinished"))
-    if place.exists():
-        place.rename(replaced)
-    folder.rename(place)
-    force(place.parent)
+    if path.exists():
+        path.rename(replaced)
+    folder.rename(path)
+    force(path.parent)
     with suppress(PermissionError):  # another user's, which existed before
-        force(place.parent.parent)  # the first checkpoint's directory is new itself
+        force(path.parent.parent)  # the first checkpoint's directory is new itself
     remove_tree(replaced, ignore_errors=True)
-    return place
+    return path
 
 
 def check_room(folder: Path, needed: int) -> None:
     """Raise OSError if the disk of `folder` lacks room for `needed` bytes and a tenth more."""
-    room = free(folder)
-    if room < _SPARE * needed:
+    available = free(folder)
+    if available < _SPARE * needed:
         raise OSError(
-            f"it needs {_shown(_SPARE * needed)}, and {_shown(room)} are free on the disk of"
+            f"it needs {_size_text(_SPARE * needed)}, and {_size_text(available)} are free on the disk of"
             f" {folder.parent}: make room, or keep fewer checkpoints"
         )
 
 
-def _shown(size: float) -> str:
+def _size_text(size: float) -> str:
     """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.1f} GiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
 
 
 def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
@@ -216,8 +242,9 @@ def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
     DamagedCheckpoint, with the name of the file that is not as it was written.
     """
     entries = listed(folder) if trusted else check(folder)
-    with believed(folder / STATE):
-        state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    file = folder / STATE
+    with believed(file):
+        state: Any = json.loads(file.read_text(encoding="utf-8"))
         step = int(state["step"])
         if step_in(folder.name) not in (None, step):
             raise DamagedCheckpoint(
@@ -240,7 +267,9 @@ def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckp
 def best(directory: Path) -> Path | None:
     """Return the checkpoint marked as the best; None if none is, or the mark cannot be read."""
     name = best_name(directory)
-    return None if name is None else directory / name
+    if name is None:
+        return None
+    return directory / name
 
 
 def mark_best(folder: Path, metric: str, value: float) -> None:

@@ -34,7 +34,9 @@ def unfinished(directory: Path, step: int, run: str) -> Path:
 def step_in(name: str) -> int | None:
     """Return the step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def step_of(folder: Path) -> int:
@@ -46,12 +48,10 @@ def step_of(folder: Path) -> int:
 
 def written(directory: Path) -> list[Path]:
     """Return all checkpoints in `directory`, oldest step first, complete or damaged."""
-    found = (
-        [path for path in directory.glob("step-*") if step_in(path.name) is not None]
-        if directory.exists()
-        else []
-    )
-    return sorted(found, key=step_of)
+    if not directory.exists():
+        return []
+    folders = [path for path in directory.glob("step-*") if step_in(path.name) is not None]
+    return sorted(folders, key=step_of)
 
 
 def found(path: Path) -> list[Path]:
@@ -61,35 +61,38 @@ def found(path: Path) -> list[Path]:
     if (path / "manifest.json").exists():
         return [path]
     inner = path / "checkpoints"
-    every = written(inner if inner.is_dir() else path)
-    if not every:
+    folders = written(inner if inner.is_dir() else path)
+    if not folders:
         raise UsageError("no-checkpoint", run=path)
-    return every
+    return folders
 
 
 def newest(directory: Path) -> Path | None:
     """Return the checkpoint of the latest step, complete or damaged."""
-    return next(reversed(written(directory)), None)
+    folders = written(directory)
+    if folders:
+        return folders[-1]
+    return None
 
 
 def best_name(directory: Path) -> str | None:
     """Return the name of the checkpoint that is marked as the best; None if none is."""
     file = directory / BEST
     try:
-        name = (
-            str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"])
-            if file.is_file()
-            else ""
-        )
+        if not file.is_file():
+            return None
+        name = str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return None if step_in(name) is None else name
+    if step_in(name) is None:
+        return None
+    return name
 
 
-def keep_only(directory: Path, kept: Collection[Path]) -> None:
-    """Remove all checkpoints in `directory` but `kept`."""
+def keep_only(directory: Path, remaining: Collection[Path]) -> None:
+    """Remove all checkpoints in `directory` but the `remaining` ones."""
     for folder in written(directory):
-        if folder not in kept:
+        if folder not in remaining:
             remove_tree(folder)
 
 
@@ -97,11 +100,15 @@ def tidy(newest: Path, keep: int, compared: int | None, best: Path | None) -> se
     """Remove the checkpoints that need not stay, and return those that stay: the `newest`, the last
     `keep`, the `best`, and the last one up to step `compared`, at which replicas were equal.
     """
-    found = written(newest.parent)
-    good = [each for each in found if compared is not None and step_of(each) <= compared]
-    kept = {newest, *found[-keep:], *good[-1:], *([] if best is None else [best])}
-    keep_only(newest.parent, kept)
-    return kept
+    folders = written(newest.parent)
+    remaining = {newest, *folders[-keep:]}
+    if compared is not None:
+        good = [folder for folder in folders if step_of(folder) <= compared]
+        remaining.update(good[-1:])
+    if best is not None:
+        remaining.add(best)
+    keep_only(newest.parent, remaining)
+    return remaining
 
 
 def set_aside(directory: Path, after: int) -> None:
@@ -125,17 +132,20 @@ def sweep(directory: Path) -> None:
     """Remove what dead processes have left unfinished; a checkpoint that one was about to replace
     gets its name back. Call this only while nobody writes.
     """
-    left = {
-        path: match
-        for path in (directory.glob("*.unfinished") if directory.exists() else ())
-        if (match := _UNFINISHED.fullmatch(path.name))
-    }
-    if left:
+    if not directory.exists():
+        return
+    leftovers = {}
+    for path in directory.glob("*.unfinished"):
+        if match := _UNFINISHED.fullmatch(path.name):
+            leftovers[path] = match
+    if leftovers:
         force(directory)  # else a power failure may bring back old names, for empty folders
-    for path, match in left.items():
-        if match["replaced"] and not (place := directory / match["step"]).exists():
-            path.rename(place)
-        elif match["step"]:
-            remove_tree(path, ignore_errors=True)
-        else:
+    for path, match in leftovers.items():
+        if not match["step"]:
             path.unlink(missing_ok=True)
+            continue
+        final = directory / match["step"]
+        if match["replaced"] and not final.exists():
+            path.rename(final)
+        else:
+            remove_tree(path, ignore_errors=True)

@@ -24,15 +24,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     `under_all_names` adds the others. Raises TaskError if a module keeps extra state that is not a
     tensor, because it could not be stored without pickle.
     """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    tensors = {}
+    seen = set()
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
             raise TaskError("extra-state-not-a-tensor", name=name, type=type(value).__name__)
         if id(value) not in seen:
             seen.add(id(value))
-            found[name] = value.detach()
-    return found
+            tensors[name] = value.detach()
+    return tensors
 
 
 def check_storable(model: nn.Module) -> None:
@@ -41,19 +41,23 @@ def check_storable(model: nn.Module) -> None:
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in weights(model).items():
-        what, instead = f"of dtype {tensor.dtype}", "use another dtype"
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            what = "quantized" if tensor.is_quantized else f"in layout {tensor.layout}"
+        if tensor.is_quantized:
+            problem = "quantized"
             instead = "make it dense"
-        elif storable(tensor.dtype):
+        elif tensor.layout is not torch.strided:
+            problem = f"in layout {tensor.layout}"
+            instead = "make it dense"
+        elif not storable(tensor.dtype):
+            problem = f"of dtype {tensor.dtype}"
+            instead = "use another dtype"
+        else:
             continue
-        kind, spare = (
-            ("parameter", "")
-            if name in parameters
-            else ("buffer", ", or register it with persistent=False")
-        )
+        kind = "parameter"
+        if name not in parameters:
+            kind = "buffer"
+            instead += ", or register it with persistent=False"
         raise TaskError(
-            "tensor-not-storable", tensor=f"{kind} {name}", what=what, instead=instead + spare
+            "tensor-not-storable", tensor=f"{kind} {name}", what=problem, instead=instead
         )
 
 
@@ -61,11 +65,12 @@ def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str
     """Return `tensors`, named as by `weights(model)`, also under the other names of tied weights.
     Nothing is copied.
     """
-    first: dict[int, str] = {}
-    found = dict(tensors)
+    first_names: dict[int, str] = {}
+    renamed = dict(tensors)
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
-        found[name] = tensors[first.setdefault(id(value), name)]
-    return found
+        first = first_names.setdefault(id(value), name)
+        renamed[name] = tensors[first]
+    return renamed
 
 
 def config_of(model: nn.Module) -> dict[str, Any] | None:

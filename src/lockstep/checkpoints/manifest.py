@@ -64,8 +64,7 @@ def measured(file: Path) -> SealedFile:
 def seal(folder: Path, step: int, entries: Sequence[SealedFile]) -> None:
     """Write the manifest and its seal, and force them to disk."""
     files = [{"name": entry.name, "bytes": entry.bytes, _DIGEST: entry.digest} for entry in entries]
-    found = {"format": FORMAT, "step": step, "files": files}
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n"
     write_whole(folder / MANIFEST, text, forced=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_whole(folder / SEAL, f"{digest}  {MANIFEST}\n", forced=True)
@@ -88,11 +87,11 @@ def check(folder: Path) -> list[SealedFile]:
                 folder, entry.name, f"it has {size} bytes, but should have {entry.bytes}"
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
-    with _several(sum(entry.bytes for entry in entries)) as each:
-        found = each(lambda entry: measured(folder / entry.name), largest_first)
-        changed = [old.name for old, new in zip(largest_first, found, strict=True) if old != new]
-    if changed:
-        raise _changed(folder, changed[0], f"its digest is not the one in {MANIFEST}")
+    with _map_over_threads(sum(entry.bytes for entry in entries)) as map_files:
+        remeasured = map_files(lambda entry: measured(folder / entry.name), largest_first)
+        for sealed, current in zip(largest_first, remeasured, strict=True):
+            if sealed != current:
+                raise _changed(folder, sealed.name, f"its digest is not the one in {MANIFEST}")
     return entries
 
 
@@ -103,7 +102,7 @@ def _changed(folder: Path, name: str, difference: str) -> DamagedCheckpoint:
 
 
 @contextmanager
-def _several(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
+def _map_over_threads(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
     """Yield `map`, over several threads if there are enough bytes to be worth it."""
     if size < _WORTH_THREADS:
         yield map
@@ -123,8 +122,9 @@ def listed(folder: Path) -> list[SealedFile]:
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
         raise _changed(folder, MANIFEST, f"its SHA-256 is not the one in {SEAL}")
     with believed(folder / MANIFEST):
-        found: Any = json.loads(text)
-        if (version := found["format"]) != FORMAT:
+        contents: Any = json.loads(text)
+        version = contents["format"]
+        if version != FORMAT:
             raise DamagedCheckpoint(
                 "checkpoint-format-unknown",
                 checkpoint=folder.name,
@@ -132,10 +132,10 @@ def listed(folder: Path) -> list[SealedFile]:
                 format=version,
                 known=FORMAT,
             )
-        step = int(found["step"])
+        step = int(contents["step"])
         entries = [
-            SealedFile(str(each["name"]), int(each["bytes"]), str(each[_DIGEST]))
-            for each in found["files"]
+            SealedFile(str(entry["name"]), int(entry["bytes"]), str(entry[_DIGEST]))
+            for entry in contents["files"]
         ]
         if step_in(folder.name) not in (None, step):
             raise DamagedCheckpoint(
@@ -185,19 +185,19 @@ def believed(file: Path) -> Iterator[None]:
 def _read(file: Path) -> bytes:
     with believed(file):
         try:
-            found = file.lstat()
+            status = file.lstat()
         except FileNotFoundError:
             raise DamagedCheckpoint(
                 "checkpoint-file-missing", checkpoint=file.parent.name, file=file.name
             ) from None
-        if not stat.S_ISREG(found.st_mode):  # reading a pipe could block for ever
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe could block for ever
             raise OSError("it is not a regular file")
-        if found.st_size > LARGEST:
+        if status.st_size > LARGEST:
             raise DamagedCheckpoint(
                 "checkpoint-file-too-large",
                 checkpoint=file.parent.name,
                 file=file.name,
-                size=found.st_size,
+                size=status.st_size,
                 most=LARGEST,
             )
         return file.read_bytes()

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open
 from torch import Tensor
 
 from lockstep.checkpoints.manifest import believed, new_digest
+from lockstep.checkpoints.plain import dtype_name
 from lockstep.errors import DamagedCheckpoint
 from lockstep.runtime.disk import force
 
@@ -65,11 +66,10 @@ class TensorPiece:
     @property
     def key(self) -> str:
         """The piece's name in a file."""
-        return (
-            self.name
-            if self.shape is None
-            else f"{self.name}[{self.start}:{self.start + self.data.numel()}]"
-        )
+        if self.shape is None:
+            return self.name
+        stop = self.start + self.data.numel()
+        return f"{self.name}[{self.start}:{stop}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,13 @@ class Keeps(Protocol):
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
     """Return the pieces of these states that all ranks have, and those that only this rank has."""
-    kept = [part.kept() for part in parts]
-    everywhere = [
-        TensorPiece(f"{METHOD}{name}", tensor)
-        for common, _ in kept
-        for name, tensor in common.items()
-    ]
-    return everywhere, [
-        TensorPiece(f"{METHOD}rank-{rank}/{name}", tensor)
-        for _, own in kept
-        for name, tensor in own.items()
-    ]
+    everywhere = []
+    local = []
+    for part in parts:
+        common, own = part.kept()
+        everywhere += [TensorPiece(f"{METHOD}{name}", common[name]) for name in common]
+        local += [TensorPiece(f"{METHOD}rank-{rank}/{name}", own[name]) for name in own]
+    return everywhere, local
 
 
 def method_kept(
@@ -125,7 +121,7 @@ def method_kept(
     Raises DamagedCheckpoint for the number of a rank that is not below the number of files: every
     rank that had something wrote a file.
     """
-    common: dict[str, Tensor] = {}
+    common = {}
     by_rank: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)
@@ -138,7 +134,8 @@ def method_kept(
                 "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=METHOD + name
             )
         by_rank.setdefault(int(digits), {})[key] = tensor
-    return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]
+    ranks = max(by_rank, default=-1) + 1
+    return common, [by_rank.get(rank, {}) for rank in range(ranks)]
 
 
 def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
@@ -158,36 +155,37 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     tensors = {piece.key: piece.data.detach() for piece in file.pieces}
     tensors |= {name: tensors[first] for name, first in file.tied.items()}
     as_real = [name for name, tensor in tensors.items() if tensor.dtype in _AS_REAL]
-    notes = {_SHAPES: shapes, _TIED: file.tied, _COMPLEX: as_real}
-    header: dict[str, Any] = {
-        _NOTES: {
-            "format": "pt",  # PyTorch's own programs write this, and some look for it
-            **{name: json.dumps(note) for name, note in notes.items() if note},
-        }
-    }
-    ordered = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {**_form(tensor), "data_offsets": [begin, end]}
+    metadata = {"format": "pt"}  # PyTorch's own programs write this, and some look for it
+    for name, note in ((_SHAPES, shapes), (_TIED, file.tied), (_COMPLEX, as_real)):
+        if note:
+            metadata[name] = json.dumps(note)
+    header: dict[str, Any] = {_NOTES: metadata}
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    data_size = 0
+    for name in names:
+        begin = data_size
+        data_size += tensors[name].nbytes
+        header[name] = {**_form(tensors[name]), "data_offsets": [begin, data_size]}
     text = json.dumps(header).encode()
     text += b" " * (-(_SIZE + len(text)) % _ALIGNED)
     text = len(text).to_bytes(_SIZE, "little") + text
-    at = len(text)
-    if memory is None or len(memory) != at + end:
-        pages = mmap.mmap(-1, at + end, mmap.MAP_PRIVATE)  # whole pages, for direct writes
+    start = len(text)
+    if memory is None or len(memory) != start + data_size:
+        # whole pages, for direct writes
+        pages = mmap.mmap(-1, start + data_size, mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_DONTFORK"):  # forked loader workers would keep copies of old pages
             pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-    memory[:at] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for _, tensor in ordered:
-        place = memory[at : at + tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        at += tensor.nbytes
+    memory[:start] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for name in names:
+        tensor = tensors[name]
+        stop = start + tensor.nbytes
+        memory[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = stop
     return memory
 
 
-def write(file: Path, octets: Tensor, pause: Callable[[float], object] | None = None) -> str:
+def write(file: Path, data: Tensor, pause: Callable[[float], object] | None = None) -> str:
     """Write these bytes of an `image` to a file, force it to disk, and return their digest.
 
     Training continues meanwhile: the write hardly needs Python's lock, and it bypasses the page
@@ -195,20 +193,23 @@ def write(file: Path, octets: Tensor, pause: Callable[[float], object] | None = 
 
     Args:
         file: the file to make or to overwrite.
-        octets: uint8, in one dimension.
+        data: uint8, in one dimension.
         pause: called after every 16 MiB but the last, with the seconds that they took.
     """
-    left, digest = octets.numpy().data, new_digest()
+    remaining = data.numpy().data
+    digest = new_digest()
     with file.open("wb", buffering=0) as stream:
-        while left:
+        while remaining:
             begin = perf_counter()
-            piece, left = left[:_AT_ONCE], left[_AT_ONCE:]
-            digest.update(piece)  # without Python's lock
-            if blocks := piece[: len(piece) // _BLOCK * _BLOCK]:
-                piece = piece[_write_direct(stream, blocks) :]
-            while piece:
-                piece = piece[stream.write(piece) :]
-            if left and pause is not None:
+            chunk = remaining[:_AT_ONCE]
+            remaining = remaining[_AT_ONCE:]
+            digest.update(chunk)  # without Python's lock
+            blocks = chunk[: len(chunk) // _BLOCK * _BLOCK]
+            if blocks:
+                chunk = chunk[_write_direct(stream, blocks) :]
+            while chunk:
+                chunk = chunk[stream.write(chunk) :]
+            if remaining and pause is not None:
                 pause(perf_counter() - begin)
     force(file)
     return str(digest.hexdigest())
@@ -216,7 +217,8 @@ def write(file: Path, octets: Tensor, pause: Callable[[float], object] | None = 
 
 def _write_direct(stream: RawIOBase, blocks: memoryview) -> int:
     """Write these bytes past the page cache, if the file system can; return how many it took."""
-    written, flags = 0, fcntl.fcntl(stream, fcntl.F_GETFL)
+    written = 0
+    flags = fcntl.fcntl(stream, fcntl.F_GETFL)
     try:
         fcntl.fcntl(stream, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
         while written < len(blocks):
@@ -240,12 +242,13 @@ def storable(dtype: torch.dtype) -> bool:
 
 def _form(tensor: Tensor) -> dict[str, Any]:
     """Return a tensor's dtype and shape as a file's header has them."""
-    dtype, shape = tensor.dtype, list(tensor.shape)
+    dtype = tensor.dtype
+    shape = list(tensor.shape)
     if dtype in _AS_REAL:
-        dtype, shape = dtype.to_real(), [*shape, 2]
-    name = str(dtype).removeprefix("torch.")
-    found = TensorSpec(dtype=name, shape=shape, data_ptr=0, data_len=tensor.nbytes)
-    return {"dtype": found.dtype, "shape": found.shape}
+        dtype = dtype.to_real()
+        shape = [*shape, 2]
+    spec = TensorSpec(dtype=dtype_name(dtype), shape=shape, data_ptr=0, data_len=tensor.nbytes)
+    return {"dtype": spec.dtype, "shape": spec.shape}
 
 
 @dataclass(slots=True)
@@ -279,16 +282,19 @@ class StoredTensor:
         with believed(self.parts[0].file):
             strides = self.strides or torch.empty(self.shape, device="meta").stride()
             sizes = self.shape if lengths is None else tuple(lengths)
-            begin = sum(map(operator.mul, offsets or (), strides))
-            reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-            end = begin + reach + 1 if all(sizes) else begin
-            found = [
-                part.data.flatten()[max(0, begin - part.start) : max(0, end - part.start)]
-                for part in self.parts
-            ]
-            # as bytes: in a file they need not be aligned
-            octets = torch.cat([each.view(torch.uint8) for each in found])
-            return octets.view(self.dtype).as_strided(sizes, strides).contiguous()
+            begin = end = sum(map(operator.mul, offsets or (), strides))
+            if all(sizes):
+                end += 1
+                for size, stride in zip(sizes, strides, strict=True):
+                    end += (size - 1) * stride
+            chunks = []
+            for part in self.parts:
+                first = max(0, begin - part.start)
+                last = max(0, end - part.start)
+                # as bytes: in a file they need not be aligned
+                chunks.append(part.data.flatten()[first:last].view(torch.uint8))
+            data = torch.cat(chunks).view(self.dtype)
+            return data.as_strided(sizes, strides).contiguous()
 
 
 def read_all(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
@@ -304,41 +310,57 @@ def stored(files: Sequence[Path], *, every_name: bool = False) -> dict[str, Stor
     shapes: dict[str, tuple[list[int], list[int]]] = {}
     parts: dict[str, list[_Part]] = {}
     for file in files:
-        with believed(file), safe_open(file, framework="pt") as found:
-            said = found.metadata() or {}
-            notes = {name: json.loads(said.get(name, "{}")) for name in (_SHAPES, _TIED, _COMPLEX)}
-            shapes |= notes[_SHAPES]
-            for key in set(found.keys()) - ({} if every_name else notes[_TIED]).keys():
-                data = found.get_tensor(key)  # maps it, and reads nothing
-                part = _Part(file, torch.view_as_complex(data) if key in notes[_COMPLEX] else data)
-                match, name = _INTERVAL.fullmatch(key), key
+        with believed(file), safe_open(file, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            shapes |= json.loads(metadata.get(_SHAPES, "{}"))
+            tied = json.loads(metadata.get(_TIED, "{}"))
+            as_real = json.loads(metadata.get(_COMPLEX, "{}"))
+            keys = set(stream.keys())
+            if not every_name:
+                keys -= tied.keys()
+            for key in keys:
+                data = stream.get_tensor(key)  # maps it, and reads nothing
+                if key in as_real:
+                    data = torch.view_as_complex(data)
+                name = key
+                part = _Part(file, data)
+                match = _INTERVAL.fullmatch(key)
                 if match and match[1] in shapes:
-                    name, part.start, part.stop = match[1], int(match[2]), int(match[3])
+                    name = match[1]
+                    part.start = int(match[2])
+                    part.stop = int(match[3])
                 parts.setdefault(name, []).append(part)
-    return {name: _whole(name, each, shapes.get(name)) for name, each in sorted(parts.items())}
+    return {name: _assembled(name, parts[name], shapes.get(name)) for name in sorted(parts)}
 
 
-def _whole(name: str, parts: list[_Part], laid: tuple[list[int], list[int]] | None) -> StoredTensor:
-    first = parts[0].data
-    if laid is None:
-        return StoredTensor(tuple(first.shape), None, first.dtype, parts[:1])
+def _assembled(
+    name: str, parts: list[_Part], form: tuple[list[int], list[int]] | None
+) -> StoredTensor:
+    """Return the tensor of these parts. `form` has its sizes and strides; None: it is in one part.
+    Raises DamagedCheckpoint if an element is in no part, or in two.
+    """
+    dtype = parts[0].data.dtype
+    if form is None:
+        return StoredTensor(tuple(parts[0].data.shape), None, dtype, parts[:1])
     with believed(parts[0].file):
-        sizes, strides = map(tuple, laid)
-        ordered, at = sorted(parts, key=lambda part: part.start), 0
-        for part in ordered:
-            if part.start != at or part.data.shape != (part.stop - at,):
+        sizes, strides = map(tuple, form)
+        numel = torch.Size(sizes).numel()
+        parts = sorted(parts, key=lambda part: part.start)
+        end = 0
+        for part in parts:
+            if part.start != end or part.data.shape != (part.stop - end,):
                 break
-            at = part.stop
+            end = part.stop
         else:
-            if at == torch.Size(sizes).numel():
-                return StoredTensor(sizes, strides, first.dtype, ordered)
+            if end == numel:
+                return StoredTensor(sizes, strides, dtype, parts)
         raise DamagedCheckpoint(
             "tensor-elements-missing",
             checkpoint=part.file.parent.name,
             file=part.file.name,
             tensor=name,
-            start=at,
-            numel=torch.Size(sizes).numel(),
+            start=end,
+            numel=numel,
         )
 
 
@@ -349,10 +371,10 @@ def shared_out(
     bytes; rank 0 has `heavy` bytes already.
     """
     loads = [heavy, *[0] * (size - 1)]
-    mine = []
-    for piece in sorted(pieces, key=lambda each: (-each.data.nbytes, each.name)):
-        writer = min(range(size), key=lambda each: (loads[each], each))
+    local = []
+    for piece in sorted(pieces, key=lambda piece: (-piece.data.nbytes, piece.name)):
+        writer = loads.index(min(loads))
         loads[writer] += piece.data.nbytes
         if writer == rank:
-            mine.append(piece)
-    return mine
+            local.append(piece)
+    return local

@@ -33,26 +33,31 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            found, root = fsspec.core.url_to_fs(url)
+            file_system, root = fsspec.core.url_to_fs(url)
         except Exception as error:
             # each file system raises its own errors: a missing library, credentials, a misspelt
             # protocol
             raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
-        self._fs: Any = found
+        self._fs: Any = file_system
         self._root = str(root).rstrip("/")
+        self._best = f"{self._root}/{BEST}"
 
     def steps(self) -> list[int]:
         """Return the steps of the sealed copies, ascending. Raises LockstepError if the folder
         cannot be listed.
         """
         self._fs.invalidate_cache()
-        with self._told("cannot be listed"):
+        with self._translated_errors("cannot be listed"):
             try:
-                names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
+                paths = self._fs.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-        found = [step for name in names if (step := step_in(name)) is not None]
-        return sorted(step for step in found if self._fs.exists(self._place(step, manifest.SEAL)))
+        steps = []
+        for path in paths:
+            step = step_in(Path(path).name)
+            if step is not None and self._fs.exists(self._path(step, manifest.SEAL)):
+                steps.append(step)
+        return sorted(steps)
 
     def upload(self, folder: Path) -> None:
         """Copy a complete checkpoint, in place of a copy of the same step. Raises LockstepError;
@@ -61,31 +66,31 @@ class Remote:
         step = step_of(folder)
         last = [manifest.MANIFEST, manifest.SEAL]
         names = [path.name for path in folder.iterdir() if path.name not in last]
-        with self._told(f"did not accept {folder.name}"):
+        with self._translated_errors(f"did not accept {folder.name}"):
             self._remove(step)
-            self._fs.makedirs(self._place(step), exist_ok=True)
+            self._fs.makedirs(self._path(step), exist_ok=True)
             for name in [*names, *last]:
-                self._fs.put_file(str(folder / name), self._place(step, name))
+                self._fs.put_file(str(folder / name), self._path(step, name))
 
-    def mirror(self, written: Path, kept: Collection[Path], best: Path | None) -> None:
-        """Copy the checkpoint that was just `written` and those of `kept` that have no copy, and
-        remove all other copies.
+    def mirror(self, written: Path, remaining: Collection[Path], best: Path | None) -> None:
+        """Copy the checkpoint that was just `written` and those of `remaining` that have no copy,
+        and remove all other copies.
 
         Raises LockstepError if one cannot be copied.
         """
-        there = set(self.steps()) - {step_of(written)}
-        for folder in sorted(kept):
-            if step_of(folder) not in there:
+        copied = set(self.steps()) - {step_of(written)}
+        for folder in sorted(remaining):
+            if step_of(folder) not in copied:
                 self.upload(folder)
-        with self._told("cannot be tidied"):
+        with self._translated_errors("cannot be tidied"):
             if best is not None:
-                self._fs.put_file(str(best.parent / BEST), f"{self._root}/{BEST}")
-            for step in there - {step_of(folder) for folder in kept}:
+                self._fs.put_file(str(best.parent / BEST), self._best)
+            for step in copied - {step_of(folder) for folder in remaining}:
                 self._remove(step)
 
     def forget(self, after: int) -> None:
         """Remove copies of steps later than `after`. Raises LockstepError."""
-        with self._told("cannot be tidied"):
+        with self._translated_errors("cannot be tidied"):
             for step in self.steps():
                 if step > after:
                     self._remove(step)
@@ -95,12 +100,13 @@ class Remote:
         the mark cannot be read.
         """
         try:
-            place = f"{self._root}/{BEST}"
-            if self._fs.size(place) > _LARGEST_MARK:
+            if self._fs.size(self._best) > _LARGEST_MARK:
                 return None
-            said = json.loads(self._fs.cat_file(place))
-            step = step_in(str(said["checkpoint"]))
-            return None if step is None else (step, str(said["metric"]), float(said["value"]))
+            mark = json.loads(self._fs.cat_file(self._best))
+            step = step_in(str(mark["checkpoint"]))
+            if step is None:
+                return None
+            return (step, str(mark["metric"]), float(mark["value"]))
         except Exception:  # the mark is only a convenience
             return None
 
@@ -111,31 +117,32 @@ class Remote:
         Raises DamagedCheckpoint if the copy is not as it was written, LockstepError if it cannot be
         read.
         """
+        final = folder_of(directory, step)
         folder = unfinished(directory, step, f"{os.getpid()}.fetched")
         folder.mkdir(parents=True)
         try:
             for name in (manifest.SEAL, manifest.MANIFEST):
-                self._bring(step, name, folder, manifest.LARGEST)
+                self._download(step, name, folder, manifest.LARGEST)
             entries = manifest.listed(folder)
             files.check_room(directory, sum(entry.bytes for entry in entries))
             for entry in entries:
-                self._bring(step, entry.name, folder, entry.bytes)
-            found = files.read(folder)
-            if found.step != step:
+                self._download(step, entry.name, folder, entry.bytes)
+            checkpoint = files.read(folder)
+            if checkpoint.step != step:
                 raise DamagedCheckpoint(
                     "checkpoint-of-another-step",
-                    checkpoint=folder_of(directory, step).name,
+                    checkpoint=final.name,
                     file=manifest.MANIFEST,
-                    step=found.step,
+                    step=checkpoint.step,
                 )
-            return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
+            return replace(checkpoint, folder=files.put_in_place(folder, final))
         except DamagedCheckpoint as error:
-            error.values["checkpoint"] = folder_of(directory, step).name
+            error.values["checkpoint"] = final.name
             raise error.within(self.url) from None
         except OSError as error:
             raise LockstepError(
                 "checkpoint-not-written",
-                checkpoint=str(folder_of(directory, step)),
+                checkpoint=str(final),
                 where=f" from {self.url}",
                 reason=str(error),
             ) from error
@@ -147,20 +154,23 @@ class Remote:
         steps = self.steps()
         if not steps and self.best() is None:
             return
-        with self._told("cannot be set aside"):
-            places = (f"{self._root}/before-{number}" for number in count(1))
-            aside = next(place for place in places if not self._fs.exists(place))
+        with self._translated_errors("cannot be set aside"):
+            paths = (f"{self._root}/before-{number}" for number in count(1))
+            aside = next(path for path in paths if not self._fs.exists(path))
             self._fs.makedirs(aside, exist_ok=True)
-            for name in [*(folder_of(Path(), step).name for step in steps), BEST]:
-                if self._fs.exists(f"{self._root}/{name}"):
-                    self._fs.mv(f"{self._root}/{name}", f"{aside}/{name}", recursive=name != BEST)
+            names = [folder_of(Path(), step).name for step in steps]
+            for name in [*names, BEST]:
+                path = f"{self._root}/{name}"
+                if self._fs.exists(path):
+                    self._fs.mv(path, f"{aside}/{name}", recursive=name != BEST)
 
-    def _bring(self, step: int, name: str, folder: Path, most: int) -> None:
+    def _download(self, step: int, name: str, folder: Path, most: int) -> None:
         """Download one file, if it has at most `most` bytes."""
         checkpoint = folder_of(folder, step).name
-        with self._told(f"did not return {name} of {checkpoint}"):
+        path = self._path(step, name)
+        with self._translated_errors(f"did not return {name} of {checkpoint}"):
             try:
-                size = self._fs.size(self._place(step, name))
+                size = self._fs.size(path)
                 if size is not None and size > most:
                     raise DamagedCheckpoint(
                         "checkpoint-file-too-large",
@@ -169,7 +179,7 @@ class Remote:
                         size=size,
                         most=most,
                     )
-                self._fs.get_file(self._place(step, name), str(folder / name))
+                self._fs.get_file(path, str(folder / name))
             except FileNotFoundError:
                 raise DamagedCheckpoint(
                     "checkpoint-file-missing", checkpoint=checkpoint, file=name
@@ -178,14 +188,19 @@ class Remote:
     def _remove(self, step: int) -> None:
         """Remove a copy, its seal first: what is left after an error is then no checkpoint."""
         for name in (manifest.SEAL, ""):
-            if self._fs.exists(self._place(step, name)):
-                self._fs.rm(self._place(step, name), recursive=not name)
+            path = self._path(step, name)
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=not name)
 
-    def _place(self, step: int, name: str = "") -> str:
-        return f"{self._root}/{folder_of(Path(), step).name}" + (f"/{name}" if name else "")
+    def _path(self, step: int, name: str = "") -> str:
+        """Return the path of a copy, or of its file `name`."""
+        folder = f"{self._root}/{folder_of(Path(), step).name}"
+        if name:
+            return f"{folder}/{name}"
+        return folder
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _translated_errors(self, problem: str) -> Iterator[None]:
         """Raise LockstepError for any error of the file system: each has its own kinds."""
         try:
             yield
@@ -194,5 +209,5 @@ class Remote:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise LockstepError(
-                "checkpoint-copy-failed", url=self.url, what=what, reason=reason
+                "checkpoint-copy-failed", url=self.url, what=problem, reason=reason
             ) from error

@@ -54,22 +54,25 @@ class Saver:
         guard: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
-        self._rank = 0 if group is None else group.rank
-        # a rank that has written waits for the others, at most for the group's timeout
-        most = math.inf if group is None else group.timeout.total_seconds() / 4
-        self._pace = pace or Pace(most)
+        self._rank = 0
+        longest_pause = math.inf
+        if group is not None:
+            self._rank = group.rank
+            # a rank that has written waits for the others, at most for the group's timeout
+            longest_pause = group.timeout.total_seconds() / 4
+            if group.memory is not None:
+                group.memory.nap()
+        self._pace = pace or Pace(longest_pause)
         self._commit = Commit(
             directory=directory,
             rank=self._rank,
             guard=guard,
-            everybodys=lambda mine: (
-                [mine] if group is None else everybodys(mine, group, "for a checkpoint")
+            everybodys=lambda value: (
+                [value] if group is None else everybodys(value, group, "for a checkpoint")
             ),
             aside=_aside,
             pause=self._pace.pause,
         )
-        if group is not None and group.memory is not None:
-            group.memory.nap()
         self._thread = Background("lockstep checkpoints")
         # memory of the last snapshot, used again: new memory costs more than the copy
         self._images: dict[str, Tensor] = {}
@@ -165,7 +168,9 @@ class Pace:
     def pause(self, worked: float) -> None:
         """Pause after `worked` seconds of writing."""
         begin = perf_counter()
-        self._hurry.wait(min(worked * (1 / _WRITING - 1), max(0.0, self._most - self.paused)))
+        seconds = worked * (1 / _WRITING - 1)
+        remaining = max(0.0, self._most - self.paused)
+        self._hurry.wait(min(seconds, remaining))
         self.paused += perf_counter() - begin
 
 
@@ -195,30 +200,32 @@ class Commit:
         """
         folder = folders.unfinished(self.directory, step, self.everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, images)
-        said = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
-        place = folders.folder_of(self.directory, step)
-        failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
+        parts = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
+        path = folders.folder_of(self.directory, step)
+        failures = [[rank, part["error"]] for rank, part in enumerate(parts) if part["error"]]
         complaint = None
-        if not failed and self.rank == 0:
-            everything = [SealedFile(**each) for part in said for each in part["files"]]
+        if not failures and self.rank == 0:
+            everything = []
+            for part in parts:
+                everything += [SealedFile(**entry) for entry in part["files"]]
             try:
                 self.guard()
-                complaint = done(files.commit(folder, place, step, everything, state))
+                complaint = done(files.commit(folder, path, step, everything, state))
             except Exception as problem:  # the other ranks wait for the outcome
-                failed = {0: self._why(problem)}
-        told = self.everybodys({"failed": failed, "complaint": complaint})[0]
-        failed = {int(rank): text for rank, text in told["failed"].items()}
-        if failed:
+                failures = [[0, self._reason(problem)]]
+        outcome = self.everybodys({"failures": failures, "complaint": complaint})[0]
+        if outcome["failures"]:
             if self.rank == 0:
                 remove_tree(folder, ignore_errors=True)
-            rank, text = min(failed.items())
+            rank, reason = outcome["failures"][0]
             raise LockstepError(
                 "checkpoint-not-written",
-                checkpoint=str(place),
-                where="" if len(said) == 1 else f" on rank {rank}",
-                reason=text,
+                checkpoint=str(path),
+                where="" if len(parts) == 1 else f" on rank {rank}",
+                reason=reason,
             )
-        return None if told["complaint"] is None else str(told["complaint"])
+        message: str | None = outcome["complaint"]
+        return message
 
     def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
         total = sum(self.everybodys(sum(map(len, images.values()))))
@@ -228,9 +235,9 @@ class Commit:
             files.check_room(folder, total)
             return self.aside(lambda: files.write_parts(folder, images, self.pause)), ""
         except Exception as error:  # as above
-            return [], self._why(error)
+            return [], self._reason(error)
 
-    def _why(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         """Return the guard's error, if it raises now, else `error`: the directory may be gone."""
         try:
             self.guard()
@@ -246,9 +253,9 @@ def _aside(write: Callable[[], list[SealedFile]]) -> list[SealedFile]:
     thread = Background("lockstep checkpoint files")
     if sys.platform == "linux":
         thread.submit(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19))
-    found = thread.submit(write)
+    future = thread.submit(write)
     thread.close()
-    return found.result()
+    return future.result()
 
 
 def steps_until_next(cost: float, step: float) -> int:

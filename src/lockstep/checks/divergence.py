@@ -34,6 +34,7 @@ _PLACE = "for the replica check"
 _SHOWN = 4  # names of tensors in a message
 
 Named = Sequence[tuple[str, Tensor]]
+_EVERY = 100  # steps between comparisons of replicas
 _FREE = 1e-4  # seconds that a digest may take in every step
 _SHARE = 0.005  # of the time of all steps
 _RAREST = 100  # steps
@@ -50,18 +51,17 @@ class ReplicaCheck:
     and calls it alike.
     """
 
-    def __init__(self, every: int = 100, drift: float = 0.0) -> None:
+    def __init__(self, drift: float = 0.0) -> None:
         """`drift`: the largest difference, as a share of a tensor's largest value, that is only
         warned of, once. Replicas that a program moves apart and back differ by rounding.
         """
-        self._every = every
         self._drift = drift
         self.drifted = False
         """Whether replicas differed by no more than that."""
         self._times = 0
         self.next_step = 0
         """Compare after the first step that is not before this one: after the first two of this
-        process, and when the last comparison is `every` steps old.
+        process, and when the last comparison is 100 steps old.
         """
         self.compared: int | None = None
         """The step after which the replicas were last equal; None: not compared in this process."""
@@ -87,12 +87,13 @@ class ReplicaCheck:
         self._times += 1
         for group, named in alike:
             if group.size > 1 and named:
-                mine = torch.tensor(digest(each for _, each in named), device=named[0][1].device)
-                everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
-                if len(set(everyone)) > 1 and not self._is_drift(group, named, when):
+                _, tensors = zip(*named, strict=True)
+                local = torch.tensor(digest(tensors), device=tensors[0].device)
+                by_rank = group.all_gather(local, place=_PLACE).view(-1).tolist()
+                if len(set(by_rank)) > 1 and not self._is_drift(group, named, when):
                     raise self._divergence(group, named, when)
         self.compared = step
-        self.next_step = 0 if self._times < 2 else step + self._every
+        self.next_step = 0 if self._times < 2 else step + _EVERY
 
     def _is_drift(self, group: Group, named: Named, when: str) -> bool:
         """Whether no tensor differs by more than the drift that is allowed. If so, warn once. A
@@ -100,7 +101,8 @@ class ReplicaCheck:
         """
         if not self._drift:
             return False
-        share, name = max((_share(group, each), name) for name, each in named if each.numel() > 0)
+        shares = [(_share(group, tensor), name) for name, tensor in named if tensor.numel()]
+        share, name = max(shares)
         if not share <= self._drift:
             return False
         if not self.drifted and group.rank == 0:
@@ -116,77 +118,82 @@ class ReplicaCheck:
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
         """Return the error that says what differs, and where. A collective."""
-        mine = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
-        table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
+        names, tensors = zip(*named, strict=True)
+        local = torch.tensor([digest([tensor]) for tensor in tensors], device=tensors[0].device)
+        table = group.all_gather(local, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not differing:
             return ReplicaDivergence(
-                "replicas-changed-while-compared", when=when, parameter=named[0][0], ranks=()
+                "replicas-changed-while-compared", when=when, parameter=names[0], ranks=()
             )
-        name, tensor = named[differing[0]]
-        digests = table[:, differing[0]].tolist()
+        first = differing[0]
+        tensor = tensors[first]
+        digests = table[:, first].tolist()
         right, votes = Counter(digests).most_common(1)[0]
         majority = votes > group.size / 2
-        right = right if majority else digests[0]
-        ranks = [group.ranks[at] for at, each in enumerate(digests) if each != right]
+        if not majority:
+            right = digests[0]
         root = digests.index(right)
+        wrong = [rank for rank, value in zip(group.ranks, digests, strict=True) if value != right]
         elements, gap = _distance(group, tensor, root)
-        where = (
-            f"on {listed(ranks)} from the other {votes} ranks"
-            if majority
-            else f"between rank {group.ranks[root]} and {listed(ranks)}"
-        )
-        others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
-        rest = (
-            f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "")
-            if others
-            else ""
-        )
-        told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
+        difference = f"between rank {group.ranks[root]} and {listed(wrong)}"
+        if majority:
+            difference = f"on {listed(wrong)} from the other {votes} ranks"
+        others = ", ".join(repr(names[index]) for index in differing[1:_SHOWN])
+        if others:
+            others = f": also {others}"
+        if len(differing) > _SHOWN:
+            others += " ..."
         return ReplicaDivergence(
             "replicas-differ",
             when=when,
-            parameter=name,
-            ranks=ranks,
-            where=where,
+            parameter=names[first],
+            ranks=wrong,
+            where=difference,
             elements=elements,
             size=tensor.numel(),
             gap=gap,
             differing=len(differing),
-            tensors=len(named),
-            others=rest,
-            told=told,
+            tensors=len(tensors),
+            others=others,
+            told=sentences(self.on_divergence, self.compared),
         )
+
+
+def sentences(callbacks: Iterable[Callable[[int | None], str]], step: int | None) -> str:
+    """Return the texts that these return for `step`, each after a space, without the empty ones."""
+    texts = [callback(step) for callback in callbacks]
+    return "".join(f" {text}" for text in texts if text)
 
 
 def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
     """Return how many elements differ from those of rank `root`, and by how much at most, on the
     rank with the largest difference. A collective.
     """
-    ours = octets_of(tensor)
-    theirs = ours.clone()  # as bytes, tensors of every dtype can be sent
-    group.broadcast(theirs, root, place=_PLACE).wait()
+    local = octets_of(tensor)
+    remote = local.clone()  # as bytes, tensors of every dtype can be sent
+    group.broadcast(remote, root, place=_PLACE).wait()
+    changed = (remote != local).view(max(1, tensor.numel()), -1).any(1)
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
-    gaps = (
-        (theirs.view(dtype).double() - ours.view(dtype).double())
-        .abs()
-        .nan_to_num(torch.inf, torch.inf)
-    )
-    found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
-    group.all_reduce(found, "max", place=_PLACE).wait()
-    return int(found[0]), float(found[1])
+    gaps = (remote.view(dtype).double() - local.view(dtype).double()).abs()
+    gaps = gaps.nan_to_num(torch.inf, torch.inf)
+    largest = gaps.max() if gaps.numel() else gaps.sum()
+    distance = torch.stack([changed.sum().double(), largest])
+    group.all_reduce(distance, "max", place=_PLACE).wait()
+    return int(distance[0]), float(distance[1])
 
 
 def _share(group: Group, tensor: Tensor) -> float:
     """Return the largest difference from rank 0's values, as a share of the largest value. A
     collective.
     """
-    gap = _distance(group, tensor, 0)[1]
+    _, gap = _distance(group, tensor, 0)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     largest = tensor.detach().to(wide).abs().amax().reshape(1)
     group.all_reduce(largest, "max", place=_PLACE).wait()
-    return gap / float(largest) if 0 < gap < math.inf else gap
+    if 0 < gap < math.inf:
+        return gap / float(largest)
+    return gap
 
 
 class OverwrittenCheck:
@@ -218,18 +225,19 @@ class OverwrittenCheck:
         # 0 in the first step, which knows no step before
         seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
         if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
-            self.next_step = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
+            steps = math.ceil(digesting / (_SHARE * seconds))
+            self.next_step = step + min(_RAREST, max(1, steps))
         return len(set(facts.digests_by_rank)) > 1
 
 
 def digests(alike: Iterable[tuple[Group, Named]]) -> dict[str, int]:
     """Return the digest of each tensor, by its name and the ranks on which it is equal."""
-    return {
-        f"{name!r} of {listed(group.ranks)}": digest([tensor])
-        for group, named in alike
-        for name, tensor in named
-        if group.size > 1
-    }
+    values = {}
+    for group, named in alike:
+        if group.size > 1:
+            for name, tensor in named:
+                values[f"{name!r} of {listed(group.ranks)}"] = digest([tensor])
+    return values
 
 
 @torch.no_grad()
@@ -240,18 +248,21 @@ def digest(tensors: Iterable[Tensor]) -> int:
     On the CPU it is XXH3 over the memory of each tensor, at the speed of memory. Other devices mix
     their tensors themselves, so that only a number travels.
     """
-    hasher, elsewhere = xxhash.xxh3_64(), []
+    hasher = xxhash.xxh3_64()
+    on_devices = []
     for tensor in tensors:
-        octets = octets_of(tensor)
-        if octets.device.type == "cpu":
-            hasher.update(octets.numpy().data)
+        data = octets_of(tensor)
+        if data.device.type == "cpu":
+            hasher.update(data.numpy().data)
         else:
-            elsewhere.append(octets)
-    if elsewhere:
-        for words in chunks(elsewhere):
+            on_devices.append(data)
+    if on_devices:
+        for words in chunks(on_devices):
             hasher.update(mixed(words).cpu().numpy().data)
-    found = hasher.intdigest()
-    return found - 2**64 if found >= 2**63 else found
+    value = hasher.intdigest()
+    if value >= 2**63:
+        return value - 2**64
+    return value
 
 
 def mixed(words: Tensor) -> Tensor:
@@ -261,7 +272,8 @@ def mixed(words: Tensor) -> Tensor:
     The bijection is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014). One changed word
     always changes the sum. Two exchanged words change it too, except by chance.
     """
-    mixing = torch.arange(1, words.numel() + 1, device=words.device).mul_(_STEP).add_(words)
+    mixing = torch.arange(1, words.numel() + 1, device=words.device)
+    mixing = mixing.mul_(_STEP).add_(words)
     mixing = (mixing ^ _shifted(mixing, 30)).mul_(_FIRST)
     mixing = (mixing ^ _shifted(mixing, 27)).mul_(_SECOND)
     return (mixing ^ _shifted(mixing, 31)).sum()
@@ -284,23 +296,25 @@ def octets_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def chunks(octets: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
+def chunks(tensors: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
     """Yield bytes on devices as int64 words, at most `most` bytes at a time. Small tensors are
     joined, large ones are split, and zeros fill the last word.
     """
-    together: list[Tensor] = []
+    pieces: list[Tensor] = []
     room = most
-    for each in octets:
-        for piece in each.split(most):
-            if together and (piece.numel() > room or piece.device != together[0].device):
-                yield _words(together)
-                together, room = [], most
-            together.append(piece)
+    for tensor in tensors:
+        for piece in tensor.split(most):
+            if pieces and (piece.numel() > room or piece.device != pieces[0].device):
+                yield _words(pieces)
+                pieces = []
+                room = most
+            pieces.append(piece)
             room -= piece.numel()
-    if together:
-        yield _words(together)
+    if pieces:
+        yield _words(pieces)
 
 
 def _words(pieces: list[Tensor]) -> Tensor:
     missing = -sum(piece.numel() for piece in pieces) % _WORD
-    return torch.cat([*pieces, pieces[0].new_zeros(missing)]).view(torch.int64)
+    padding = pieces[0].new_zeros(missing)
+    return torch.cat([*pieces, padding]).view(torch.int64)

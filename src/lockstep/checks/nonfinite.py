@@ -33,7 +33,7 @@ class NonFiniteTrace:
         self.micro_batch = 0
         """This rank's micro-batch in the window."""
         # (micro-batch, parameter, whether its whole gradient is finite)
-        self._landed: list[tuple[int, int, Tensor]] = []
+        self._gradients: list[tuple[int, int, Tensor]] = []
 
     @property
     def watched(self) -> bool:
@@ -46,47 +46,42 @@ class NonFiniteTrace:
 
     def begin(self) -> None:
         """Begin a window."""
-        self._landed.clear()
-        self._reducer.on_ready = self._look if self.due else None
+        self._gradients.clear()
+        self._reducer.on_ready = self._add if self.due else None
         self.due = self._always
 
-    def _look(self, number: int, gradient: Tensor) -> None:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        self._landed.append((self.micro_batch, number, values.isfinite().all()))
+    def _add(self, number: int, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        self._gradients.append((self.micro_batch, number, gradient.isfinite().all()))
 
     def tell(self, losses_by_rank: Sequence[float]) -> str:
         """Return sentences that name the ranks whose loss is not finite and, if gradients were
         watched, each rank's first such gradient. A collective.
         """
-        lost = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
-        whose = f"The loss of {listed(lost)} is not finite. " if lost else ""
+        ranks = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
+        losses = f"The loss of {listed(ranks)} is not finite. " if ranks else ""
         if not self.watched:
-            return (
-                whose + "The next window's gradients are checked one by one, before they are summed"
-            )
-        group, device = self._reducer.group, self._reducer.parameters[0].device
-        rows = (
-            group.all_gather(
-                torch.tensor(self._first(), device=device), place="for the trace of a nan"
-            )
-            .view(group.size, 2)
-            .tolist()
-        )
-        found = [
+            return f"{losses}The next window's gradients are checked one by one, before they are summed"
+        group = self._reducer.group
+        first = torch.tensor(self._first(), device=self._reducer.parameters[0].device)
+        table = group.all_gather(first, place="for the trace of a nan").view(group.size, 2)
+        gradients = [
             f"{self._reducer.names[number]!r} on rank {rank} (micro-batch {micro_batch} of its"
             " window)"
-            for rank, (micro_batch, number) in enumerate(rows)
+            for rank, (micro_batch, number) in enumerate(table.tolist())
             if number != _NONE
         ]
-        if not found:
-            return whose + "Every rank's gradients were finite before the sum"
-        return f"{whose}Before the sum, the first gradient that is not finite: {', '.join(found)}"
+        if not gradients:
+            return f"{losses}Every rank's gradients were finite before the sum"
+        shown = ", ".join(gradients)
+        return f"{losses}Before the sum, the first gradient that is not finite: {shown}"
 
     def _first(self) -> list[int]:
         """[micro-batch, parameter] of the first gradient that landed here and was not finite."""
-        if self._landed:
-            finite = torch.stack([finite for *_, finite in self._landed]).tolist()
-            for (micro_batch, number, _), good in zip(self._landed, finite, strict=True):
-                if not good:
+        if self._gradients:
+            flags = torch.stack([finite for *_, finite in self._gradients]).tolist()
+            for (micro_batch, number, _), finite in zip(self._gradients, flags, strict=True):
+                if not finite:
                     return [micro_batch, number]
         return [_NONE, _NONE]

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import ReplicaDivergence
 
 Fields = Mapping[str, Any]
+_PLACE = "for the comparison at the start"
 
 
 def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
@@ -30,24 +32,15 @@ def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, 
     buffer's name, in order, with shape, dtype, requires_grad.
     """
     fields: dict[str, Any] = {"torch version": torch.__version__}
-    fields["list of parameters"] = [
-        name for name, _ in module.named_parameters() if name not in ignored
-    ]
-    for name, parameter in module.named_parameters():
-        if name in ignored:
-            continue
-        fields[f"parameter {name!r}"] = [
-            *_form(parameter),
-            "trained" if parameter.requires_grad else "frozen",
-        ]
-    fields["list of buffers"] = [name for name, _ in module.named_buffers() if name not in ignored]
-    fields.update(
-        {
-            f"buffer {name!r}": _form(buffer)
-            for name, buffer in module.named_buffers()
-            if name not in ignored
-        }
-    )
+    parameters = {name: value for name, value in module.named_parameters() if name not in ignored}
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+    fields["list of parameters"] = list(parameters)
+    for name, parameter in parameters.items():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        fields[f"parameter {name!r}"] = [*_form(parameter), trained]
+    fields["list of buffers"] = list(buffers)
+    for name, buffer in buffers.items():
+        fields[f"buffer {name!r}"] = _form(buffer)
     return fields
 
 
@@ -56,21 +49,20 @@ def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
     fields: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            fields[f"optimizer group {number} {name}"] = (
-                len(value) if name == "params" else _plain(value)
-            )
+            compared = len(value) if name == "params" else _plain(value)
+            fields[f"optimizer group {number} {name}"] = compared
     return fields
 
 
 def optimizer_numbers(optimizer: Optimizer, device: torch.device) -> list[tuple[str, Tensor]]:
     """The numbers among every group's settings, such as the learning rate, as tensors by name."""
     as_tensor = partial(torch.as_tensor, dtype=torch.float64, device=device)
-    return [
-        (f"{name} of parameter group {number}", as_tensor(value))
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if isinstance(value, (int, float, Tensor)) or (name == "betas" and len(value))
-    ]
+    numbers = []
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if isinstance(value, (int, float, Tensor)) or (name == "betas" and len(value)):
+                numbers.append((f"{name} of parameter group {index}", as_tensor(value)))
+    return numbers
 
 
 def compare_start(group: Group, fields: Fields) -> None:
@@ -80,65 +72,52 @@ def compare_start(group: Group, fields: Fields) -> None:
     if group.size == 1:
         return
     text = json.dumps(fields).encode()
-    mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.distributed.get_backend(group.process_group) == "nccl"
-        else torch.device("cpu")
-    )
-    hashes = group.all_gather(mine.to(device), place="for the comparison at the start").view(
-        group.size, -1
-    )
-    if bool((hashes == hashes[0]).all()):
-        return
-    raise _difference(everybodys(fields, group.host, "for the comparison at the start"))
+    local = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    if torch.distributed.get_backend(group.process_group) == "nccl":
+        local = local.cuda()
+    hashes = group.all_gather(local, place=_PLACE).view(group.size, -1)
+    if not bool((hashes == hashes[0]).all()):
+        raise _difference(everybodys(fields, group.host, _PLACE))
 
 
-def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:
-    first = everyone[0]
-    for name in dict.fromkeys(name for fields in everyone for name in fields):
-        values = [fields.get(name, "missing") for fields in everyone]
-        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+def _difference(by_rank: Sequence[Fields]) -> ReplicaDivergence:
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        values = [fields.get(name, "missing") for fields in by_rank]
+        first = values[0]
+        ranks = [rank for rank, value in enumerate(values) if value != first]
         if not ranks:
             continue
-        ours, theirs = values[0], values[ranks[0]]
-        if isinstance(ours, list) and isinstance(theirs, list) and name.startswith("list of "):
-            return ReplicaDivergence(
-                "ranks-set-up-differently",
-                parameter=name,
-                ranks=ranks,
-                difference=_names(ours, theirs, ranks),
-            )
+        other = values[ranks[0]]
+        others = f"{listed(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        if isinstance(first, list) and isinstance(other, list) and name.startswith("list of "):
+            difference = _names(first, other, others)
+        else:
+            difference = f"rank 0 has {_shown(first)}, {others} {_shown(other)}"
         return ReplicaDivergence(
-            "ranks-set-up-differently",
-            parameter=name,
-            ranks=ranks,
-            difference=f"rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)}"
-            f" {_shown(theirs)}",
+            "ranks-set-up-differently", parameter=name, ranks=ranks, difference=difference
         )
-    raise AssertionError(f"hashes differ but no field does: {list(first)}")
+    raise AssertionError(f"hashes differ but no field does: {list(by_rank[0])}")
 
 
-def _names(ours: list[str], theirs: list[str], ranks: Sequence[int]) -> str:
-    lacking = [name for name in ours if name not in theirs]
-    more = [name for name in theirs if name not in ours]
-    if not lacking and not more:
-        place = next(
-            number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b
-        )
+def _names(first: list[str], other: list[str], others: str) -> str:
+    """Return how the names on rank 0 differ from other ranks'. `others` is such as "ranks 1, 2
+    have".
+    """
+    only_first = [name for name in first if name not in other]
+    only_other = [name for name in other if name not in first]
+    if not only_first and not only_other:
+        position = 0
+        while first[position] == other[position]:
+            position += 1
         return (
-            f"at position {place} rank 0 has {ours[place]!r}, {listed(ranks)} {_have(ranks)}"
-            f" {theirs[place]!r}"
+            f"at position {position} rank 0 has {first[position]!r}, {others} {other[position]!r}"
         )
-    parts = [f"only rank 0 has {', '.join(map(repr, lacking[:5]))}"] if lacking else []
-    parts += (
-        [f"only {listed(ranks)} {_have(ranks)} {', '.join(map(repr, more[:5]))}"] if more else []
-    )
+    parts = []
+    if only_first:
+        parts.append(f"only rank 0 has {', '.join(map(repr, only_first[:5]))}")
+    if only_other:
+        parts.append(f"only {others} {', '.join(map(repr, only_other[:5]))}")
     return "; ".join(parts)
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _shown(value: Any) -> str:

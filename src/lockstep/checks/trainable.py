@@ -97,10 +97,9 @@ def adds_up(dtype: torch.dtype) -> bool:
     return True
 
 
-def _check_memory(what: str, tensor: Tensor, instead: str) -> None:
+def _check_memory(name: str, tensor: Tensor, instead: str) -> None:
     if tensor.layout != torch.strided:
-        raise UsageError("sparse-tensor", tensor=what, layout=str(tensor.layout))
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise UsageError("expanded-tensor", tensor=what, shape=list(tensor.shape), instead=instead)
+        raise UsageError("sparse-tensor", tensor=name, layout=str(tensor.layout))
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in dims):
+        raise UsageError("expanded-tensor", tensor=name, shape=list(tensor.shape), instead=instead)

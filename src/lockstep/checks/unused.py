@@ -28,55 +28,49 @@ class UnusedCheck:
     def __init__(self, reducer: Reducer, policy: Unused) -> None:
         self._reducer = reducer
         self._policy = policy
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self) -> None:
         """Check. All ranks call it after `finish`. Raises UnusedParameters on all of them."""
         reducer = self._reducer
         if not reducer.someone_misses:
             return
-        landed = torch.tensor(
-            reducer.ready_here, dtype=torch.uint8, device=reducer.parameters[0].device
-        )
-        used = (
-            reducer.group.all_gather(landed, place="for the list of unused parameters")
-            .view(reducer.group.size, -1)
-            .bool()
-            .cpu()
-        )
-        anywhere = used.any(0).tolist()
-        nowhere = [
-            name for name, is_used in zip(reducer.names, anywhere, strict=True) if not is_used
-        ]
+        device = reducer.parameters[0].device
+        ready = torch.tensor(reducer.ready_here, dtype=torch.uint8, device=device)
+        table = reducer.group.all_gather(ready, place="for the list of unused parameters")
+        used = table.view(reducer.group.size, -1).bool().cpu()
         idle = ~used.any(1, keepdim=True)  # a rank without micro-batches misses nothing
-        self._say_partly(
-            [
-                (name, missing)
-                for name, missing, is_used in zip(
-                    reducer.names, (~(used | idle)).t(), anywhere, strict=True
-                )
-                if is_used and missing.any()
-            ]
-        )
-        if nowhere and self._policy == "error":
-            raise UnusedParameters("unused-parameters", names=nowhere, shown=shortly(nowhere))
+        missing = ~(used | idle)
+        unused = []
+        partly_used = {}
+        anywhere = used.any(0).tolist()
+        for name, is_used, by_rank in zip(reducer.names, anywhere, missing.t(), strict=True):
+            if not is_used:
+                unused.append(name)
+            elif by_rank.any():
+                partly_used[name] = by_rank
+        self._warn(partly_used)
+        if unused and self._policy == "error":
+            raise UnusedParameters("unused-parameters", names=unused, shown=shortly(unused))
         if self._policy == "skip":
-            skipped = set(nowhere)
+            skipped = set(unused)
             for name, parameter, filled in zip(
                 reducer.names, reducer.parameters, reducer.filled_here, strict=True
             ):
                 if filled and name in skipped:  # a `.grad` left from an earlier backward stays
                     parameter.grad = None
 
-    def _say_partly(self, partly: list[tuple[str, torch.Tensor]]) -> None:
-        new = [(name, missing) for name, missing in partly if name not in self._said]
-        self._said.update(name for name, _ in new)
+    def _warn(self, partly_used: dict[str, torch.Tensor]) -> None:
+        """Warn once of each parameter that some ranks used. The values say of each rank whether it
+        misses the gradient.
+        """
+        new = [name for name in partly_used if name not in self._warned]
+        self._warned.update(new)
         if new and self._reducer.group.rank == 0:
-            without = new[0][1].nonzero().flatten().tolist()
-            names = shortly([name for name, _ in new])
+            ranks = partly_used[new[0]].nonzero().flatten().tolist()
             warnings.warn(
-                f"{names} got no gradient on {listed(without)}: the mean counts zeros there. This"
-                " warning appears once.",
+                f"{shortly(new)} got no gradient on {listed(ranks)}: the mean counts zeros there."
+                " This warning appears once.",
                 LockstepWarning,
                 stacklevel=2,
             )
@@ -85,4 +79,6 @@ class UnusedCheck:
 def shortly(names: list[str]) -> str:
     """The first few names, quoted, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    if len(names) <= _NAMED:
+        return shown
+    return f"{shown} and {len(names) - _NAMED} more"

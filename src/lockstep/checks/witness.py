@@ -18,16 +18,17 @@ them too. This tells which of them was wrong, and whether the error comes back.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from lockstep.checks.divergence import Named, digest
+from lockstep.checks.divergence import Named, digest, sentences
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
@@ -49,14 +50,14 @@ _ALL = -1  # instead of an owner: a value that no rank adds up alone
 NOT_DETERMINISTIC = "micro-batch-not-deterministic"
 
 Item = tuple[int, int, str, int]
-"""A compared value: its level, place, name and digest. The place is a slot; a block's first slot;
-for a read, first slot * ranks + reading rank; or the rank that owns a slice.
+"""A compared value: its level, position, name and digest. The position is a slot; a block's first
+slot; for a read, first slot * ranks + reading rank; or the rank that owns a slice.
 """
 
 
-def of_update(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
+def update_items(owner: int, digests: Iterable[tuple[str, int]]) -> list[Item]:
     """Return the items for the values to which an owner's slices were updated."""
-    return [(_UPDATE, owner, name, found) for name, found in digests]
+    return [(_UPDATE, owner, name, value) for name, value in digests]
 
 
 class Computed:
@@ -65,95 +66,106 @@ class Computed:
     """
 
     def __init__(self, turned: int, reducer: Reducer) -> None:
-        self.turned, self._reducer = turned, reducer
         fold = reducer.fold
         assert isinstance(fold, TreeFold)
-        self._fold, self._reduction = fold, fold.reduction
+        self.turned = turned
+        self._reducer = reducer
+        self._group = reducer.group
+        self._fold = fold
+        self._reduction = fold.reduction
         self.items: list[Item] = []
         self._slot = 0
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Note the gradients that land and leave in this block."""
-        reducer, reduction = self._reducer, self._reduction
+        reducer = self._reducer
+        reduction = self._reduction
         before = reducer.on_ready  # sees only the gradients of the usual pass
 
         def landed(number: int, gradient: Tensor) -> None:
-            self._note(_MICRO_BATCH, self._slot, reducer.names[number], digest([gradient]))
+            self._add(_MICRO_BATCH, self._slot, reducer.names[number], digest([gradient]))
             if before is not None and not self.turned:
                 before(number, gradient)
 
-        reducer.on_ready, reducer.on_launch, reduction.on_read = landed, self._left, self._read
+        reducer.on_ready = landed
+        reducer.on_launch = self._add_blocks
+        reduction.on_read = self._add_reads
         try:
             yield
         finally:
-            reducer.on_ready, reducer.on_launch, reduction.on_read = before, None, None
+            reducer.on_ready = before
+            reducer.on_launch = None
+            reduction.on_read = None
 
     def open(self, slot: int, batch: Any) -> None:
         """Begin a micro-batch."""
         self._slot = slot
-        self._note(_MICRO_BATCH, slot, "its samples", digest(tensors_in(batch)))
+        self._add(_MICRO_BATCH, slot, "its samples", digest(tensors_in(batch)))
 
     def shut(self, weight: float | Tensor, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """End a micro-batch, which leaves the buffers with these values."""
-        self._note(_MICRO_BATCH, self._slot, "its weight", _number(float(weight)))
+        self._add(_MICRO_BATCH, self._slot, "its weight", _number(float(weight)))
         for name, buffer in buffers:
-            self._note(_MICRO_BATCH, self._slot, name, digest([buffer]))
+            self._add(_MICRO_BATCH, self._slot, name, digest([buffer]))
 
-    def _left(self, bucket: Bucket) -> None:
+    def _add_blocks(self, bucket: Bucket) -> None:
         for slot, number, block in self._fold.blocks(bucket):
-            self._note(_BLOCK, slot, self._reducer.names[number], digest([block]))
+            self._add(_BLOCK, slot, self._reducer.names[number], digest([block]))
 
-    def _read(self, bucket: Bucket, pieces: Sequence[Tensor]) -> None:
-        rank, size = self._reducer.group.rank, self._reducer.group.size
-        blocks = [block for each in self._reduction.brought for block in each]
+    def _add_reads(self, bucket: Bucket, pieces: Sequence[Tensor]) -> None:
+        rank = self._group.rank
+        size = self._group.size
+        blocks = chain.from_iterable(self._reduction.brought)
         for block, piece in zip(blocks, pieces, strict=True):
+            position = block.first * size + rank
             for name, start, stop in self._spans(bucket, rank):
-                place = block.first * size + rank
-                self._note(_READ, place, name, _digest(piece[start:stop]))
+                self._add(_READ, position, name, _digest(piece[start:stop]))
 
     def summed(self, facts: Facts, moved: Tensor) -> None:
         """Note the sums when they have arrived, the step's facts, and the movements of buffers."""
-        group = self._reducer.group
-        for name, value in (("the weight", facts.weight), ("the loss", facts.loss)):
-            self._note(_SUM, _ALL, name, _number(value))
-        self._note(_SUM, _ALL, "the buffers", _digest(moved))
+        group = self._group
+        self._add(_SUM, _ALL, "the weight", _number(facts.weight))
+        self._add(_SUM, _ALL, "the loss", _number(facts.loss))
+        self._add(_SUM, _ALL, "the buffers", _digest(moved))
+        owners = [group.rank] if self._reduction.scattered else range(group.size)
         for bucket in self._reducer.buckets:
-            for owner in (group.rank,) if self._reduction.scattered else range(group.size):
+            for owner in owners:
                 part = slice_of(bucket.sum.numel(), owner, group.size)
                 flat = bucket.sum.data[part.start : part.stop]
                 for name, start, stop in self._spans(bucket, owner):
-                    self._note(_SUM, owner, name, _digest(flat[start:stop]))
+                    self._add(_SUM, owner, name, _digest(flat[start:stop]))
 
     def _spans(self, bucket: Bucket, owner: int) -> Iterator[tuple[str, int, int]]:
         """Yield the part of each parameter in a rank's slice of a bucket: its name, start and stop,
         counted from the begin of the slice.
         """
-        part = slice_of(bucket.sum.numel(), owner, self._reducer.group.size)
+        part = slice_of(bucket.sum.numel(), owner, self._group.size)
         for span in bucket.spans:
-            start, stop = max(part.start, span.start), min(part.stop, span.stop)
+            start = max(part.start, span.start) - part.start
+            stop = min(part.stop, span.stop) - part.start
             if start < stop:
-                yield span.name, start - part.start, stop - part.start
+                yield span.name, start, stop
 
-    def _note(self, level: int, place: int, name: str, found: int) -> None:
-        self.items.append((level, place, name, found))
+    def _add(self, level: int, position: int, name: str, value: int) -> None:
+        self.items.append((level, position, name, value))
 
     def row(self, slots: int) -> list[int]:
         """Return a number for each slot, for the block that begins with it, for what each rank
         reads, for what each rank adds up, and for what no rank adds up alone. 0: not computed here.
         """
-        size = self._reducer.group.size
-        hashers = [xxhash.xxh3_64() for _ in range(2 * (slots + size) + 1)]
-        begins, computed = (0, slots, 2 * slots, 2 * slots + size), set()
-        for level, place, _, found in sorted(self.items):  # reads come rank by rank
-            place = place % size if level == _READ else place
-            number = begins[level] + place if place != _ALL else len(hashers) - 1
-            hashers[number].update(found.to_bytes(8, "little", signed=True))
-            computed.add(number)
-        return [
-            each.intdigest() >> 1 if number in computed else 0
-            for number, each in enumerate(hashers)
-        ]
+        size = self._group.size
+        begins = (0, slots, 2 * slots, 2 * slots + size)  # by level
+        row = [0] * (2 * (slots + size) + 1)
+        hashers: dict[int, Any] = defaultdict(xxhash.xxh3_64)
+        for level, position, _, value in sorted(self.items):  # reads come rank by rank
+            if level == _READ:
+                position %= size
+            index = len(row) - 1 if position == _ALL else begins[level] + position
+            hashers[index].update(value.to_bytes(8, "little", signed=True))
+        for index, hasher in hashers.items():
+            row[index] = hasher.intdigest() >> 1
+        return row
 
 
 class Witness:
@@ -162,49 +174,61 @@ class Witness:
     def __init__(self, share: float, seed: int, group: Group) -> None:
         if group.size == 1:
             raise UsageError("witness-alone", witness=share)
-        self._share, self._seed, self._group = share, seed, group
+        self._share = share
+        self._seed = seed
+        self._group = group
         self.witnessed: int | None = None
         """How many steps had been taken when all ranks last agreed; None before."""
         self.on_divergence: list[Callable[[int | None], str]] = []
         """Called with `witnessed` on all ranks before the error is raised. The strings that they
         return are added to its message.
         """
-        self._step, self._slots = 0, 0
+        self._step = 0
+        self._slots = 0
         self._records: list[Computed] = []
         # tensors at the end of a witnessed step, each with its version counter and digest
-        self._kept: dict[str, tuple[Tensor, int, int]] = {}
-        self._kept_after = -1
+        self._last: dict[str, tuple[Tensor, int, int]] = {}
+        self._last_steps = -1
 
     @classmethod
     def of(cls, share: float, seed: int, group: Group) -> Witness | None:
         """Return a Witness, or None for a share of 0. Raises UsageError if there is one rank."""
-        return cls(share, seed, group) if share else None
+        if share:
+            return cls(share, seed, group)
+        return None
 
     def keep(self, named: Named, steps: int) -> None:
         """Keep digests of these tensors at the end of a witnessed step, after `steps` steps."""
-        self._kept_after = steps
-        self._kept = {name: (each, each._version, digest([each])) for name, each in named}
+        self._last_steps = steps
+        self._last = {}
+        for name, tensor in named:
+            self._last[name] = tensor, tensor._version, digest([tensor])
 
     def at_rest(self, steps: int) -> None:
         """Before a witnessed step right after another one: check for changes since then that no
         code has made. Raises CorruptResult on all ranks if some ranks, but not all, find changes.
         """
-        kept, self._kept = self._kept, {}
-        if steps != self._kept_after:
+        last, self._last = self._last, {}
+        if steps != self._last_steps:
             return
         changed = [
             name
-            for name, (each, version, found) in kept.items()
-            if each._version == version and digest([each]) != found
+            for name, (tensor, version, value) in last.items()
+            if tensor._version == version and digest([tensor]) != value
         ]
         host = self._group.host
         counts = host.all_gather(torch.tensor([len(changed)]), place=_PLACE).tolist()
         ranks = [rank for rank, count in enumerate(counts) if count]
         if 0 < len(ranks) < self._group.size:  # on all ranks: code wrote past the version counters
             names = everybodys(changed, host, _PLACE)[ranks[0]]
-            values = {"step": steps + 1, "last": steps, "where": listed(ranks), "told": ""}
-            raise self.told(
-                CorruptResult("corrupt-at-rest", parameter=names[0], ranks=ranks, **values)
+            raise CorruptResult(
+                "corrupt-at-rest",
+                parameter=names[0],
+                ranks=ranks,
+                step=steps + 1,
+                last=steps,
+                where=listed(ranks),
+                told=sentences(self.on_divergence, self.witnessed),
             )
 
     def due(self, window: Window) -> bool:
@@ -215,23 +239,24 @@ class Witness:
             raise UsageError("witness-cannot-read", kind=type(window).__name__)
         # one step of each stretch of 1 / share consecutive steps
         stretch = math.floor(window.step * self._share + _ROUNDING)
-        begin, end = (
-            math.ceil((each - _ROUNDING) / self._share) for each in (stretch, stretch + 1)
-        )
+        begin = math.ceil((stretch - _ROUNDING) / self._share)
+        end = math.ceil((stretch + 1 - _ROUNDING) / self._share)
         return window.step == begin + self._drawn(_FROM, stretch) % (end - begin)
 
-    def _drawn(self, what: int, number: int) -> int:
-        return randomness.derive(self._seed, randomness.WITNESS, what, number)
+    def _drawn(self, purpose: int, number: int) -> int:
+        return randomness.derive(self._seed, randomness.WITNESS, purpose, number)
 
     def begin(self, window: Window) -> int:
         """Begin a witnessed step. Return how far shares are turned in the pass before the usual."""
-        self._step, self._slots, self._records = window.step, window.cut.slots, []
+        self._step = window.step
+        self._slots = window.cut.slots
+        self._records = []
         return 1 + self._drawn(_TURN, self._step) % (self._group.size - 1)
 
     def again(self) -> list[int]:
         """Return the passes to repeat: both, and one on third ranks if there are any."""
         turned = self._records[0].turned
-        others = [each for each in range(1, self._group.size) if each != turned]
+        others = [other for other in range(1, self._group.size) if other != turned]
         return [turned, 0, *others[:1]]
 
     def record(self, turned: int, reducer: Reducer) -> Computed:
@@ -243,18 +268,18 @@ class Witness:
         """Whether both passes have the same results on all ranks, after `steps` steps. A
         collective.
         """
-        rows = [each.row(self._slots) for each in self._records]
+        rows = [record.row(self._slots) for record in self._records]
         table = self._group.host.all_gather(torch.tensor(rows), place=_PLACE)
         # [number, rank and pass]
-        found = table.view(-1, len(rows[0])).t().tolist()
-        if any(len(set(each) - {0}) > 1 for each in found):
+        numbers = table.view(-1, len(rows[0])).t().tolist()
+        if any(len(set(values) - {0}) > 1 for values in numbers):
             return False
         self.witnessed = steps
         return True
 
     def error(self) -> LockstepError:
         """Return the error that follows from all passes. A collective."""
-        return self.told(self._judged([each.items for each in self._records]) or _nothing())
+        return self._error([record.items for record in self._records])
 
     def compare(
         self, passes: Sequence[list[Item]], once_more: Callable[[], Iterable[list[Item]]]
@@ -263,152 +288,169 @@ class Witness:
         further passes, which tell who was wrong. A collective.
         """
         if self._judged(passes) is not None:
-            raise self.told(self._judged([*passes, *once_more()]) or _nothing())
+            raise self._error([*passes, *once_more()])
 
-    def _judged(self, passes: Sequence[list[Item]]) -> LockstepError | None:
-        said = everybodys(passes, self._group.host, _PLACE)
-        by_pass = [[mine[number] for mine in said] for number in range(len(passes))]
-        return judge(by_pass, self._step + 1)
-
-    def told(self, error: LockstepError) -> LockstepError:
-        """Add to an error of corruption what the functions in `on_divergence` return."""
+    def _error(self, passes: Sequence[list[Item]]) -> LockstepError:
+        error = self._judged(passes)
+        if error is None:
+            raise AssertionError("passes differ, and nothing in them does")
         if isinstance(error, CorruptResult):
-            told = [text for each in self.on_divergence if (text := each(self.witnessed))]
-            error.values["told"] = "".join(f" {text}" for text in told)
+            error.values["told"] = sentences(self.on_divergence, self.witnessed)
         return error
 
+    def _judged(self, passes: Sequence[list[Item]]) -> LockstepError | None:
+        by_rank = everybodys(passes, self._group.host, _PLACE)
+        by_pass = list(zip(*by_rank, strict=True))
+        return judge(by_pass, self._step + 1)
 
-def _nothing() -> LockstepError:
-    raise AssertionError("passes differ, and nothing in them does")
+
+class _Result(NamedTuple):
+    """One computation of a value: in which pass, on which rank, and its digest."""
+
+    number: int
+    rank: int
+    digest: int
 
 
-def judge(passes: Sequence[Sequence[Sequence[Item]]], step: int) -> LockstepError | None:
-    """Return the error that says who was wrong in this step, or None. `passes[i][rank]` is what a
-    rank computed in pass i.
-    """
+Key = tuple[int, str]
+"""The position and name of a value."""
+Passes = Sequence[Sequence[Sequence[Item]]]
+"""`passes[i][rank]` is what a rank computed in pass i."""
+Differing = dict[Key, list[_Result]]
+"""All computations of the values that differ."""
+
+
+def judge(passes: Passes, step: int) -> LockstepError | None:
+    """Return the error that says who was wrong in this step, or None."""
     for level in range(_UPDATE + 1):
-        found: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
-        for number, ranks in enumerate(passes):
-            for rank, items in enumerate(ranks):
-                for its, place, name, value in items:
-                    if its == level:
-                        found.setdefault((place, name), []).append((number, rank, value))
-        differing = {
-            key: each for key, each in found.items() if len({value for *_, value in each}) > 1
-        }
-        if differing:
-            if level == _READ:
-                code, values = _of_reads(differing, passes)
-            else:
-                code, values = (
-                    _of_sums(differing) if level == _SUM else _of_shares(level, differing)
-                )
-            kind = UsageError if code == NOT_DETERMINISTIC else CorruptResult
-            return kind(code, step=step, **values)
+        differing = _differing(passes, level)
+        if not differing:
+            continue
+        if level == _READ:
+            code, values = _of_reads(differing, passes)
+        elif level == _SUM:
+            code, values = _of_sums(differing)
+        else:
+            code, values = _of_shares(level, differing)
+        kind = UsageError if code == NOT_DETERMINISTIC else CorruptResult
+        return kind(code, step=step, **values)
     return None
 
 
-Differing = dict[tuple[int, str], list[tuple[int, int, int]]]
-"""By place and name, the computations of one value: pass, rank, digest."""
+def _differing(passes: Passes, level: int) -> Differing:
+    values: Differing = defaultdict(list)
+    for number, ranks in enumerate(passes):
+        for rank, items in enumerate(ranks):
+            for item_level, position, name, value in items:
+                if item_level == level:
+                    values[position, name].append(_Result(number, rank, value))
+    differing = {}
+    for key, results in values.items():
+        if any(result.digest != results[0].digest for result in results):
+            differing[key] = results
+    return differing
 
 
 def _of_shares(level: int, differing: Differing) -> tuple[str, dict[str, Any]]:
     """Judge a level at which all ranks that compute a share must have the same results."""
-    varying = {
-        rank
-        for each in differing.values()
-        for rank in {rank for _, rank, _ in each}
-        if len({value for _, its, value in each if its == rank}) > 1
-    }
+    varying = set()  # the ranks that differ from themselves
+    for results in differing.values():
+        digests: dict[int, int] = {}
+        for result in results:
+            if digests.setdefault(result.rank, result.digest) != result.digest:
+                varying.add(result.rank)
     wrong = _wrong(differing)
-    suspects = varying or {rank for _, _, rank in wrong}
-    own = [(key, number) for key, number, rank in wrong if {rank} == suspects]
+    suspects = varying or {result.rank for _, result in wrong}
+    own = [(key, result) for key, result in wrong if {result.rank} == suspects]
     if not own:
-        (place, name), each = next(iter(differing.items()))
-        ranks = sorted({rank for _, rank, _ in each})
-        return (NOT_DETERMINISTIC if varying else "ranks-compute-differently"), _told(
-            place, name, ranks, set()
-        )
-    (place, name), _ = own[0]
+        key, results = next(iter(differing.items()))
+        code = NOT_DETERMINISTIC if varying else "ranks-compute-differently"
+        return code, _error_values(key, {result.rank for result in results}, [])
     code = {_MICRO_BATCH: "corrupt-micro-batch", _BLOCK: "corrupt-share"}.get(
         level, "corrupt-update"
     )
-    return code, _told(place, name, sorted(suspects), {number for _, number in own})
+    key, _ = own[0]
+    return code, _error_values(key, suspects, own)
 
 
-def _of_reads(
-    differing: Differing, passes: Sequence[Sequence[Sequence[Item]]]
-) -> tuple[str, dict[str, Any]]:
+def _of_reads(differing: Differing, passes: Passes) -> tuple[str, dict[str, Any]]:
     """Judge blocks that left their rank right, but arrived wrong at the rank that reads them."""
-    wrong = _wrong(differing) or [
-        (key, number, rank) for key, each in differing.items() for number, rank, _ in each
-    ]
-    (place, name), number, reader = wrong[0]
-    slot, ranks = place // len(passes[0]), passes[number]
-    left = (_BLOCK, slot, name)
-    sender = next(
-        rank for rank, items in enumerate(ranks) if any(tuple(e[:3]) == left for e in items)
-    )
-    found = _told(slot, name, [sender], {number for _, number, _ in wrong})
-    return "corrupt-on-its-way", found | {"reader": reader}
+    wrong = _wrong(differing) or _all_results(differing)
+    (position, name), result = wrong[0]
+    slot = position // len(passes[0])
+    senders = set()
+    for rank, items in enumerate(passes[result.number]):
+        if [_BLOCK, slot, name] in [list(item[:3]) for item in items]:
+            senders.add(rank)
+    values = _error_values((slot, name), senders, wrong)
+    return "corrupt-on-its-way", values | {"reader": result.rank}
 
 
 def _of_sums(differing: Differing) -> tuple[str, dict[str, Any]]:
     """Judge sums, which all ranks must receive alike. If no rank received a sum right, its owner
     has added it up wrong.
     """
-    wrong = _wrong(differing)
-    if not wrong:  # no digest is the most frequent
-        wrong = [(key, number, rank) for key, each in differing.items() for number, rank, _ in each]
-    key, number, _ = wrong[0]
-    owner, name = key
-    received = sorted({rank for its, when, rank in wrong if (its, when) == (key, number)})
-    passes = {number for _, number, _ in wrong}
-    if owner != _ALL and received == sorted({r for when, r, _ in differing[key] if when == number}):
-        return "corrupt-sum", _told(owner, name, [owner], passes)
-    return "corrupt-message", _told(owner, name, received, passes)
+    # no digest may be the most frequent
+    wrong = _wrong(differing) or _all_results(differing)
+    key, first = wrong[0]
+    same_pass = [result for result in differing[key] if result.number == first.number]
+    received = {result.rank for result in same_pass if (key, result) in wrong}
+    owner, _ = key
+    if owner != _ALL and received == {result.rank for result in same_pass}:
+        return "corrupt-sum", _error_values(key, {owner}, wrong)
+    return "corrupt-message", _error_values(key, received, wrong)
 
 
-def _told(place: int, name: str, ranks: list[int], passes: set[int]) -> dict[str, Any]:
-    """Return the values of the error. `passes` are those that went wrong."""
-    back = "comes back" if len(passes) > 1 else "does not come back"
+def _error_values(
+    key: Key, ranks: Collection[int], wrong: Sequence[tuple[Key, _Result]]
+) -> dict[str, Any]:
+    """Return the values of the error about the value `key`, computed wrong by `ranks`."""
+    position, name = key
+    passes = {result.number for _, result in wrong}
     return {
-        "slot": place,
+        "slot": position,
         "parameter": name,
-        "ranks": ranks,
-        "where": listed(ranks),
-        "back": back,
+        "ranks": sorted(ranks),
+        "where": listed(sorted(ranks)),
+        "back": "comes back" if len(passes) > 1 else "does not come back",
         "told": "",
     }
 
 
-def _wrong(differing: Differing) -> list[tuple[tuple[int, str], int, int]]:
-    """Return place and name, pass, and rank of each result that differs from the most frequent one.
-    A value without a single most frequent result is left out.
+def _wrong(differing: Differing) -> list[tuple[Key, _Result]]:
+    """Return each result that differs from the most frequent one. A value without a single most
+    frequent result is left out.
     """
-    found = []
-    for key, each in differing.items():
-        right, votes = Counter(value for *_, value in each).most_common(1)[0]
-        if 2 * votes > len(each) or Counter(Counter(v for *_, v in each).values())[votes] == 1:
-            found += [(key, number, rank) for number, rank, value in each if value != right]
-    return found
+    wrong = []
+    for key, results in differing.items():
+        counts = Counter(result.digest for result in results)
+        right, votes = counts.most_common(1)[0]
+        if list(counts.values()).count(votes) == 1:
+            wrong += [(key, result) for result in results if result.digest != right]
+    return wrong
+
+
+def _all_results(differing: Differing) -> list[tuple[Key, _Result]]:
+    pairs = []
+    for key, results in differing.items():
+        pairs += [(key, result) for result in results]
+    return pairs
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers, and their values, after the block."""
-    before = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    before = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                before.append((module, name, buffer, buffer.clone()))
     try:
         yield
     finally:
         with torch.no_grad():
-            for where, name, buffer, value in before:
-                where[name] = buffer
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer
                 if buffer.shape == value.shape:  # a cache has another shape
                     buffer.copy_(value)
 
@@ -421,5 +463,7 @@ def _digest(tensor: Tensor) -> int:
     """Return the `digest` of a sum, with all nans alike: which nan a sum is depends on the order of
     addition.
     """
-    odd = tensor.isnan()
-    return digest([tensor.masked_fill(odd, torch.nan) if bool(odd.any()) else tensor])
+    nans = tensor.isnan()
+    if bool(nans.any()):
+        tensor = tensor.masked_fill(nans, torch.nan)
+    return digest([tensor])

@@ -59,24 +59,30 @@ def of_ordinary_tensors(collective: C) -> C:
         name = "tensor" if "tensor" in options else "tensors"
         if name in options:
             args = (options.pop(name), *args)
-        given = args[0] if args else None
-        each = (given,) if isinstance(given, Tensor) else given or ()
-        if not torch.is_inference_mode_enabled() and not any(one.is_inference() for one in each):
+        argument = args[0] if args else None
+        tensors = (argument,) if isinstance(argument, Tensor) else argument or ()
+        inference = any(tensor.is_inference() for tensor in tensors)
+        if not inference and not torch.is_inference_mode_enabled():
             return collective(*args, **options)
         with torch.inference_mode(False):
-            copies = [one.clone() for one in each]
-            plain = copies[0] if isinstance(given, Tensor) else given and copies
-            answer = collective(*([plain] if args else []), *args[1:], **options)
+            plain = argument
+            if isinstance(argument, Tensor):
+                plain = argument.clone()
+            elif argument:
+                plain = [tensor.clone() for tensor in argument]
+            if args:
+                args = (plain, *args[1:])
+            answer = collective(*args, **options)
 
-        def result(found: Any) -> Any:
-            if found is not plain or given is None:
-                return found
+        def copied_back(result: Any) -> Any:
+            if result is not plain or argument is None:
+                return result
             with torch.inference_mode():
-                return given.copy_(plain)
+                return argument.copy_(plain)
 
         if options.get("async_op"):
-            return Handle([answer], lambda: result(answer.wait()))
-        return result(answer)
+            return Handle([answer], lambda: copied_back(answer.wait()))
+        return copied_back(answer)
 
     return call  # type: ignore[return-value]
 
@@ -223,7 +229,9 @@ def all_gather(
     def shaped(pieces: list[Tensor]) -> Any:
         if as_list:
             return pieces
-        return torch.cat(pieces) if tensor.dim() else torch.stack(pieces)
+        if tensor.dim():
+            return torch.cat(pieces)
+        return torch.stack(pieces)
 
     return _start("all_gather", tensor, (), algorithm, group, async_op, shaped)
 
@@ -351,7 +359,7 @@ def _op(op: AnyOp) -> Any:
 
 def _start(
     kind: Kind,
-    given: Tensor | Sequence[Tensor] | None,
+    tensors: Tensor | Sequence[Tensor] | None,
     options: tuple[Any, ...],
     algorithm: str,
     group: AnyGroup,
@@ -359,30 +367,37 @@ def _start(
     shaped: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Start a collective of that kind. Return its result, `shaped`, or a handle with `async_op`."""
-    found = resolve(group)
-    name = _choose(found, kind, algorithm, given)
-    if name in ("native", SHARED_MEMORY):
-        memory = {"memory": native.memory_of(found)} if name == SHARED_MEMORY else {}
-        work: Work = getattr(native, kind)(found, given, *options, **memory)
+    members = resolve(group)
+    name = _choose(members, kind, algorithm, tensors)
+    work: Work
+    if name == "native":
+        work = getattr(native, kind)(members, tensors, *options)
+    elif name == SHARED_MEMORY:
+        memory = native.memory_of(members)
+        work = getattr(native, kind)(members, tensors, *options, memory=memory)
     else:
         # An algorithm that the caller chose must be equal on all ranks, so they compare it. One
         # that "auto" chose follows from what they compare anyway.
         label = "" if algorithm == "auto" else f" by {algorithm}"
-        run = getattr(by_schedule, kind)(found, given, *options, name, label)
-        work = Later(found.in_background(run)) if async_op else Handle([], run)
+        run = getattr(by_schedule, kind)(members, tensors, *options, name, label)
+        work = Later(members.in_background(run)) if async_op else Handle([], run)
     handle = work if shaped is None else Handle([work], lambda: shaped(work.wait()))
-    return handle if async_op else handle.wait()
+    if async_op:
+        return handle
+    return handle.wait()
 
 
 def _choose(
-    group: Group, kind: Kind, algorithm: str, given: Tensor | Sequence[Tensor] | None
+    group: Group, kind: Kind, algorithm: str, tensors: Tensor | Sequence[Tensor] | None
 ) -> str:
     in_memory = algorithm == "auto" and group.memory is not None
     if kind in native.IN_MEMORY and (in_memory or algorithm == SHARED_MEMORY):
         return SHARED_MEMORY
     if algorithm == "auto":
         # not nbytes, which raises an error for a sparse tensor; check_op raises one that names it
-        size = given.numel() * given.element_size() if isinstance(given, Tensor) else 0
+        size = 0
+        if isinstance(tensors, Tensor):
+            size = tensors.numel() * tensors.element_size()
         return choose_algorithm(kind, size, group.size)
     check_algorithm(kind, algorithm, "auto", "native")
     return algorithm

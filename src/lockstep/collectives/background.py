@@ -45,7 +45,10 @@ class Background:
                 self._thread.join(_MOMENT)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
             run, future = job
             del job
             try:

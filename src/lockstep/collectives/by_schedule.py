@@ -8,13 +8,13 @@ algorithm to the other ranks (" by ring") if the caller chose it, and is empty o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.collectives.cells import FlatCells, LooseCells, edges_of
+from lockstep.collectives.cells import FlatCells, LooseCells, cell_of, edges_of, working_copy
 from lockstep.collectives.group import Group
 from lockstep.collectives.over_processes import Steps, execute, lanes_of, plan
 from lockstep.collectives.reduce_op import Op, check_op, check_rows, working_dtype
@@ -33,9 +33,9 @@ Run = Callable[[], T]
 
 
 def all_reduce(
-    group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, place: str | None = None
+    group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, call_site: str | None = None
 ) -> Run[Tensor]:
-    return _reduced(group, "all_reduce", tensor, op, algorithm, f"{op}{label}", 0, place)
+    return _reduced(group, "all_reduce", tensor, op, algorithm, f"{op}{label}", 0, call_site)
 
 
 def reduce(
@@ -53,21 +53,16 @@ def _reduced(
     algorithm: str,
     detail: str,
     root: int,
-    place: str | None,
+    call_site: str | None,
 ) -> Run[Tensor]:
     check_op(op, tensor)
     schedule, steps = _plan(group, kind, algorithm, root)
-    number = group.announce(kind, tensor, detail, place, sends=0)
+    number = group.announce(kind, tensor, detail, call_site, sends=0)
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root
-        working = working_dtype(tensor)
-        in_place = wanted and working == tensor.dtype and tensor.is_contiguous()
-        flat = (
-            tensor.detach().view(-1)
-            if in_place
-            else tensor.detach().reshape(-1).to(working, copy=True)
-        )
+        in_place = wanted and working_dtype(tensor) == tensor.dtype and tensor.is_contiguous()
+        flat = tensor.detach().view(-1) if in_place else working_copy(tensor)
         group.wait_for_all(number)
         if flat.numel():
             execute(group, number, steps, lanes_of(flat, schedule), op)
@@ -87,13 +82,13 @@ def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str, label: st
     number = group.announce("broadcast", tensor, f"from {root}{label}", None, sends=0)
 
     def run() -> Tensor:
-        octets = as_bytes(tensor)
+        data = as_bytes(tensor)
         group.wait_for_all(number)
-        if octets.numel():
-            execute(group, number, steps, lanes_of(octets, schedule))
-        if octets.data_ptr() != tensor.data_ptr():
+        if data.numel():
+            execute(group, number, steps, lanes_of(data, schedule))
+        if data.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
-                tensor.copy_(from_bytes(octets, TensorSpec.of(tensor)))
+                tensor.copy_(from_bytes(data, TensorSpec.of(tensor)))
         return tensor
 
     return run
@@ -108,15 +103,13 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: 
     def run() -> Tensor:
         parts = tensor.detach().tensor_split(group.size)
         edges = edges_of([part.numel() for part in parts])
-        flat = tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True)
+        flat = working_copy(tensor)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(flat, edges)], op)
-        mine = flat[edges[group.rank] : edges[group.rank + 1]].clone()
-        return (
-            (mine.div_(group.size) if op == "mean" else mine)
-            .to(tensor.dtype)
-            .view(parts[group.rank].shape)
-        )
+        local = cell_of(flat, edges, group.rank).clone()
+        if op == "mean":
+            local.div_(group.size)
+        return local.to(tensor.dtype).view(parts[group.rank].shape)
 
     return run
 
@@ -129,27 +122,29 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
     def run() -> list[Tensor]:
         sizes = [form.bytes for form in forms]
         edges = edges_of(sizes)
-        octets = as_bytes(tensor).new_empty(edges[-1])
-        octets[edges[group.rank] : edges[group.rank + 1]] = as_bytes(tensor)
+        local = as_bytes(tensor)
+        data = local.new_empty(edges[-1])
+        cell_of(data, edges, group.rank).copy_(local)
         group.wait_for_all(number)
-        execute(group, number, steps, [FlatCells(octets, edges)])
-        # after a piece of another length, a piece may be misaligned for its dtype: then copy it
-        alike = len(set(sizes)) == 1
-        return [
-            from_bytes(piece if alike else piece.clone(), form)
-            for piece, form in zip(octets.split(sizes), forms, strict=True)
-        ]
+        execute(group, number, steps, [FlatCells(data, edges)])
+        pieces = data.split(sizes)
+        if len(set(sizes)) > 1:
+            # after a piece of another length, a piece may be misaligned for its dtype
+            pieces = [piece.clone() for piece in pieces]
+        return list(map(from_bytes, pieces, forms))
 
     return run
 
 
-def all_gather_slices(group: Group, flat: Tensor, slices: Sequence[range], place: str) -> Run[None]:
+def all_gather_slices(
+    group: Group, flat: Tensor, slices: Sequence[range], call_site: str
+) -> Run[None]:
     """Fill the other ranks' slices of a flat tensor in place, by doubling. `slices` tile the
     tensor.
     """
     _, steps = _plan(group, "all_gather", "doubling")
-    edges = [*(each.start for each in slices), flat.numel()]
-    number = group.announce("all_gather", flat, "of slices", place, sends=0)
+    edges = [*(part.start for part in slices), flat.numel()]
+    number = group.announce("all_gather", flat, "of slices", call_site, sends=0)
 
     def run() -> None:
         group.wait_for_all(number)
@@ -163,12 +158,10 @@ def gather(
 ) -> Run[list[Tensor] | None]:
     group.check_root(root)
     forms = gathered_forms(group, "gather", tensor)
-    cells = LooseCells(
-        {group.rank: as_bytes(tensor)}, [form.bytes for form in forms], as_bytes(tensor)[:0]
-    )
-    here = group.rank == root
-    detail = f"to {root}{label}"
-    run = _moved(group, "gather", algorithm, detail, root, cells, enumerate(forms if here else ()))
+    data = as_bytes(tensor)
+    cells = LooseCells({group.rank: data}, [form.bytes for form in forms], data[:0])
+    wanted = list(enumerate(forms)) if group.rank == root else []
+    run = _moved(group, "gather", algorithm, f"to {root}{label}", root, cells, wanted)
     return lambda: run() or None
 
 
@@ -176,10 +169,10 @@ def scatter(
     group: Group, tensors: Sequence[Tensor] | None, root: int, algorithm: str, label: str
 ) -> Run[Tensor]:
     forms, like = scattered_forms(group, tensors, root)
-    held = {rank: as_bytes(each) for rank, each in enumerate(tensors or ())}
-    cells = LooseCells(held, [form.bytes for form in forms], like)
-    mine = [(group.rank, forms[group.rank])]
-    run = _moved(group, "scatter", algorithm, f"from {root}{label}", root, cells, mine)
+    data = {rank: as_bytes(tensor) for rank, tensor in enumerate(tensors or ())}
+    cells = LooseCells(data, [form.bytes for form in forms], like)
+    wanted = [(group.rank, forms[group.rank])]
+    run = _moved(group, "scatter", algorithm, f"from {root}{label}", root, cells, wanted)
     return lambda: run()[0]
 
 
@@ -187,15 +180,18 @@ def all_to_all(
     group: Group, tensors: Sequence[Tensor], algorithm: str, label: str
 ) -> Run[list[Tensor]]:
     arriving = arriving_forms(group, tensors)
-    size, rank = group.size, group.rank
+    size = group.size
+    rank = group.rank
     sizes = [0] * size * size  # bytes of the cells that this rank sends or receives
-    held = {}
-    for other in range(size):
-        held[rank * size + other] = as_bytes(tensors[other])
-        sizes[rank * size + other] = held[rank * size + other].numel()
-        sizes[other * size + rank] = arriving[other].bytes
-    cells = LooseCells(held, sizes, as_bytes(tensors[0])[:0])
-    wanted = [(src * size + rank, form) for src, form in enumerate(arriving)]
+    outgoing = {}
+    wanted = []
+    for other, form in enumerate(arriving):
+        data = as_bytes(tensors[other])
+        outgoing[rank * size + other] = data
+        wanted.append((other * size + rank, form))
+        sizes[rank * size + other] = data.numel()
+        sizes[other * size + rank] = form.bytes
+    cells = LooseCells(outgoing, sizes, outgoing[rank * size][:0])
     return _moved(group, "all_to_all", algorithm, label.strip(), 0, cells, wanted)
 
 
@@ -206,7 +202,7 @@ def _moved(
     detail: str,
     root: int,
     cells: LooseCells,
-    wanted: Iterable[tuple[int, TensorSpec]],
+    wanted: Sequence[tuple[int, TensorSpec]],
 ) -> Run[list[Tensor]]:
     """Return a function that moves cells, which are separate tensors, and returns the `wanted`
     ones.
@@ -217,7 +213,7 @@ def _moved(
     def run() -> list[Tensor]:
         group.wait_for_all(number)
         execute(group, number, steps, [cells])
-        return [from_bytes(cells.held[cell].clone(), form) for cell, form in wanted]
+        return [from_bytes(cells.tensors[cell].clone(), form) for cell, form in wanted]
 
     return run
 

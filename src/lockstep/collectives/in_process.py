@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.algorithms import schedule as schedule_of
-from lockstep.collectives.cells import Cells, FlatCells, LooseCells, edges_of
-from lockstep.collectives.reduce_op import check_op, check_rows, working_dtype
+from lockstep.collectives.cells import (
+    Cells,
+    FlatCells,
+    LooseCells,
+    cell_of,
+    edges_of,
+    working_copy,
+)
+from lockstep.collectives.reduce_op import check_op, check_rows
 from lockstep.collectives.schedule import Kind, Schedule, held_before, wanted_after
 from lockstep.collectives.tensor_spec import TensorSpec, check_pieces
 from lockstep.errors import UsageError
@@ -24,20 +31,19 @@ def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None
     """Run a schedule in place: `cells[r]` are rank r's cells. A mean is not divided here."""
     for transfers in schedule.transfers():
         # Every transfer reads what its sender held before the round.
-        sent = [
-            [part.clone() for part in cells[transfer.src].outgoing(transfer.cells)]
-            for transfer in transfers
-        ]
+        sent = []
+        for transfer in transfers:
+            outgoing = cells[transfer.src].outgoing(transfer.cells)
+            sent.append([part.clone() for part in outgoing])
         for transfer, parts in zip(transfers, sent, strict=True):
-            mine = cells[transfer.dst]
-            there = [
-                place.copy_(part) if not transfer.reduce else part.to(place.device)
-                for place, part in zip(mine.incoming(transfer.cells), parts, strict=True)
-            ]
+            receiver = cells[transfer.dst]
+            pairs = zip(receiver.incoming(transfer.cells), parts, strict=True)
             if transfer.reduce:
-                mine.combine(transfer.cells, there, op)
+                arrived = [part.to(buffer.device) for buffer, part in pairs]
+                receiver.combine(transfer.cells, arrived, op)
             else:
-                mine.replace(transfer.cells, there)
+                arrived = [buffer.copy_(part) for buffer, part in pairs]
+                receiver.replace(transfer.cells, arrived)
 
 
 @torch.no_grad()
@@ -77,11 +83,13 @@ def _reduced(
     _check_alike(tensors)
     check_op(op, tensors[0])
     schedule = schedule_of(kind, algorithm, len(tensors), root=root, ranks_per_node=ranks_per_node)
-    flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
+    flats = [working_copy(tensor) for tensor in tensors]
     execute(schedule, [FlatCells.cut(flat, schedule.cells) for flat in flats], op)
     for rank, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
         if kind == "all_reduce" or rank == root:
-            tensor.copy_((flat.div_(len(tensors)) if op == "mean" else flat).view(tensor.shape))
+            if op == "mean":
+                flat.div_(len(tensors))
+            tensor.copy_(flat.view(tensor.shape))
     return list(tensors)
 
 
@@ -105,19 +113,22 @@ def reduce_scatter(
     them.
     """
     _check_alike(tensors)
-    check_op(op, tensors[0])
-    check_rows(tensors[0])
+    first = tensors[0]
+    check_op(op, first)
+    check_rows(first)
     size = len(tensors)
     schedule = schedule_of("reduce_scatter", algorithm, size)
-    parts = tensors[0].tensor_split(size)
+    parts = first.tensor_split(size)
     edges = edges_of([part.numel() for part in parts])
-    flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
+    flats = [working_copy(tensor) for tensor in tensors]
     execute(schedule, [FlatCells(flat, edges) for flat in flats], op)
-    own = [
-        flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape)
-        for rank, flat in enumerate(flats)
-    ]
-    return [(part / size if op == "mean" else part).to(tensors[0].dtype) for part in own]
+    results = []
+    for rank, flat in enumerate(flats):
+        part = cell_of(flat, edges, rank).view(parts[rank].shape)
+        if op == "mean":
+            part = part / size
+        results.append(part.to(first.dtype))
+    return results
 
 
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
@@ -127,7 +138,7 @@ def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[
 
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """Return what every rank has at the end: its tensor of the root's list."""
-    return [mine for (mine,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
+    return [received for (received,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
 
 
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
@@ -142,9 +153,11 @@ def all_to_all(
     to d.
     """
     size = len(tensors)
+    pieces: list[Tensor] = []
     for row in tensors:
         check_pieces("all_to_all", row, size)
-    return _moved("all_to_all", [piece for row in tensors for piece in row], size, algorithm)
+        pieces += row
+    return _moved("all_to_all", pieces, size, algorithm)
 
 
 @torch.no_grad()
@@ -159,30 +172,23 @@ def _moved(
     sizes = [flat.numel() for flat in flats]
     cells = []
     for rank in range(size):
-        held = {
-            cell: flats[cell].clone() for cell in held_before(kind, size, rank, root, len(pieces))
-        }
-        cells.append(LooseCells(held, sizes, next(iter(held.values()), flats[0])))
+        before = held_before(kind, size, rank, root, len(pieces))
+        like = flats[before[0]] if before else flats[0]
+        cells.append(LooseCells({cell: flats[cell].clone() for cell in before}, sizes, like))
     execute(schedule, cells)
-    return [
-        [
-            mine.held[cell].view(pieces[cell].shape)
-            for cell in wanted_after(kind, size, rank, root, len(pieces))
-        ]
-        for rank, mine in enumerate(cells)
-    ]
+    results = []
+    for rank, local in enumerate(cells):
+        after = wanted_after(kind, size, rank, root, len(pieces))
+        results.append([local.tensors[cell].view(pieces[cell].shape) for cell in after])
+    return results
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
     _check_any(tensors)
-    for rank, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
-            raise UsageError(
-                "tensors-not-alike",
-                first=str(TensorSpec.of(tensors[0])),
-                rank=rank,
-                form=str(TensorSpec.of(tensor)),
-            )
+    forms = [TensorSpec.of(tensor) for tensor in tensors]
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise UsageError("tensors-not-alike", first=str(forms[0]), rank=rank, form=str(form))
 
 
 def _check_any(tensors: Sequence[Tensor]) -> None:

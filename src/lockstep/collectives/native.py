@@ -18,12 +18,12 @@ from lockstep.collectives.group import Group, NativeWork
 from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, check_rows, working_dtype
 from lockstep.collectives.shared_memory.operations import HostMemory
 from lockstep.collectives.tensor_spec import (
-    TensorSpec,
     arriving_forms,
+    as_bytes,
     from_bytes,
     gathered_forms,
     padded,
-    room_for,
+    padded_size,
     scattered_forms,
 )
 from lockstep.collectives.work import Handle, Work
@@ -40,12 +40,12 @@ _reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
-def memory_of(group: Group, asked_by: str = "algorithm") -> HostMemory:
-    """Return the group's shared memory. If it has none, raise a UsageError that names the option
-    `asked_by`.
+def memory_of(group: Group, option: str = "algorithm") -> HostMemory:
+    """Return the group's shared memory. If it has none, raise a UsageError that names the
+    `option`.
     """
     if group.memory is None:
-        raise UsageError("shared-memory-impossible", what=f"{asked_by}='shared_memory'")
+        raise UsageError("shared-memory-impossible", what=f"{option}='shared_memory'")
     return group.memory
 
 
@@ -53,16 +53,22 @@ def all_reduce(
     group: Group, tensor: Tensor, op: Op, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by the sum (mean, ...) over all ranks."""
-    reduce: Callable[..., Work] = group.backend_all_reduce if memory is None else memory.all_reduce
-    return Handle([reduce(tensor, op)], lambda: tensor)
+    if memory is None:
+        work: Work = group.backend_all_reduce(tensor, op)
+    else:
+        work = memory.all_reduce(tensor, op)
+    return Handle([work], lambda: tensor)
 
 
 def broadcast(
     group: Group, tensor: Tensor, root: int, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by that of rank `root`."""
-    send: Callable[..., Work] = group.backend_broadcast if memory is None else memory.broadcast
-    return Handle([send(tensor, root)], lambda: tensor)
+    if memory is None:
+        work: Work = group.backend_broadcast(tensor, root)
+    else:
+        work = memory.broadcast(tensor, root)
+    return Handle([work], lambda: tensor)
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:
@@ -71,7 +77,8 @@ def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:
     """
     group.check_root(root)
     check_op(op, tensor)
-    group.announce("reduce", tensor, f"{op} to {root}", None, _unless(root, group, tensor.nbytes))
+    sends = 0 if group.rank == root else tensor.nbytes
+    group.announce("reduce", tensor, f"{op} to {root}", None, sends)
     if group.size == 1 or tensor.numel() == 0:
         return Handle([], lambda: tensor)
     # A copy: gloo uses the tensors of the other ranks as scratch memory.
@@ -84,8 +91,10 @@ def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:
 
     def finish() -> Tensor:
         if group.rank == root:
+            if op == "mean":
+                total.div_(group.size)
             with torch.no_grad():
-                tensor.copy_(total.div_(group.size) if op == "mean" else total)
+                tensor.copy_(total)
         return tensor
 
     return Handle([NativeWork(group, work)], finish)
@@ -99,25 +108,30 @@ def reduce_scatter(
     """
     check_op(op, tensor)
     check_rows(tensor)
+    size = group.size
     working = tensor.dtype if memory is not None else working_dtype(tensor)
-    parts = list(tensor.detach().to(working).tensor_split(group.size))
-    rows, own = parts[0].shape[0], parts[group.rank].shape[0]
+    parts = list(tensor.detach().to(working).tensor_split(size))
+    most_rows = parts[0].shape[0]
+    rows = parts[group.rank].shape[0]
     for rank, part in enumerate(parts):
-        if part.shape[0] < rows:  # all parts need the same shape
-            parts[rank] = torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
-    mine = torch.empty_like(parts[group.rank], memory_format=torch.contiguous_format)
+        missing = most_rows - part.shape[0]
+        if missing:  # all parts need the same shape
+            parts[rank] = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+    local = torch.empty_like(parts[group.rank], memory_format=torch.contiguous_format)
     if memory is not None:
-        return Handle([memory.reduce_scatter(mine, parts, op)], lambda: mine[:own])
-    sends = (group.size - 1) * tensor.nbytes // group.size
+        return Handle([memory.reduce_scatter(local, parts, op)], lambda: local[:rows])
+    sends = (size - 1) * tensor.nbytes // size
     group.announce("reduce_scatter", tensor, op, None, sends)
-    if group.size == 1 or mine.numel() == 0:
-        return Handle([], lambda: tensor.detach().tensor_split(group.size)[group.rank].clone())
+    if size == 1 or local.numel() == 0:
+        return Handle([], lambda: tensor.detach().tensor_split(size)[group.rank].clone())
     work = _reduce_scatter_flat(
-        mine, torch.cat(parts), op=REDUCE_OPS[op], group=group.process_group, async_op=True
+        local, torch.cat(parts), op=REDUCE_OPS[op], group=group.process_group, async_op=True
     )
 
     def finish() -> Tensor:
-        return (mine.div_(group.size) if op == "mean" else mine)[:own].to(tensor.dtype)
+        if op == "mean":
+            local.div_(size)
+        return local[:rows].to(tensor.dtype)
 
     return Handle([NativeWork(group, work)], finish)
 
@@ -127,23 +141,24 @@ def all_gather(
 ) -> Handle[list[Tensor]]:
     """Give every rank all ranks' tensors, by rank. Dim 0 may have a different length on each."""
     forms = gathered_forms(group, "all_gather", tensor)
-    room = room_for(forms)
-    mine = padded(tensor, room)
-    if memory is not None:
-        # separate tensors: a caller that keeps one does not keep the others
-        apart = [mine.new_empty(room) for _ in forms]
-        return Handle([memory.all_gather(apart, mine)], lambda: list(map(from_bytes, apart, forms)))
-    everyone = mine.new_empty(group.size * room)
-    pieces = everyone.split(room) if room else [everyone] * group.size
+    size = padded_size(forms)
+    local = padded(tensor, size)
 
     def finish() -> list[Tensor]:
         return list(map(from_bytes, pieces, forms))
 
-    group.announce("all_gather", mine, "bytes", None, sends=(group.size - 1) * room)
-    if group.size == 1 or room == 0:
-        everyone.copy_(mine)
+    pieces: Sequence[Tensor]
+    if memory is not None:
+        # separate tensors: a caller that keeps one does not keep the others
+        pieces = [local.new_empty(size) for _ in forms]
+        return Handle([memory.all_gather(pieces, local)], finish)
+    flat = local.new_empty(group.size * size)
+    pieces = flat.split(size) if size else [flat] * group.size
+    group.announce("all_gather", local, "bytes", None, sends=(group.size - 1) * size)
+    if group.size == 1 or size == 0:
+        flat.copy_(local)
         return Handle([], finish)
-    work = _all_gather_flat(everyone, mine, group=group.process_group, async_op=True)
+    work = _all_gather_flat(flat, local, group=group.process_group, async_op=True)
     return Handle([NativeWork(group, work)], finish)
 
 
@@ -153,20 +168,26 @@ def gather(group: Group, tensor: Tensor, root: int) -> Handle[list[Tensor] | Non
     """
     group.check_root(root)
     forms = gathered_forms(group, "gather", tensor)
-    room = room_for(forms)
-    mine = padded(tensor, room)
-    group.announce("gather", mine, f"to {root}", None, _unless(root, group, room))
-    pieces = [mine.new_empty(room) for _ in forms] if group.rank == root else None
+    size = padded_size(forms)
+    local = padded(tensor, size)
+    pieces = None
+    sends = size
+    if group.rank == root:
+        pieces = [local.new_empty(size) for _ in forms]
+        sends = 0
+    group.announce("gather", local, f"to {root}", None, sends)
 
     def finish() -> list[Tensor] | None:
-        return pieces and [from_bytes(*pair) for pair in zip(pieces, forms, strict=True)]
+        if pieces is None:
+            return None
+        return list(map(from_bytes, pieces, forms))
 
-    if group.size == 1 or room == 0:
+    if group.size == 1 or size == 0:
         for piece in pieces or ():
-            piece.copy_(mine)
+            piece.copy_(local)
         return Handle([], finish)
     work = dist.gather(
-        mine, pieces, dst=group.ranks[root], group=group.process_group, async_op=True
+        local, pieces, dst=group.ranks[root], group=group.process_group, async_op=True
     )
     return Handle([NativeWork(group, work)], finish)
 
@@ -176,21 +197,23 @@ def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int) -> Handle
     of one dtype; shapes may differ.
     """
     forms, like = scattered_forms(group, tensors, root)
-    room = room_for(forms)
-    mine = like.new_empty(room)
-    sends = (group.size - 1) * room if group.rank == root else 0
-    group.announce("scatter", mine, f"from {root}", None, sends)
-    pieces = [padded(tensor, room) for tensor in tensors] if tensors is not None else None
+    size = padded_size(forms)
+    local = like.new_empty(size)
+    sends = (group.size - 1) * size if group.rank == root else 0
+    group.announce("scatter", local, f"from {root}", None, sends)
+    pieces = None
+    if tensors is not None:
+        pieces = [padded(tensor, size) for tensor in tensors]
 
     def finish() -> Tensor:
-        return from_bytes(mine, forms[group.rank])
+        return from_bytes(local, forms[group.rank])
 
-    if group.size == 1 or room == 0:
+    if group.size == 1 or size == 0:
         if pieces is not None:
-            mine.copy_(pieces[group.rank])
+            local.copy_(pieces[group.rank])
         return Handle([], finish)
     work = dist.scatter(
-        mine, pieces, src=group.ranks[root], group=group.process_group, async_op=True
+        local, pieces, src=group.ranks[root], group=group.process_group, async_op=True
     )
     return Handle([NativeWork(group, work)], finish)
 
@@ -199,29 +222,29 @@ def all_to_all(group: Group, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
     """Give every rank one tensor from each rank: `tensors[r]` goes to rank r. Shapes may differ,
     the dtype may not.
     """
-    arriving = arriving_forms(group, tensors)
-    leaving = [TensorSpec.of(tensor).bytes for tensor in tensors]
-    octets = torch.cat(
-        [padded(tensor, size) for tensor, size in zip(tensors, leaving, strict=True)]
-    )
-    group.announce("all_to_all", octets[:0], "", None, sends=sum(leaving) - leaving[group.rank])
-    sizes = [form.bytes for form in arriving]
-    arrived = octets.new_empty(sum(sizes))
+    forms = arriving_forms(group, tensors)
+    receive_sizes = [form.bytes for form in forms]
+    pieces = [as_bytes(tensor) for tensor in tensors]
+    send_sizes = [piece.numel() for piece in pieces]
+    outgoing = torch.cat(pieces)
+    sends = sum(send_sizes) - send_sizes[group.rank]
+    group.announce("all_to_all", outgoing[:0], "", None, sends)
+    incoming = outgoing.new_empty(sum(receive_sizes))
 
     def finish() -> list[Tensor]:
         # clone: a piece of the buffer may be misaligned, and would keep the whole buffer alive
-        pairs = zip(arrived.split(sizes), arriving, strict=True)
+        pairs = zip(incoming.split(receive_sizes), forms, strict=True)
         return [from_bytes(piece.clone(), form) for piece, form in pairs]
 
     if group.size == 1:
-        arrived.copy_(octets)
+        incoming.copy_(outgoing)
         return Handle([], finish)
     work = dist.all_to_all_single(
-        arrived, octets, sizes, leaving, group=group.process_group, async_op=True
+        incoming,
+        outgoing,
+        receive_sizes,
+        send_sizes,
+        group=group.process_group,
+        async_op=True,
     )
     return Handle([NativeWork(group, work)], finish)
-
-
-def _unless(root: int, group: Group, bytes: int) -> int:
-    """Return the number of bytes that this rank sends to the root: 0 if it is the root."""
-    return 0 if group.rank == root else bytes

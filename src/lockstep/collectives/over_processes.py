@@ -72,10 +72,13 @@ class _Lane:
     """One piece of the tensor on its way through the schedule."""
 
     def __init__(self, group: Group, tag: int, cells: Cells, op: str) -> None:
-        self._group, self._tag, self._cells, self._op = group, tag, cells, op
+        self._group = group
+        self._tag = tag
+        self._cells = cells
+        self._op = op
         # the sends in flight, each with the cells that must not change before it is done
-        self._leaving: list[tuple[dist.Work, frozenset[int]]] = []
-        self._arriving: list[tuple[Transfer, list[Tensor], list[dist.Work]]] = []
+        self._sends: list[tuple[dist.Work, frozenset[int]]] = []
+        self._receives: list[tuple[Transfer, list[Tensor], list[dist.Work]]] = []
 
     def begin(self, steps: Steps) -> None:
         self._steps: Iterator[tuple[list[Transfer], list[Transfer]]] = iter(steps)
@@ -83,66 +86,65 @@ class _Lane:
 
     def step(self) -> None:
         """Take what arrives in this round, then start the next."""
-        for transfer, places, works in self._arriving:
+        for transfer, buffers, works in self._receives:
             for work in works:
                 wait_on_page(work, self._group.timeout)
             if transfer.reduce:
                 self._wait_for(transfer.cells)
-                self._cells.combine(transfer.cells, places, self._op)
+                self._cells.combine(transfer.cells, buffers, self._op)
             else:
-                self._cells.replace(transfer.cells, places)
+                self._cells.replace(transfer.cells, buffers)
         self._post()
 
     def end(self) -> None:
-        for work, _ in self._leaving:
+        for work, _ in self._sends:
             wait_on_page(work, self._group.timeout)
 
     def _post(self) -> None:
-        self._arriving = []
+        self._receives = []
         sends, receives = next(self._steps, ([], []))
-        sending = frozenset(cell for transfer in sends for cell in transfer.cells)
+        sending: set[int] = set()
+        for transfer in sends:
+            sending.update(transfer.cells)
         for transfer in receives:
+            buffers = self._cells.incoming(transfer.cells)
             # Content that replaces cells is received in place, unless this round also sends from
             # them.
-            beside = transfer.reduce or not sending.isdisjoint(transfer.cells)
-            if not beside:
+            if transfer.reduce or not sending.isdisjoint(transfer.cells):
+                buffers = [torch.empty_like(buffer) for buffer in buffers]
+            else:
                 self._wait_for(transfer.cells)
-            places = [
-                torch.empty_like(place) if beside else place
-                for place in self._cells.incoming(transfer.cells)
-            ]
-            works = [self._irecv(place, transfer.src) for place in places if place.numel()]
-            self._arriving.append((transfer, places, works))
+            works = [self._irecv(buffer, transfer.src) for buffer in buffers if buffer.numel()]
+            self._receives.append((transfer, buffers, works))
         for transfer in sends:
+            cells = frozenset(transfer.cells)
             for piece in self._cells.outgoing(transfer.cells):
                 if piece.numel():
-                    self._leaving.append(
-                        (self._isend(piece, transfer.dst), frozenset(transfer.cells))
-                    )
+                    self._sends.append((self._isend(piece, transfer.dst), cells))
 
     def _wait_for(self, cells: Sequence[int]) -> None:
         """Return when no send of these cells is in flight any more."""
-        still = []
-        for work, theirs in self._leaving:
-            if theirs.isdisjoint(cells):
-                still.append((work, theirs))
+        remaining = []
+        for work, sending in self._sends:
+            if sending.isdisjoint(cells):
+                remaining.append((work, sending))
             else:
                 wait_on_page(work, self._group.timeout)
-        self._leaving = still
+        self._sends = remaining
 
     def _isend(self, piece: Tensor, rank: int) -> dist.Work:
-        bytes = piece.numel() * piece.element_size()
+        size = piece.numel() * piece.element_size()
         # no call between the read and the write of the sum: other threads add to it too
-        self._group.bytes_sent += bytes
+        self._group.bytes_sent += size
         work = dist.isend(
             piece, dst=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
         )
         assert work is not None
         return work
 
-    def _irecv(self, place: Tensor, rank: int) -> dist.Work:
+    def _irecv(self, buffer: Tensor, rank: int) -> dist.Work:
         work = dist.irecv(
-            place, src=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
+            buffer, src=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
         )
         assert work is not None
         return work
@@ -152,41 +154,36 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
     """Run round by round, with all messages of a round in one launch, as NCCL needs it."""
     for sends, receives in steps:
         for cells in lanes:
-            places = [
-                [torch.empty_like(place) for place in cells.incoming(transfer.cells)]
-                for transfer in receives
-            ]
-            operations = [
-                dist.P2POp(dist.irecv, place, group.ranks[t.src], group.process_group)
-                for t, each in zip(receives, places, strict=True)
-                for place in each
-            ]
+            operations = []
+            arrivals = []
+            for transfer in receives:
+                peer = group.ranks[transfer.src]
+                buffers = [torch.empty_like(buffer) for buffer in cells.incoming(transfer.cells)]
+                arrivals.append(buffers)
+                for buffer in buffers:
+                    operations.append(dist.P2POp(dist.irecv, buffer, peer, group.process_group))
             for transfer in sends:
+                peer = group.ranks[transfer.dst]
                 for piece in cells.outgoing(transfer.cells):
                     group.bytes_sent += piece.numel() * piece.element_size()
-                    operations.append(
-                        dist.P2POp(
-                            dist.isend, piece, group.ranks[transfer.dst], group.process_group
-                        )
-                    )
-            for work in (
-                dist.batch_isend_irecv([each for each in operations if each.tensor.numel()])
-                if operations
-                else ()
-            ):
-                wait_on_page(work)
-            for transfer, arrived in zip(receives, places, strict=True):
+                    operations.append(dist.P2POp(dist.isend, piece, peer, group.process_group))
+            operations = [operation for operation in operations if operation.tensor.numel()]
+            if operations:
+                for work in dist.batch_isend_irecv(operations):
+                    wait_on_page(work)
+            for transfer, buffers in zip(receives, arrivals, strict=True):
                 if transfer.reduce:
-                    cells.combine(transfer.cells, arrived, op)
+                    cells.combine(transfer.cells, buffers, op)
                 else:
-                    cells.replace(transfer.cells, arrived)
+                    cells.replace(transfer.cells, buffers)
 
 
 def lanes_of(flat: Tensor, schedule: Schedule) -> list[Cells]:
     """Cut a flat tensor into lanes: one for each LANE bytes of the largest message, up to 8. The
     same on all ranks.
     """
-    largest = max((int(each.count.max()) for each in schedule.rounds if len(each)), default=1)
+    counts = [int(round_.count.max()) for round_ in schedule.rounds if len(round_)]
+    largest = max(counts, default=1)
     message = flat.numel() * flat.element_size() * largest // schedule.cells
     lanes = min(_MOST_LANES, max(1, message // LANE))
     return [

@@ -89,34 +89,34 @@ class Schedule:
 
     def __len__(self) -> int:
         """Return the number of rounds, counting repeats."""
-        return sum(each.repeat for each in self.rounds)
+        return sum(round_.repeat for round_ in self.rounds)
 
     def transfers(self) -> Iterator[list[Transfer]]:
         """Yield the transfers of every round, counting repeats."""
-        for each in self.rounds:
-            for turn in range(each.repeat):
-                yield [self._transfer(each, number, turn) for number in range(len(each))]
+        for round_ in self.rounds:
+            for turn in range(round_.repeat):
+                yield [self._transfer(round_, index, turn) for index in range(len(round_))]
 
     def of_rank(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
         """Yield what one rank sends and what it receives in every round. Rounds in which it does
         neither are left out.
         """
-        for each in self.rounds:
-            sends, receives = (
-                np.flatnonzero(side == rank).tolist() for side in (each.src, each.dst)
-            )
+        for round_ in self.rounds:
+            sends = np.flatnonzero(round_.src == rank).tolist()
+            receives = np.flatnonzero(round_.dst == rank).tolist()
             if not sends and not receives:
                 continue
-            for turn in range(each.repeat):
+            for turn in range(round_.repeat):
                 yield (
-                    [self._transfer(each, i, turn) for i in sends],
-                    [self._transfer(each, i, turn) for i in receives],
+                    [self._transfer(round_, index, turn) for index in sends],
+                    [self._transfer(round_, index, turn) for index in receives],
                 )
 
-    def _transfer(self, each: Round, number: int, turn: int) -> Transfer:
-        first = int(each.cell[number]) + turn * each.shift
-        cells = tuple((first + more) % self.cells for more in range(int(each.count[number])))
-        return Transfer(int(each.src[number]), int(each.dst[number]), cells, each.reduce)
+    def _transfer(self, round_: Round, index: int, turn: int) -> Transfer:
+        first = int(round_.cell[index]) + turn * round_.shift
+        count = int(round_.count[index])
+        cells = tuple(cell % self.cells for cell in range(first, first + count))
+        return Transfer(int(round_.src[index]), int(round_.dst[index]), cells, round_.reduce)
 
     def reversed(self, kind: Kind, name: str | None = None, *, in_order: bool = False) -> Schedule:
         """Return the same transfers backwards, from the last round to the first: what spread a cell
@@ -126,20 +126,20 @@ class Schedule:
         keeps the order of the rounds, so that ranks are added in their order; no round may depend
         on another.
         """
-        turned = tuple(
+        rounds = [
             replace(
-                each,
-                src=each.dst,
-                dst=each.src,
-                cell=(each.cell + (each.repeat - 1) * each.shift) % self.cells,
-                shift=-each.shift,
+                round_,
+                src=round_.dst,
+                dst=round_.src,
+                cell=(round_.cell + (round_.repeat - 1) * round_.shift) % self.cells,
+                shift=-round_.shift,
                 reduce=kind in REDUCING,
             )
-            for each in self.rounds
-        )
-        return replace(
-            self, kind=kind, name=name or self.name, rounds=turned if in_order else turned[::-1]
-        )
+            for round_ in self.rounds
+        ]
+        if not in_order:
+            rounds.reverse()
+        return replace(self, kind=kind, name=name or self.name, rounds=tuple(rounds))
 
 
 def together(
@@ -170,8 +170,8 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
     """Return the elements [start, stop) of each cell of a flat tensor. They are cut as
     `torch.tensor_split` cuts: the first `numel % cells` cells are one element longer.
     """
-    each, more = divmod(numel, cells)
-    starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
+    size, longer = divmod(numel, cells)
+    starts = [cell * size + min(cell, longer) for cell in range(cells + 1)]
     return list(pairwise(starts))
 
 
@@ -181,9 +181,9 @@ def slice_of(numel: int, rank: int, size: int) -> range:
     have none if there are fewer blocks than ranks.
     """
     blocks = -(-numel // BLOCK)
-    begin = min(numel, rank * blocks // size * BLOCK)
-    end = min(numel, (rank + 1) * blocks // size * BLOCK)
-    return range(begin, end)
+    begin = rank * blocks // size * BLOCK
+    end = (rank + 1) * blocks // size * BLOCK
+    return range(min(numel, begin), min(numel, end))
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:
@@ -193,7 +193,9 @@ def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> ran
     if kind in REDUCING:
         return range(cells)
     if kind in ("broadcast", "scatter"):
-        return range(cells) if rank == root else range(0)
+        if rank == root:
+            return range(cells)
+        return range(0)
     if kind == "all_to_all":
         return range(rank * world, (rank + 1) * world)
     return cells_of(rank, world, cells)
@@ -204,7 +206,9 @@ def wanted_after(kind: Kind, world: int, rank: int, root: int, cells: int) -> ra
     if kind in ("all_reduce", "broadcast", "all_gather"):
         return range(cells)
     if kind in ("reduce", "gather"):
-        return range(cells) if rank == root else range(0)
+        if rank == root:
+            return range(cells)
+        return range(0)
     if kind == "all_to_all":
         return [src * world + rank for src in range(world)]
     return cells_of(rank, world, cells)

@@ -63,11 +63,11 @@ def wait(
             pause = min(2 * pause, 0.02)
             if pause == 0.02:
                 look()
-        decided = store.get(outcome).decode()
+        decision = store.get(outcome).decode()
     except dist.DistError as error:
         raise PeerFailed("store-lost", rank=rank, error=str(error)) from error
-    if decided != _ALL_HERE:
-        missing = [int(part) for part in decided.split(",")]
+    if decision != _ALL_HERE:
+        missing = [int(number) for number in decision.split(",")]
         raise BarrierTimeout(
             "barrier-came-late" if rank in missing else "barrier-timeout",
             missing=missing,
@@ -88,30 +88,34 @@ def first(
     Raises LockstepError on the waiting ranks if rank 0's block raised, or if no sign of life came
     for `timeout` (default 30 s).
     """
+    alive = f"{name}/alive"
+    left = f"{name}/left"
     if rank == 0:
-        with _alive(store, f"{name}/alive") if size > 1 else nullcontext():
+        with _alive(store, alive) if size > 1 else nullcontext():
             try:
                 yield True
             except BaseException as error:
-                store.set(f"{name}/left", f"{type(error).__name__}: {error}")
+                store.set(left, f"{type(error).__name__}: {error}")
                 raise
-        store.set(f"{name}/left", "")
+        store.set(left, "")
         return
     patience = (timeout or timedelta(seconds=30)).total_seconds()
-    beat, since = -1, time.monotonic()
+    beats = -1
+    deadline = 0.0
     try:
-        while not store.check([f"{name}/left"]):
-            now = _count(store, f"{name}/alive")
-            if now != beat:
-                beat, since = now, time.monotonic()
-            if time.monotonic() - since > patience:
+        while not store.check([left]):
+            current = _count(store, alive)
+            if current != beats:
+                beats = current
+                deadline = time.monotonic() + patience
+            if time.monotonic() > deadline:
                 raise PeerFailed("peer-shows-no-sign-of-life", rank=rank, seconds=patience)
             time.sleep(0.02)
-        why = store.get(f"{name}/left").decode()
+        failure = store.get(left).decode()
     except dist.DistError as error:
         raise PeerFailed("store-lost", rank=rank, error=str(error)) from error
-    if why:
-        raise PeerFailed("peer-failed-in-first", rank=rank, why=why)
+    if failure:
+        raise PeerFailed("peer-failed-in-first", rank=rank, why=failure)
     yield False
 
 
@@ -136,14 +140,19 @@ def _alive(store: dist.Store, key: str) -> Iterator[None]:
 def wait_for_count(store: dist.Store, key: str, count: int, timeout: timedelta) -> None:
     """Wait until the counter `key` has reached `count`. Raises LockstepError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while (here := _count(store, key)) < count:
+    while True:
+        arrived = _count(store, key)
+        if arrived >= count:
+            return
         if time.monotonic() > deadline:
             raise LockstepError(
-                "too-few-ranks-came", here=here, count=count, seconds=timeout.total_seconds()
+                "too-few-ranks-came", here=arrived, count=count, seconds=timeout.total_seconds()
             )
         time.sleep(0.005)
 
 
 def _count(store: dist.Store, key: str) -> int:
     """Return a counter's value without writing: a FileStore keeps every write."""
-    return int(store.get(key)) if store.check([key]) else 0
+    if store.check([key]):
+        return int(store.get(key))
+    return 0

@@ -56,7 +56,9 @@ class TensorSpec:
 
     def any_length(self) -> str:
         """Return what must be equal on all ranks: the form, with `*` as the length of dim 0."""
-        return f"{short_dtype(self.dtype)}[{','.join(['*', *map(str, self.shape[1:])][: len(self.shape)])}]"
+        if not self.shape:
+            return str(self)
+        return f"{short_dtype(self.dtype)}[{','.join(['*', *map(str, self.shape[1:])])}]"
 
     @property
     def bytes(self) -> int:
@@ -69,12 +71,8 @@ class TensorSpec:
         """Return the form as ROW integers."""
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
             raise UsageError("tensor-not-describable", form=str(self), dims=_MOST_DIMS)
-        return [
-            _DTYPES.index(self.dtype),
-            len(self.shape),
-            *self.shape,
-            *[0] * (_MOST_DIMS - len(self.shape)),
-        ]
+        unused = [0] * (_MOST_DIMS - len(self.shape))
+        return [_DTYPES.index(self.dtype), len(self.shape), *self.shape, *unused]
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> TensorSpec:
@@ -84,18 +82,17 @@ class TensorSpec:
 ROW = 2 + _MOST_DIMS  # integers of an encoded form
 
 
-def exchange(group: Group, mine: Sequence[TensorSpec], kind: str) -> list[list[TensorSpec]]:
+def exchange(group: Group, local: Sequence[TensorSpec], kind: str) -> list[list[TensorSpec]]:
     """Return every rank's forms, by rank. All ranks give the same number of forms. A small
     collective on the CPU, which other ranks see as `kind`.
     """
-    text = (
-        f"{kind} {mine[0].any_length()}"
-        if len(mine) == 1
-        else f"{kind} of {short_dtype(mine[0].dtype)}"
-    )
-    table = torch.tensor([form.encode() for form in mine], dtype=torch.int64).view(len(mine), ROW)
-    rows = group.host.all_gather(table, text=text).view(group.size, len(mine), ROW).tolist()
-    return [[TensorSpec.decode(row) for row in theirs] for theirs in rows]
+    count = len(local)
+    text = f"{kind} of {short_dtype(local[0].dtype)}"
+    if count == 1:
+        text = f"{kind} {local[0].any_length()}"
+    table = torch.tensor([form.encode() for form in local], dtype=torch.int64)
+    by_rank = group.host.all_gather(table, text=text).view(group.size, count, ROW).tolist()
+    return [list(map(TensorSpec.decode, rows)) for rows in by_rank]
 
 
 def gathered_forms(group: Group, kind: str, tensor: Tensor) -> list[TensorSpec]:
@@ -129,25 +126,28 @@ def scattered_forms(
     """
     group.check_root(root)
     if (tensors is not None) != (group.rank == root):
-        what = "a list" if tensors is not None else "no list"
-        raise UsageError("scatter-list-not-of-root", rank=group.rank, what=what, root=root)
+        argument = "no list" if tensors is None else "a list"
+        raise UsageError("scatter-list-not-of-root", rank=group.rank, what=argument, root=root)
     table = torch.zeros(group.size, ROW, dtype=torch.int64)
     if tensors is not None:
         check_pieces("scatter", tensors, group.size)
-        table = torch.tensor(
-            [TensorSpec.of(tensor).encode() for tensor in tensors], dtype=torch.int64
-        )
+        rows = [TensorSpec.of(tensor).encode() for tensor in tensors]
+        table = torch.tensor(rows, dtype=torch.int64)
     group.host.broadcast(table, root, text=f"scatter from {root}").wait()
-    device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
-    like = torch.empty(0, dtype=torch.uint8, device=tensors[0].device if tensors else device)
+    if tensors:
+        device = tensors[0].device
+    else:
+        nccl = dist.get_backend(group.process_group) == "nccl"
+        device = torch.device("cuda" if nccl else "cpu")
+    like = torch.empty(0, dtype=torch.uint8, device=device)
     return [TensorSpec.decode(row) for row in table.tolist()], like
 
 
 def arriving_forms(group: Group, tensors: Sequence[Tensor]) -> list[TensorSpec]:
     """Return the forms of what each rank sends to this one in an all-to-all."""
     check_pieces("all_to_all", tensors, group.size)
-    everyone = exchange(group, [TensorSpec.of(tensor) for tensor in tensors], "all_to_all")
-    return [theirs[group.rank] for theirs in everyone]
+    by_rank = exchange(group, [TensorSpec.of(tensor) for tensor in tensors], "all_to_all")
+    return [forms[group.rank] for forms in by_rank]
 
 
 def check_pieces(kind: str, tensors: Sequence[Tensor], size: int) -> None:
@@ -164,25 +164,27 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(octets: Tensor, form: TensorSpec) -> Tensor:
+def from_bytes(data: Tensor, form: TensorSpec) -> Tensor:
     """Return the tensor in these bytes, without a copy."""
-    return octets[: form.bytes].view(form.dtype).view(form.shape)
+    return data[: form.bytes].view(form.dtype).view(form.shape)
 
 
-def room_for(forms: Sequence[TensorSpec]) -> int:
+def padded_size(forms: Sequence[TensorSpec]) -> int:
     """Return a number of bytes that holds any of the tensors: their size if all are equal, else the
     largest, rounded up so that none is misaligned after another.
     """
     sizes = {form.bytes for form in forms}
     largest = max(sizes)
-    return largest if len(sizes) == 1 else -(-largest // _ALIGNMENT) * _ALIGNMENT
+    if len(sizes) == 1:
+        return largest
+    return -(-largest // _ALIGNMENT) * _ALIGNMENT
 
 
-def padded(tensor: Tensor, room: int) -> Tensor:
-    """Return the tensor's bytes, padded with zeros to `room` bytes."""
-    octets = as_bytes(tensor)
-    if octets.numel() == room:
-        return octets
-    filled = octets.new_zeros(room)
-    filled[: octets.numel()] = octets
-    return filled
+def padded(tensor: Tensor, size: int) -> Tensor:
+    """Return the tensor's bytes, padded with zeros to `size` bytes."""
+    data = as_bytes(tensor)
+    if data.numel() == size:
+        return data
+    longer = data.new_zeros(size)
+    longer[: data.numel()] = data
+    return longer

@@ -27,13 +27,17 @@ def asks(work: Work) -> Callable[[], bool] | None:
     starts when somebody waits for it.
     """
     if isinstance(work, Handle):
-        parts = [asks(each) for each in work.works]
-        known = [part for part in parts if part is not None]
-        return (
-            None if len(known) < len(parts) or not parts else lambda: all(part() for part in known)
-        )
-    found: Callable[[], bool] | None = getattr(work, "done", None)
-    return found
+        parts = []
+        for part in work.works:
+            part_done = asks(part)
+            if part_done is None:
+                return None
+            parts.append(part_done)
+        if parts:
+            return lambda: all(part_done() for part_done in parts)
+        return None
+    done: Callable[[], bool] | None = getattr(work, "done", None)
+    return done
 
 
 def wait_on_page(work: dist.Work, timeout: timedelta | None = None) -> None:
@@ -62,9 +66,10 @@ class Later(Generic[T]):
     def wait(self, timeout: timedelta | None = None) -> T:
         """Return the result when it is there. Raises the collective's error, or TimeoutError."""
         status.waits(True)
-        found = self._future.result(None if timeout is None else timeout.total_seconds())
+        seconds = None if timeout is None else timeout.total_seconds()
+        result = self._future.result(seconds)
         status.waits(False)
-        return found
+        return result
 
     def done(self) -> bool:
         """Whether the result is there, without waiting."""
@@ -116,5 +121,7 @@ class Staged:
         """Whether the stage that has started is done, without waiting. The other stages start only
         in `wait`.
         """
-        done = None if self._work is None else asks(self._work)
-        return self._work is None or (done is not None and done())
+        if self._work is None:
+            return True
+        done = asks(self._work)
+        return done is not None and done()

@@ -47,7 +47,7 @@ except ImportError as error:
         "lockstep.integrations.accelerate", f"Accelerate ({error})", "accelerate"
     ) from None
 extras.warn_untested("accelerate", "1.15", "1.15")
-_PLACES = "lockstep.json"
+_POSITIONS = "lockstep.json"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -77,19 +77,20 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
 
     def __init__(self, *, weigh: Callable[[Any], Any] | None = None, **options: Any) -> None:
         options.setdefault("cpu", not torch.accelerator.is_available())
-        handlers = options.get("kwargs_handlers") or ()
-        given = [each.to_kwargs() for each in handlers if isinstance(each, InitProcessGroupKwargs)]
-        self.world: World = init(device="cpu" if options["cpu"] else None, **dict(*given))
+        init_options = {}
+        for handler in options.get("kwargs_handlers") or ():
+            if isinstance(handler, InitProcessGroupKwargs):
+                init_options = handler.to_kwargs()
+        self.world: World = init(device="cpu" if options["cpu"] else None, **init_options)
         self.weigh = weigh
         self.trained: list[DistributedDataParallel] = []
-        self._loaders: list[_Walked] = []
-        self._scheduling: list[Any] = []
+        self._loaders: list[_LoaderBatches] = []
+        self._schedulers: list[Any] = []
         self._check = ReplicaCheck()
         self._step = -1  # nothing has begun
-        self._at: _Walked | None = None  # the loader that is iterated now
-        self._averaged: list[
-            DistributedDataParallel
-        ] = []  # models that LocalSGD does not keep apart
+        self._current: _LoaderBatches | None = None  # the loader that is iterated now
+        # models that LocalSGD does not keep apart
+        self._averaged: list[DistributedDataParallel] = []
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
         if self.distributed_type not in _TYPES or self.parallelism_config is not None:
@@ -105,16 +106,22 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             args: models, optimizers, loaders and schedulers.
             device_placement: as for Accelerate.
         """
-        ours = [self._batches(each) if isinstance(each, WindowLoader) else each for each in args]
-        return super().prepare(*ours, device_placement=device_placement)
+        prepared = []
+        for argument in args:
+            if isinstance(argument, WindowLoader):
+                argument = self._batches(argument)
+            prepared.append(argument)
+        return super().prepare(*prepared, device_placement=device_placement)
 
-    def _batches(self, loader: WindowLoader[Any]) -> _Walked:
-        if (steps := self.gradient_accumulation_steps) != 1:
+    def _batches(self, loader: WindowLoader[Any]) -> _LoaderBatches:
+        steps = self.gradient_accumulation_steps
+        if steps != 1:
             instead = "give the Loader global_batch and micro_batch"
             refuse("gradient_accumulation_steps", steps, instead)
-        self._loaders.append(_Walked(loader, self))
+        batches = _LoaderBatches(loader, self)
+        self._loaders.append(batches)
         self._count_steps()
-        return self._loaders[-1]
+        return batches
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         prepared: nn.Module = super().prepare_model(model, *args, **options)
@@ -126,16 +133,18 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        self._scheduling.append(super().prepare_scheduler(scheduler))
+        prepared = super().prepare_scheduler(scheduler)
+        self._schedulers.append(prepared)
         self._count_steps()
-        return self._scheduling[-1]
+        return prepared
 
     def _count_steps(self) -> None:
         """Let schedulers step once a step. Accelerate's step once for each rank, for a global batch
         that grows with the number of ranks. A Loader's global batch does not grow.
         """
-        for each in self._scheduling if self._loaders else ():
-            each.split_batches = True
+        if self._loaders:
+            for scheduler in self._schedulers:
+                scheduler.split_batches = True
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -144,14 +153,16 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         Args:
             models: as for Accelerate.
         """
-        with super().accumulate(*models) if self._at is None else nullcontext():
+        with super().accumulate(*models) if self._current is None else nullcontext():
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        at = self._at
-        if at is None and self.sync_gradients and self._synchronized():
+        batches = self._current
+        factor = 1.0
+        if batches is not None:
+            factor = batches.weight * self.num_processes / batches.total
+        elif self.sync_gradients and self._synchronized():
             self.begin(self._step + 1)
-        factor = 1.0 if at is None else at.weight * self.num_processes / at.total
         super().backward(loss * factor, **options)
 
     def gather(self, tensor: Any) -> Any:
@@ -169,7 +180,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             input_data: as for Accelerate.
             use_gather_object: as for Accelerate.
         """
-        if self._at is not None and not self._at.weight:
+        if self._current is not None and not self._current.weight:
             input_data = without_rows(input_data)
             # Accelerate would take a list without objects for one of tensors
             use_gather_object |= isinstance(input_data, list) and not input_data
@@ -182,8 +193,9 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         return super().skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        for each in (self.trained, self._loaders, self._scheduling):
-            each.clear()
+        self.trained.clear()
+        self._loaders.clear()
+        self._schedulers.clear()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
@@ -197,9 +209,10 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         Args:
             when: the first words of the error message.
         """
-        models = map(self.unwrap_model, self._synchronized())
-        named = [list(model.named_parameters()) for model in models]
-        self._check.compare([(self.world.group, each) for each in named], self._step, when)
+        alike = []
+        for model in map(self.unwrap_model, self._synchronized()):
+            alike.append((self.world.group, list(model.named_parameters())))
+        self._check.compare(alike, self._step, when)
 
     def _synchronized(self) -> list[DistributedDataParallel]:
         return [model for model in self.trained if model.require_backward_grad_sync]
@@ -213,44 +226,50 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             self.check_replicas(f"after step {step}")
         status.step(step + 1)
 
-    def walk(self, batches: _Walked) -> None:
+    def walk(self, batches: _LoaderBatches) -> None:
         """Note that `batches` yields its next batch, and enter the batch's random stream."""
-        if self._at is None:  # else the loop takes two loaders in turn
+        if self._current is None:  # else the loop takes two loaders in turn
             self._averaged = self._synchronized()
             self._random_state = randomness.get_state()
-        self._at, self.sync_gradients = batches, batches.closes
+        self._current = batches
+        self.sync_gradients = batches.closes
         for model in self._averaged:
             model.require_backward_grad_sync = batches.closes
         randomness.step(batches.loader.recipe["seed"], batches.step, batches.slot)
 
-    def leave(self, batches: _Walked) -> None:
+    def leave(self, batches: _LoaderBatches) -> None:
         """Note that the loop is done with the batch of `batches`."""
-        if self._at is batches:
-            self._at, self.sync_gradients = None, True
+        if self._current is batches:
+            self._current = None
+            self.sync_gradients = True
             for model in self._averaged:
                 model.require_backward_grad_sync = True
             randomness.set_state(self._random_state)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        if not all(each.closes for each in self._loaders):
+        if not all(loader.closes for loader in self._loaders):
             raise UsageError("saved-inside-a-step")
         self.check_replicas("before a checkpoint")
         if self.is_main_process:
-            places = [each.state_dict() for each in self._loaders]
-            write_whole(Path(folder, _PLACES), json.dumps(places))
+            positions = [loader.state_dict() for loader in self._loaders]
+            write_whole(Path(folder, _POSITIONS), json.dumps(positions))
 
     def _load(self, models: Any, folder: str) -> None:
-        file = Path(folder, _PLACES)
+        file = Path(folder, _POSITIONS)
+        positions = []
         with believed(file):
-            places = list(json.loads(file.read_text())) if file.exists() else []
-        if self._loaders and len(places) != len(self._loaders):
-            raise UsageError("saved-with-other-loaders", saved=len(places), here=len(self._loaders))
+            if file.exists():
+                positions = list(json.loads(file.read_text()))
+        saved = len(positions)
+        here = len(self._loaders)
+        if self._loaders and saved != here:
+            raise UsageError("saved-with-other-loaders", saved=saved, here=here)
         with believed(file):
-            for loader, place in zip(self._loaders, places, strict=True):
-                loader.load_state_dict(place)
+            for loader, position in zip(self._loaders, positions, strict=True):
+                loader.load_state_dict(position)
 
 
-class _Walked(RankBatches):
+class _LoaderBatches(RankBatches):
     host = "Accelerate"
 
     def __init__(self, loader: WindowLoader[Any], accelerator: LockstepAccelerator) -> None:
@@ -267,13 +286,14 @@ class _Walked(RankBatches):
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         self._accelerator.begin(window.step)
-        if (weigh := self._accelerator.weigh) is None:
+        weigh = self._accelerator.weigh
+        if weigh is None:
             return super().begin(window)
         weights = [float(weigh(batch)) for batch in window]
-        return weights, summed(weights, self._accelerator.world)
+        return weights, total_weight(weights, self._accelerator.world)
 
 
-def summed(weights: Sequence[float], world: World) -> float:
+def total_weight(weights: Sequence[float], world: World) -> float:
     """Return the sum of the weights over all ranks; 1 if it is 0."""
     total = torch.tensor(sum(weights), dtype=torch.float64)
     world.control.all_reduce(total, place="for the weight of a step").wait()
@@ -294,8 +314,9 @@ def gather_rows(gather: Callable[[Any], Any], data: Any) -> Any:
         if len(set(counts)) == 1:
             result: Tensor = gather(tensor)
             return result
-        missing = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
-        parts = gather(torch.cat([rows, missing])).split(max(counts))
+        most = max(counts)
+        missing = rows.new_zeros(most - len(rows), *rows.shape[1:])
+        parts = gather(torch.cat([rows, missing])).split(most)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     return recursively_apply(gathered, data, error_on_other_type=True)
@@ -309,7 +330,9 @@ def without_rows(data: Any) -> Any:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() else tensor[None]
+    if tensor.dim():
+        return tensor
+    return tensor[None]
 
 
 def share_memory(model: DistributedDataParallel, world: World) -> None:

@@ -41,7 +41,9 @@ class RankBatches:
             self.refuse("its data set divides itself among the ranks")
         self.loader: Any = loader
         self._count = count
-        self._epoch, self._ahead, self._resumes = 0, 0, False
+        self._epoch = 0
+        self._ahead = 0
+        self._resumes = False
         self._latest: tuple[Any, int] | None = None
         """This rank's latest batch and its slot, of which copies are made."""
 
@@ -62,30 +64,34 @@ class RankBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, start = self.epoch, None if self._resumes else self.epoch
+        epoch = self.epoch
+        start = None if self._resumes else epoch
         # The framework may count an epoch that was stopped early as a whole one: `_ahead` corrects
         # its count.
-        self._ahead, self._epoch, self._resumes = self._epoch - epoch, self._epoch + 1, False
+        self._ahead = self._epoch - epoch
+        self._epoch += 1
+        self._resumes = False
         size = self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
             weights, self.total = self.begin(window)
             self.step = window.step
             if window.read is not None:  # it can read rank 0's
                 self._latest = None
-            most = max(len(window.cut.filled(rank, size)) for rank in range(size))
-            count = self._count or most
+            filled = [len(window.cut.filled(rank, size)) for rank in range(size)]
+            count = self._count or max(filled)
             for number in range(count):
-                own = number < len(weights)
-                if own:
+                self.weight = 0.0
+                if number < len(weights):
                     self._latest = window[number], window.slots[number]
-                self.weight = weights[number] if own else 0.0
+                    self.weight = weights[number]
                 batch, self.slot = self._latest or self._of_rank_0(window)
                 self.closes = number + 1 == count
                 yield batch
 
     def _of_rank_0(self, window: Window) -> tuple[Any, int]:
         """Return rank 0's first batch of the step, and its slot: this rank has had none yet."""
-        rank, size = self.loader.rank, self.loader.size
+        rank = self.loader.rank
+        size = self.loader.size
         if window.read is None:
             self.refuse(f"rank {rank} of {size} has no batch of the stream's first step")
         self._latest = window.turned(size - rank, rank, size)[0], 0

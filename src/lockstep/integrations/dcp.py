@@ -55,7 +55,8 @@ class LockstepReader(dcp.StorageReader):
     def __init__(
         self, path: str | PathLike[str], *, model: str = "model", optimizer: str = "optimizer"
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
         self.reset(path)
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
@@ -63,10 +64,10 @@ class LockstepReader(dcp.StorageReader):
             return
         self._folder = folders.found(Path(checkpoint_id))[-1]
         checkpoint = files.read(self._folder, trusted=True)
-        self._found = _contents(checkpoint, self._model, self._optimizer, by_name=True)
+        self._contents = _contents(checkpoint, self._model, self._optimizer, by_name=True)
 
     def read_metadata(self) -> dcp.Metadata:
-        return dcp.Metadata({key: _described(each) for key, each in self._found.items()})
+        return dcp.Metadata({key: _described(value) for key, value in self._contents.items()})
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool) -> None:
         if is_coordinator:
@@ -83,13 +84,14 @@ class LockstepReader(dcp.StorageReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         for item in plan.items:
-            stored = self._found[item.storage_index.fqn]
-            if isinstance(stored, StoredTensor):
+            value = self._contents[item.storage_index.fqn]
+            if isinstance(value, StoredTensor):
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(stored.read(item.storage_offsets, item.lengths))
+                target.copy_(value.read(item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
             else:
-                torch.save(stored, stream := io.BytesIO())
+                stream = io.BytesIO()
+                torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
         return done(None)
@@ -103,10 +105,10 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model and the optimizer into `folder` with torch's own writer. `dcp.load` reads it
     with torch's own reader, which unpickles.
     """
-    state = {
-        key: found.read() if isinstance(found, StoredTensor) else found
-        for key, found in _contents(checkpoint, "model", "optimizer", by_name=False).items()
-    }
+    state = _contents(checkpoint, "model", "optimizer", by_name=False)
+    for key, value in state.items():
+        if isinstance(value, StoredTensor):
+            state[key] = value.read()
     with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
@@ -118,35 +120,35 @@ def _contents(
     optimizer. `by_name`: also give the options of the optimizer's groups by parameter, as
     flatten_optimizer_state_dict=True does.
     """
-    found: dict[str, Any] = {
-        f"{model}.{name}" if model else name: tensor
-        for name, tensor in checkpoint.model(every_name=True).items()
-    }
+    prefix = f"{model}." if model else ""
+    contents = {}
+    for name, tensor in checkpoint.model(every_name=True).items():
+        contents[prefix + name] = tensor
     with believed(checkpoint.folder / STATE):
         for key, tensor in checkpoint.optimizer().items():
             state, _, name = key.partition("/")
             if not key.startswith(METHOD):
-                found[f"{optimizer}.state.{name}.{state}" if state else name] = tensor
-        found |= decoded(checkpoint.state.get(VALUES, {}))
-        if (training := checkpoint.state.get("training")) is None:
-            return found
+                contents[f"{optimizer}.state.{name}.{state}" if state else name] = tensor
+        contents |= decoded(checkpoint.state.get(VALUES, {}))
+        training = checkpoint.state.get("training")
+        if training is None:
+            return contents
         for name, numbers in training["optimizer"]["numbers"].items():
             for state, value in decoded(numbers).items():
-                found[f"{optimizer}.state.{name}.{state}"] = value
-        groups = [
-            {**decoded(group["options"]), "params": group["parameters"]}
-            for group in training["optimizer"]["groups"]
-        ]
-        each = [(name, group) for group in groups for name in group["params"] if by_name]
-        for place, group in [*each, *enumerate(groups)]:
-            for option, value in group.items():
-                found[f"{optimizer}.param_groups.{place}.{option}"] = value
-    return found
+                contents[f"{optimizer}.state.{name}.{state}"] = value
+        for number, group in enumerate(training["optimizer"]["groups"]):
+            parameters = group["parameters"]
+            options = {**decoded(group["options"]), "params": parameters}
+            names = [*parameters, number] if by_name else [number]
+            for group_name in names:
+                for option, value in options.items():
+                    contents[f"{optimizer}.param_groups.{group_name}.{option}"] = value
+    return contents
 
 
 def _described(stored: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if not isinstance(stored, StoredTensor):
         return dcp.BytesStorageMetadata()
     size = torch.Size(stored.shape)
-    whole = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return dcp.TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
+    chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return dcp.TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [chunk])

@@ -7,6 +7,7 @@ state.json                   under "dcp": values that are not tensors, by their 
 
 from __future__ import annotations
 
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.futures import Future
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import MANIFEST, MODEL_PART
-from lockstep.checkpoints.pieces import TensorPiece, image
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.checkpoints.plain import encoded
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import remove_tree
@@ -50,8 +51,8 @@ class LockstepWriter(dcp.StorageWriter):
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._place = Path(checkpoint_id)
-            self._folder = self._place.with_name(f".{self._place.name}.dcp.unfinished")
+            self._path = Path(checkpoint_id)
+            self._folder = self._path.with_name(f".{self._path.name}.dcp.unfinished")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs["rank"]
@@ -62,16 +63,16 @@ class LockstepWriter(dcp.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        if self._place.exists() and not (self._place / MANIFEST).is_file():
-            why = "something that is no checkpoint has this name"
-            raise UsageError("cannot-write", name="checkpoint", file=self._place, reason=why)
+        if self._path.exists() and not (self._path / MANIFEST).is_file():
+            reason = "something that is no checkpoint has this name"
+            raise UsageError("cannot-write", name="checkpoint", file=self._path, reason=reason)
         remove_tree(self._folder, ignore_errors=True)  # left by a process that was killed
         self._folder.mkdir(parents=True)
         return plans
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        model: list[TensorPiece] = []
-        others: list[TensorPiece] = []
+        model = []
+        others = []
         values = {}
         for item in plan.items:
             key = item.index.fqn
@@ -84,22 +85,24 @@ class LockstepWriter(dcp.StorageWriter):
                 model += _pieces(key.removeprefix(self._prefix), item, planner.resolve_data(item))
             else:
                 others += _pieces(f"/{key}", item, planner.resolve_data(item))
-        images = {file.name: image(file) for file in files.parts(model, others, self._rank)}
-        size = sum(map(len, images.values()))
-        files.check_room(self._folder, size)
-        written = files.write_parts(self._folder, images), values
+        entries = files.write_files(self._folder, files.parts(model, others, self._rank))
+        size = sum(entry.bytes for entry in entries)
+        written = entries, values
         return done([WriteResult(item.index, size, written) for item in plan.items[:1]])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        written = [result.storage_data for each in results for result in each]
-        entries = [entry for found, _ in written for entry in found]
-        values = {key: value for _, found in written for key, value in found.items()}
+        entries = []
+        values: dict[str, Any] = {}
+        for result in chain.from_iterable(results):
+            rank_entries, rank_values = result.storage_data
+            entries += rank_entries
+            values |= rank_values
         if not any(entry.name.startswith(MODEL_PART) for entry in entries):
             remove_tree(self._folder)
             keys = list(metadata.state_dict_metadata)[:3]
             raise UsageError("state-without-model", prefix=self._prefix, keys=keys)
-        step = folders.step_in(self._place.name) or 0
-        files.commit(self._folder, self._place, step, entries, {VALUES: values})
+        step = folders.step_in(self._path.name) or 0
+        files.commit(self._folder, self._path, step, entries, {VALUES: values})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
@@ -111,19 +114,21 @@ def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
     empty. The dim along which a tensor is divided becomes the first in memory order.
     """
     assert item.tensor_data is not None
-    whole, chunk = item.tensor_data.size, item.tensor_data.chunk
-    divided = [dim for dim, size in enumerate(whole) if chunk.sizes[dim] != size]
+    shape = item.tensor_data.size
+    chunk = item.tensor_data.chunk
+    divided = [dim for dim, size in enumerate(shape) if chunk.sizes[dim] != size]
     if not divided:
         return [TensorPiece(name, data)]
     if len(divided) > 1:
         raise UsageError("dcp-cannot-save", what=f"{item.index.fqn}, divided along dims {divided}")
+    if not data.numel():
+        return []
     [dim] = divided
     data = data.movedim(dim, 0)
-    order = torch.empty([whole[dim], *data.shape[1:]], device="meta")
+    order = torch.empty([shape[dim], *data.shape[1:]], device="meta")
     strides = order.movedim(0, dim).stride()
     start = chunk.offsets[dim] * strides[dim]
-    found = TensorPiece(name, data.flatten(), start, tuple(whole), strides)
-    return [found] if data.numel() else []
+    return [TensorPiece(name, data.flatten(), start, tuple(shape), strides)]
 
 
 def done(value: Any) -> Future[Any]:

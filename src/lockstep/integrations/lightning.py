@@ -118,9 +118,11 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
     def __init__(self, *, timeout: timedelta | None = None, **options: Any) -> None:
         for name, instead in _WITHOUT_MEANING.items():
-            if (value := options.pop(name, None)) is not None:
+            value = options.pop(name, None)
+            if value is not None:
                 raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)
-        self._timeout_of_ranks, self._ranks = timeout, LockstepEnvironment()
+        self._timeout_of_ranks = timeout
+        self._ranks = LockstepEnvironment()
         host = {name: options.pop(name) for name in _HOSTS & options.keys()}
         super().__init__(cluster_environment=self._ranks, **host)
         self._wrapper_options = options
@@ -134,8 +136,9 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        one_cpu = devices is not None and [each.type for each in devices] == ["cpu"]
-        self._devices = devices * self._ranks.place.local_size if devices and one_cpu else devices
+        if devices is not None and [device.type for device in devices] == ["cpu"]:
+            devices = devices * self._ranks.place.local_size
+        self._devices = devices
 
     def setup_environment(self) -> None:
         self.world = init(device=self.root_device, timeout=self._timeout_of_ranks)
@@ -182,13 +185,15 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, Batches) and self._trainer.training:
-            dataloader.weighted, dataloader.repeated = True, self._trainer.overfit_batches > 0
+            dataloader.weighted = True
+            dataloader.repeated = self._trainer.overfit_batches > 0
         return dataloader
 
     def on_train_start(self) -> None:
         loaders = self._trainer.train_dataloader
-        alone = isinstance(loaders, Batches)
-        if not alone and any(isinstance(each, Batches) for each in tree_leaves(loaders)):
+        if isinstance(loaders, Batches):
+            return
+        if any(isinstance(loader, Batches) for loader in tree_leaves(loaders)):
             reason = "it is one of several train loaders"
             raise UsageError("trainer-loader", host=Batches.host, reason=reason)
 
@@ -204,25 +209,29 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        model, weight = self.model, self._weight
+        model = self.model
+        weight = self._weight
         if weight is None or not isinstance(model, DistributedDataParallel):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        # undo Lightning's division of the loss by the number of accumulated batches
-        module = self._trainer.lightning_module
-        whole = self._trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        factor = weight
+        if self._trainer.lightning_module.automatic_optimization:
+            # undo Lightning's division of the loss by the number of accumulated batches
+            factor *= self._trainer.accumulate_grad_batches
         self._weights += weight
         if model.require_backward_grad_sync:
             total = torch.tensor(self._weights, dtype=torch.float64)
             self.world.control.all_reduce(total, place="for the weight of a step").wait()
-            model.divisor, self._weights = total.item() or 1.0, 0.0
-        return super().backward(closure_loss * (weight * whole), optimizer, *args, **kwargs)
+            model.divisor = total.item() or 1.0
+            self._weights = 0.0
+        return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as Lightning does, but convert whole numbers to float for a mean. In Lightning the
         mean of whole numbers loses its fraction, and logged values are divided by such means.
         """
-        if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor):
-            tensor = tensor if tensor.is_floating_point() else tensor.float()
+        mean = reduce_op in ("mean", "avg")
+        if mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
 
     def save_checkpoint(
@@ -289,7 +298,8 @@ class Batches(RankBatches):
         super().__init__(loader)
         if not isinstance(loader, Loader):
             self.refuse("its data set is a stream")
-        plan, size = self.loader.plan, self.loader.size
+        plan = self.loader.plan
+        size = self.loader.size
         if plan.slots > size:
             self.refuse(f"a step has {plan.slots} micro-batches for {size} ranks")
         self.sampler = self  # Lightning calls its set_epoch
@@ -299,7 +309,8 @@ class Batches(RankBatches):
 
     def __iter__(self) -> Iterator[Any]:
         size = self.loader.size
-        if not self.weighted and not self.loader.plan.cut(len(self) - 1).filled(size - 1, size):
+        last_step = self.loader.plan.cut(len(self) - 1)
+        if not self.weighted and not last_step.filled(size - 1, size):
             self.refuse("its last step leaves ranks without samples")
         yield from super().__iter__()
 
@@ -319,8 +330,8 @@ class LockstepFabricStrategy(_OnLockstep, FabricDDP):
         return self._wrapped(module)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        found: dict[str, Any] = super().get_module_state_dict(_bare(module))
-        return found
+        state: dict[str, Any] = super().get_module_state_dict(_bare(module))
+        return state
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
@@ -331,11 +342,15 @@ class LockstepFabricStrategy(_OnLockstep, FabricDDP):
 class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         assert isinstance(module, DistributedDataParallel)
-        return module.no_sync() if enabled else nullcontext()
+        if enabled:
+            return module.no_sync()
+        return nullcontext()
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    if isinstance(module, DistributedDataParallel):
+        return module.module
+    return module
 
 
 StrategyRegistry.register("lockstep", LockstepStrategy)

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from lockstep.checkpoints import files
 from lockstep.checkpoints.manifest import STATE, believed
-from lockstep.checkpoints.pieces import TensorPiece, image, read_all
+from lockstep.checkpoints.pieces import TensorPiece, read_all
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.disk import remove_tree
 
 _MODEL = ("state_dict", "model")  # keys of the weights: Lightning's, and the usual one with Fabric
 _STEP = ("global_step", "step")
-_Way = tuple[str | int, ...]  # the keys that lead to a value in nested dicts and lists
+_Keys = tuple[str | int, ...]  # that lead to a value in nested dicts and lists
 
 
 class LockstepCheckpointIO(CheckpointIO):
@@ -53,31 +53,33 @@ class LockstepCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        place = _local(path)
+        final = _local(path)
         if storage_options is not None:
             instead = "a checkpoint is a folder on a local disk"
             _refuse("storage_options", storage_options, instead)
-        found: dict[_Way, Tensor] = {}
-        rest = encoded(_lifted(checkpoint, (), found), "the checkpoint")
-        key = next((each for each in _MODEL if isinstance(checkpoint.get(each), Mapping)), None)
-        weights = {str(way[1]): each for way, each in found.items() if _is_weight(way, key)}
-        others = {way: each for way, each in found.items() if not _is_weight(way, key)}
-        step = next((checkpoint[each] for each in _STEP if type(checkpoint.get(each)) is int), 0)
-        state = {"lightning": {"model": key, "rest": rest}}
-        folder = place.with_name(f".{place.name}.unfinished")
+        tensors: dict[_Keys, Tensor] = {}
+        rest = encoded(_without_tensors(checkpoint, (), tensors), "the checkpoint")
+        model = next((key for key in _MODEL if isinstance(checkpoint.get(key), Mapping)), None)
+        weights = {}
+        pieces = []
+        for keys, tensor in tensors.items():
+            if len(keys) == 2 and keys[0] == model and isinstance(keys[1], str):
+                weights[keys[1]] = tensor
+            else:
+                pieces.append(TensorPiece(json.dumps(keys), tensor))
+        step = next((checkpoint[key] for key in _STEP if type(checkpoint.get(key)) is int), 0)
+        state = {"lightning": {"model": model, "rest": rest}}
+        folder = final.with_name(f".{final.name}.unfinished")
         try:
             remove_tree(folder, ignore_errors=True)  # left by a process that was killed
             folder.mkdir(parents=True)
-            pieces = [TensorPiece(json.dumps(way), tensor) for way, tensor in others.items()]
-            images = {part.name: image(part) for part in files.parts(weights, pieces, 0)}
-            files.check_room(folder, sum(map(len, images.values())))
-            entries = files.write_parts(folder, images)
-            _unlink(place)
-            files.commit(folder, place, step, entries, state)
+            entries = files.write_files(folder, files.parts(weights, pieces, 0))
+            _unlink(final)
+            files.commit(folder, final, step, entries, state)
         except OSError as error:
             remove_tree(folder, ignore_errors=True)
             raise LockstepError(
-                "checkpoint-not-written", checkpoint=str(place), where="", reason=str(error)
+                "checkpoint-not-written", checkpoint=str(final), where="", reason=str(error)
             ) from error
 
     def load_checkpoint(
@@ -90,54 +92,56 @@ class LockstepCheckpointIO(CheckpointIO):
             map_location: the device of the tensors. Default: the CPU.
             weights_only: no effect, because nothing is unpickled.
         """
-        place = _local(path)
-        if place.is_file():
-            raise UsageError("checkpoint-is-pickled", file=str(place))
+        folder = _local(path)
+        if folder.is_file():
+            raise UsageError("checkpoint-is-pickled", file=str(folder))
         if not isinstance(map_location, str | torch.device | None):
             _refuse("map_location", map_location, "name a device")
-        found = files.read(place)
-        with believed(place / STATE):
-            said = found.state["lightning"]
-            checkpoint: dict[str, Any] = decoded(said["rest"])
-            tensors = {
-                json.dumps([said["model"], name]): each for name, each in found.tensors.items()
-            }
-            tensors |= read_all(found.optimizer())
+        stored = files.read(folder)
+        with believed(folder / STATE):
+            state = stored.state["lightning"]
+            checkpoint: dict[str, Any] = decoded(state["rest"])
+            tensors = read_all(stored.optimizer())
+            for name, tensor in stored.tensors.items():
+                tensors[json.dumps([state["model"], name])] = tensor
             for name, tensor in tensors.items():
-                *way, last = json.loads(name)
-                holder: Any = checkpoint
-                for key in way:
-                    holder = holder[key]
-                holder[last] = tensor if map_location is None else tensor.to(map_location)
+                *keys, last = json.loads(name)
+                container: Any = checkpoint
+                for key in keys:
+                    container = container[key]
+                container[last] = tensor if map_location is None else tensor.to(map_location)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        place = _local(path)
-        _unlink(place)
+        folder = _local(path)
+        _unlink(folder)
         with suppress(FileNotFoundError):
-            remove_tree(place)
+            remove_tree(folder)
 
 
-def _unlink(place: Path) -> None:
+def _unlink(path: Path) -> None:
     """Remove a file of torch.save, or a link made by `ModelCheckpoint(save_last="link")`."""
-    if place.is_symlink() or place.is_file():
-        place.unlink()
+    if path.is_symlink() or path.is_file():
+        path.unlink()
 
 
-def _lifted(value: Any, way: _Way, found: dict[_Way, Tensor]) -> Any:
-    """Return `value` with None in place of its tensors, and add the tensors to `found`."""
+def _without_tensors(value: Any, keys: _Keys, tensors: dict[_Keys, Tensor]) -> Any:
+    """Return `value` with None in place of its tensors, and add these to `tensors`. `keys` lead to
+    the value.
+    """
     if isinstance(value, Tensor):
-        found[way] = value.detach()
+        tensors[keys] = value.detach()
         return None
     if type(value) is list:
-        return [_lifted(each, (*way, place), found) for place, each in enumerate(value)]
+        return [
+            _without_tensors(element, (*keys, index), tensors)
+            for index, element in enumerate(value)
+        ]
     if type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
-        return {key: _lifted(each, (*way, key), found) for key, each in value.items()}
+        return {
+            key: _without_tensors(element, (*keys, key), tensors) for key, element in value.items()
+        }
     return value
-
-
-def _is_weight(way: _Way, key: str | None) -> bool:
-    return len(way) == 2 and way[0] == key and isinstance(way[1], str)
 
 
 def _local(path: Any) -> Path:

@@ -44,7 +44,7 @@ from lockstep.integrations.accelerate import (
     gather_rows,
     refuse,
     share_memory,
-    summed,
+    total_weight,
 )
 from lockstep.integrations.batches import RankBatches
 from lockstep.runtime import extras, randomness, status
@@ -83,7 +83,8 @@ def _check(args: TrainingArguments) -> None:
     ):
         if value != plain:
             refuse(name, value, instead)
-    if (order := args.train_sampling_strategy) not in _ORDERS:
+    order = args.train_sampling_strategy
+    if order not in _ORDERS:
         refuse("train_sampling_strategy", str(order), f"use one of {', '.join(_ORDERS)}")
 
 
@@ -111,12 +112,15 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         positional = list(arguments)
-        types = [isinstance(argument, TrainingArguments) for argument in positional]
-        if True in types:  # its position depends on the class: trl's DPOTrainer has it third
-            args = positional[types.index(True)] = copy.copy(positional[types.index(True)])
-        else:
-            given = options.get("args")
-            args = TrainingArguments("tmp_trainer") if given is None else copy.copy(given)
+        args = None
+        for index, argument in enumerate(arguments):
+            # its position depends on the class: trl's DPOTrainer has it third
+            if args is None and isinstance(argument, TrainingArguments):
+                args = positional[index] = copy.copy(argument)
+        if args is None:
+            args = copy.copy(options.get("args"))
+            if args is None:
+                args = TrainingArguments("tmp_trainer")
             options["args"] = args
         _check(args)
         self.world: World = init(device=args.device)
@@ -126,7 +130,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         self._slots: list[int] = []  # of this rank's batches of the current step
         self._counts: list[float] = []  # number of items that each batch's loss is a mean over
         self._total = 0.0  # sum of these numbers over all ranks
-        self._place = 0  # index of the current batch among this rank's batches of the step
+        self._index = 0  # of the current batch among this rank's batches of the step
         self._factor = 1.0  # of the current batch's gradient
         self._backward_called = False
         self._hooked: nn.Module | None = None
@@ -188,24 +192,27 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         divided = self._divide(train_dataloader)
         return super()._prepare_for_training(max_steps, divided, resume_from_checkpoint)
 
-    def _divide(self, theirs: Any) -> _DataLoader | _StreamBatches:
-        """Return a loader of this rank's share of the batches of `theirs`."""
-        if isinstance(theirs, _DataLoader | _StreamBatches):
-            return theirs
-        if self._divided is not None and self._divided.theirs is theirs:
+    def _divide(self, undivided: Any) -> _DataLoader | _StreamBatches:
+        """Return a loader of this rank's share of the batches of `undivided`."""
+        if isinstance(undivided, _DataLoader | _StreamBatches):
+            return undivided
+        if self._divided is not None and self._divided.undivided is undivided:
             return self._divided
-        if not isinstance(theirs, DataLoader):
-            reason = f"get_train_dataloader returned a {type(theirs).__name__}, and no DataLoader"
+        if not isinstance(undivided, DataLoader):
+            reason = (
+                f"get_train_dataloader returned a {type(undivided).__name__}, and no DataLoader"
+            )
             raise UsageError("trainer-loader", host=_HOST, reason=reason)
-        args, count = self.args, self.args.gradient_accumulation_steps
+        args = self.args
+        count = args.gradient_accumulation_steps
         seed = args.seed if args.data_seed is None else args.data_seed
         options = {"seed": seed, "drop_last": args.dataloader_drop_last}
-        if isinstance(theirs.dataset, IterableDataset):
+        if isinstance(undivided.dataset, IterableDataset):
             args.ignore_data_skip = True  # a resume loads the stream's position
-            self._divided = _StreamBatches(theirs, self._micro_batches, count, **options)
+            self._divided = _StreamBatches(undivided, self._micro_batches, count, **options)
         else:
-            loader = _loader_of(theirs, self._micro_batches, **options)
-            self._divided = _DataLoader(loader, count, theirs)
+            loader = _loader_of(undivided, self._micro_batches, **options)
+            self._divided = _DataLoader(loader, count, undivided)
         if args.should_log:
             idle = self._micro_batches < self.world.size
             _log.log(logging.WARNING if idle else logging.INFO, self._divided.loader.describe())
@@ -221,17 +228,19 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         """Return this rank's batches of a step, and None: `_counts` has a count for each batch."""
         self._check_called()
         assert self._divided is not None
-        batches: list[Any] = []
-        self._counts, self._slots, self._place = [], [], 0
+        batches = []
+        self._counts = []
+        self._slots = []
+        self._index = 0
         for number in range(num_batches):
-            one, count = super().get_batch_samples(epoch_iterator, 1, device)
-            if not one:
+            batch, items = super().get_batch_samples(epoch_iterator, 1, device)
+            if not batch:
                 break
-            batches += one
+            batches += batch
             slot, samples = self._divided.at(self.state.global_step, number)
             self._slots.append(slot)
-            self._counts.append(float(samples if count is None or not samples else count))
-        self._total = summed(self._counts, self.world)
+            self._counts.append(float(samples if items is None or not samples else items))
+        self._total = total_weight(self._counts, self.world)
         return batches, None
 
     def training_step(
@@ -240,10 +249,10 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if isinstance(model, DistributedDataParallel) and model is not self._hooked:
             self._hooked = model
             share_memory(model, self.world)
-        if self._place >= len(self._counts):
+        if self._index >= len(self._counts):
             raise _not_called(type(self).get_batch_samples, "super().get_batch_samples()")
-        count = self._counts[self._place]
-        slot = self._slots[self._place]
+        count = self._counts[self._index]
+        slot = self._slots[self._index]
         # so the loss is the mean over this batch's count, also for models that divide by `items`
         items = torch.tensor(max(count, 1.0), device=self.args.device)
         self.current_gradient_accumulation_steps = 1  # the loss is divided by nothing else
@@ -256,12 +265,12 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if not self._backward_called:
             parent: Any = super()
             raise _not_called(parent.training_step, "self.accelerator.backward(loss)")
-        self._place += 1
+        self._index += 1
         return loss * factor
 
     def _check_called(self) -> None:
         """Raise UsageError if the last step had batches and none came to `training_step`."""
-        if self._counts and not self._place:
+        if self._counts and not self._index:
             raise _not_called(type(self).training_step, "super().training_step()")
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
@@ -275,13 +284,14 @@ def _not_called(method: Any, needed: str) -> UsageError:
     return UsageError("trainer-loss-not-weighted", method=method.__qualname__, needed=needed)
 
 
-def _loader_of(theirs: DataLoader[Any], micro_batches: int, **options: Any) -> Loader:
+def _loader_of(undivided: DataLoader[Any], micro_batches: int, **options: Any) -> Loader:
     """Return a Loader whose micro-batches are the batches of a DataLoader in one process."""
-    batches: Any = theirs.batch_sampler or theirs.sampler
+    dataset = undivided.dataset
+    batches: Any = undivided.batch_sampler or undivided.sampler
     while hasattr(batches, "batch_sampler"):  # Accelerate has divided it among the ranks
         batches = batches.batch_sampler
     if type(batches) is not BatchSampler:
-        return Loader(theirs.dataset, order=batches, micro_batches=micro_batches, **options)
+        return Loader(dataset, order=batches, micro_batches=micro_batches, **options)
     sampler: Any = batches.sampler
     permutes = isinstance(sampler, RandomSampler) and not sampler.replacement
     if permutes and sampler.num_samples == len(sampler.data_source):
@@ -291,7 +301,7 @@ def _loader_of(theirs: DataLoader[Any], micro_batches: int, **options: Any) -> L
     else:
         options["order"] = sampler
     size = batches.batch_size
-    return Loader(theirs.dataset, global_batch=size * micro_batches, micro_batch=size, **options)
+    return Loader(dataset, global_batch=size * micro_batches, micro_batch=size, **options)
 
 
 class LockstepTrainer(LockstepTraining, Trainer):
@@ -327,18 +337,19 @@ class LockstepCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         batches: _DataLoader | _StreamBatches = more["train_dataloader"]
         loader = batches.loader
-        place = loader.state_dict()
+        position = loader.state_dict()
         # the Trainer's own checkpoints lack it, and a save expects it
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        saved = entry["attributes"]["fingerprint"]
-        self.fingerprint = place["fingerprint"]
+        attributes = entry["attributes"]
+        saved = attributes["fingerprint"]
+        self.fingerprint = position["fingerprint"]
         if isinstance(batches, _StreamBatches):
             self._stream = batches
-            if "position" in entry["attributes"] and state.global_step:
-                batches.load_state_dict(entry["attributes"]["position"])
+            if "position" in attributes and state.global_step:
+                batches.load_state_dict(attributes["position"])
                 return
         if state.global_step and saved is not None:
-            loader.load_state_dict({**place, "fingerprint": saved})
+            loader.load_state_dict({**position, "fingerprint": saved})
         elif state.global_step and args.should_log:
             warnings.warn(
                 "the checkpoint is of transformers' own Trainer: the order and the number of samples"
@@ -376,18 +387,22 @@ class _KeysOfRank(Sampler[Keys]):
     """
 
     def __init__(self, loader: Loader, count: int) -> None:
-        self.loader, self._count, self._epoch = loader, count, 0
+        self.loader = loader
+        self._count = count
+        self._epoch = 0
         self._first: int | None = None  # the number of the epoch's first step
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._first = epoch, None
+        self._epoch = epoch
+        self._first = None
 
     def __len__(self) -> int:
         return len(self.loader) * self._count
 
     def window(self, step: int) -> Window:
         """Return this rank's part of step `step`, without its batches."""
-        loader, epoch = self.loader, self._epoch
+        loader = self.loader
+        epoch = self._epoch
         if self._first is None:  # the epoch begins, or a resume has skipped its first steps
             self._first = min(step, epoch * len(loader))
         cut = loader.batch_plan.plan(epoch).at(step - self._first, epoch, step)
@@ -395,16 +410,19 @@ class _KeysOfRank(Sampler[Keys]):
         return Window(cut, loader.rank, loader.size, lambda: None, counts)
 
     def __iter__(self) -> Iterator[Keys]:
-        loader, epoch = self.loader, self._epoch
+        loader = self.loader
+        epoch = self._epoch
         plan = loader.batch_plan.plan(epoch)
         # the Trainer takes as many steps of every epoch as epoch 0 has
         steps = range(min(len(loader), plan.steps_per_epoch))
-        mine = loader.batch_plan.indices(epoch, steps, loader.share)
+        local = loader.batch_plan.indices(epoch, steps, loader.share)
         first = loader.batch_plan.indices(epoch, steps, range(1))
-        for place, other in zip(steps, first, strict=True):
-            filled = len(plan.at(place, epoch, place).filled(loader.rank, loader.size))
-            found = [*islice(mine, filled), *[other] * (self._count - filled)]
-            yield from ((epoch, each) for each in found)
+        for step, first_slot in zip(steps, first, strict=True):
+            filled = len(plan.at(step, epoch, step).filled(loader.rank, loader.size))
+            for indices in islice(local, filled):
+                yield epoch, indices
+            for _ in range(self._count - filled):
+                yield epoch, first_slot
 
 
 class _DataLoader(DataLoader[Any]):
@@ -412,22 +430,24 @@ class _DataLoader(DataLoader[Any]):
     sample.
     """
 
-    def __init__(self, loader: Loader, count: int, theirs: DataLoader[Any]) -> None:
-        self.loader, self.theirs, self.keys = loader, theirs, _KeysOfRank(loader, count)
+    def __init__(self, loader: Loader, count: int, undivided: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.undivided = undivided
+        self.keys = _KeysOfRank(loader, count)
         self._window: Window | None = None  # of the current step
         seed = loader.recipe["seed"]
         super().__init__(
-            KeyedDataset(theirs.dataset, seed, theirs.collate_fn, loader.rank),
+            KeyedDataset(undivided.dataset, seed, undivided.collate_fn, loader.rank),
             # any object may be a batch's indices: DataLoader passes it to __getitems__
             batch_sampler=self.keys,  # type: ignore[arg-type]
-            collate_fn=_made,
-            num_workers=theirs.num_workers,
-            pin_memory=theirs.pin_memory,
-            prefetch_factor=theirs.prefetch_factor,
-            persistent_workers=theirs.persistent_workers,
-            multiprocessing_context=theirs.multiprocessing_context,
-            timeout=theirs.timeout,
-            worker_init_fn=partial(_set_up, theirs.worker_init_fn, worker_setup()),
+            collate_fn=_unchanged,
+            num_workers=undivided.num_workers,
+            pin_memory=undivided.pin_memory,
+            prefetch_factor=undivided.prefetch_factor,
+            persistent_workers=undivided.persistent_workers,
+            multiprocessing_context=undivided.multiprocessing_context,
+            timeout=undivided.timeout,
+            worker_init_fn=partial(_set_up, undivided.worker_init_fn, worker_setup()),
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -439,7 +459,9 @@ class _DataLoader(DataLoader[Any]):
         window = self._window
         if window is None or window.step != step:
             window = self._window = self.keys.window(step)
-        return (window.slots[number], window.counts[number]) if number < len(window) else (0, 0)
+        if number >= len(window):
+            return 0, 0
+        return window.slots[number], window.counts[number]
 
 
 class _StreamBatches(RankBatches):
@@ -448,32 +470,34 @@ class _StreamBatches(RankBatches):
     host = _HOST
 
     def __init__(
-        self, theirs: DataLoader[Any], micro_batches: int, count: int, **options: Any
+        self, undivided: DataLoader[Any], micro_batches: int, count: int, **options: Any
     ) -> None:
-        size = theirs.batch_size or 1
+        size = undivided.batch_size or 1
         loader = StreamLoader(
-            theirs.dataset,
+            undivided.dataset,
             global_batch=size * micro_batches,
             micro_batch=size,
-            num_workers=theirs.num_workers,
-            collate_fn=theirs.collate_fn,
+            num_workers=undivided.num_workers,
+            collate_fn=undivided.collate_fn,
             sharding="items",
             device="cpu",
             **options,
         )
         super().__init__(loader, count)
-        self.theirs, self.dataset, self.batch_size = theirs, theirs.dataset, size
+        self.undivided = undivided
+        self.dataset = undivided.dataset
+        self.batch_size = size
 
     def at(self, step: int, number: int) -> tuple[int, float]:
         """Return the slot of the batch that was yielded last and its samples, 0 of a copy."""
         return self.slot, self.weight
 
 
-def _set_up(theirs: Any, ours: Any, worker: int) -> None:
-    for function in filter(None, (theirs, ours)):
+def _set_up(first: Any, second: Any, worker: int) -> None:
+    for function in filter(None, (first, second)):
         function(worker)
 
 
-def _made(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     """Return the batch: KeyedDataset has collated it already."""
     return batch

@@ -71,23 +71,26 @@ def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | Non
     model.
     """
     if parts is not None and parts.layers is not None:
-        return Layers(model, tuple(_given(model, parts.layers)))
-    graph = _followed(model, arguments)
-    return Layers(model, tuple(_named(_joined(_between_cuts(graph)))), graph)
+        return Layers(model, tuple(_listed(model, parts.layers)))
+    graph = _traced(model, arguments)
+    pieces = _joined(_between_cuts(graph))
+    return Layers(model, tuple(_named(pieces)), graph)
 
 
-def _given(
+def _listed(
     model: nn.Module, layers: Callable[[nn.Module], Sequence[nn.Module]]
 ) -> Iterator[CutLayer]:
-    found = list(layers(model))
+    """Yield the layers that Parts lists."""
     names = {module: name for name, module in model.named_modules()}
-    for number, module in enumerate(found):
+    listed = set()
+    for number, module in enumerate(layers(model)):
         if not isinstance(module, nn.Module) or not names.get(module):
             raise TaskError(
                 "not-a-layer", number=number, what=type(module).__name__, model=type(model).__name__
             )
-        if any(module is other for other in found[:number]):
+        if module in listed:
             raise TaskError("layer-given-twice", layer=names[module])
+        listed.add(module)
         yield CutLayer(names[module], module=module)
 
 
@@ -98,7 +101,7 @@ class _Tracer(fx.Tracer):
         return type(module).forward is not nn.Sequential.forward
 
 
-def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
+def _traced(model: nn.Module, arguments: int | None) -> fx.Graph:
     """Return the graph of the forward. Raises TaskError if it differs between training and
     evaluation, because one graph cannot represent both.
     """
@@ -116,13 +119,13 @@ def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
 
 
 def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    fixed = {
-        each.name: each.default
-        for number, each in enumerate(parameters)
-        if each.default is not each.empty
-        and (arguments is None or number >= arguments or each.kind is each.KEYWORD_ONLY)
-    }
+    fixed = {}
+    for number, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
+        passed = arguments is not None and number < arguments
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            passed = False
+        if not passed and parameter.default is not parameter.empty:
+            fixed[parameter.name] = parameter.default
     try:
         with warnings.catch_warnings():
             # fx warns that it could not add an assertion; `_without` removes assertions anyway
@@ -134,25 +137,23 @@ def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
             "forward-not-followed", model=type(model).__name__, reason=reason
         ) from error
     _without(graph, fixed)
-    for node in [
-        node for node in graph.nodes if not node.users and _name(node) in ("getitem", "getattr")
-    ]:
+    for node in list(graph.nodes):
         # `out, state = lstm(x)` has a node for the state even if nothing uses it
-        graph.erase_node(node)
+        if not node.users and _name(node) in ("getitem", "getattr"):
+            graph.erase_node(node)
     return graph
 
 
 def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
     """Remove arguments that keep their defaults, and the nodes with which fx checks them."""
-    for node in [node for node in graph.nodes if node.op == "placeholder"]:
-        if node.target.lstrip("*") in fixed or any(
-            str(node.target) == f"{name}_1" for name in fixed
-        ):
-            needless = [node]
-            for each in needless:
-                needless += [user for user in each.users if user not in needless]
-            for each in sorted(needless, reverse=True):
-                graph.erase_node(each)
+    renamed = {f"{name}_1" for name in fixed}
+    for argument in [node for node in graph.nodes if node.op == "placeholder"]:
+        if argument.target.lstrip("*") in fixed or argument.target in renamed:
+            needless = [argument]
+            for node in needless:
+                needless += [user for user in node.users if user not in needless]
+            for node in sorted(needless, reverse=True):
+                graph.erase_node(node)
 
 
 def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -160,14 +161,16 @@ def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     the root are in no piece: each stage adds those that it uses.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
-    last_use = {node: max((order[user] for user in node.users), default=-1) for node in graph.nodes}
-    alive: set[fx.Node] = set()
-    piece: list[fx.Node] = []
+    last_use = {}
+    for node in graph.nodes:
+        last_use[node] = max((order[user] for user in node.users), default=-1)
+    alive = set()
+    piece = []
     for node in graph.nodes:
         if node.op in ("get_attr", "output"):
             continue
         alive.add(node)
-        alive = {each for each in alive if last_use[each] > order[node]}
+        alive = {earlier for earlier in alive if last_use[earlier] > order[node]}
         if node.op == "placeholder":
             continue
         piece.append(node)
@@ -186,8 +189,8 @@ def _may_be_a_tensor(node: fx.Node) -> bool:
         return False
     if node.op == "call_method" and node.target in _NO_TENSOR:
         return False
-    taken = (user.args[1] for user in node.users if _name(user) == "getitem")
-    return not any(isinstance(key, (int, str)) for key in taken)
+    keys = [user.args[1] for user in node.users if _name(user) == "getitem"]
+    return not any(isinstance(key, (int, str)) for key in keys)
 
 
 def _name(node: fx.Node) -> str:
@@ -198,7 +201,7 @@ def _joined(pieces: Iterator[list[fx.Node]]) -> list[list[fx.Node]]:
     """Join each piece that calls no module to the piece before it; at the beginning, to the first
     piece that calls one.
     """
-    layers: list[list[fx.Node]] = []
+    layers = []
     waiting: list[fx.Node] = []
     for piece in pieces:
         if any(node.op == "call_module" for node in piece):
@@ -212,8 +215,10 @@ def _joined(pieces: Iterator[list[fx.Node]]) -> list[list[fx.Node]]:
 
 
 def _named(pieces: list[list[fx.Node]]) -> Iterator[CutLayer]:
-    times: dict[str, int] = {}
+    calls: dict[str, int] = {}
     for piece in pieces:
         name = next(str(node.target) for node in piece if node.op == "call_module")
-        times[name] = times.get(name, 0) + 1
-        yield CutLayer(name if times[name] == 1 else f"{name}:{times[name]}", nodes=tuple(piece))
+        calls[name] = calls.get(name, 0) + 1
+        if calls[name] > 1:
+            name = f"{name}:{calls[name]}"
+        yield CutLayer(name, nodes=tuple(piece))

@@ -51,9 +51,8 @@ class Locals:
             if isinstance(parameter, DTensor):
                 self._cut[name] = parameter
                 if id(parameter) not in self._plain:
-                    self._plain[id(parameter)] = nn.Parameter(
-                        _local(parameter), requires_grad=parameter.requires_grad
-                    )
+                    plain = nn.Parameter(_local(parameter), parameter.requires_grad)
+                    self._plain[id(parameter)] = plain
         self.module = self._copied(module)
 
     def _copied(self, module: nn.Module) -> nn.Module:
@@ -61,9 +60,8 @@ class Locals:
         for name, parameter in module._parameters.items():
             tree.register_parameter(name, self._plain.get(id(parameter), parameter))
         for name, buffer in module._buffers.items():
-            tree.register_buffer(
-                name, buffer, persistent=name not in module._non_persistent_buffers_set
-            )
+            persistent = name not in module._non_persistent_buffers_set
+            tree.register_buffer(name, buffer, persistent)
         for name, child in module._modules.items():
             tree.add_module(name, None if child is None else self._copied(child))
         return tree
@@ -80,7 +78,8 @@ class Locals:
             if gradient.placements != parameter.placements:
                 # torch may leave the sum over the ranks to the reader of a gradient
                 gradient = gradient.redistribute(placements=parameter.placements)
-            local, plain = _local(gradient), self._plain[id(parameter)]
+            local = _local(gradient)
+            plain = self._plain[id(parameter)]
             assert local.shape == plain.shape
             if plain.grad is None:
                 plain.grad = local
@@ -100,7 +99,9 @@ class Locals:
             check_elementwise(type(optimizer))
         known = {id(parameter) for parameter in self.module.parameters()}
         for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [self._plain.get(id(each), each) for each in group["params"]]
+            group["params"] = [
+                self._plain.get(id(parameter), parameter) for parameter in group["params"]
+            ]
             for parameter in group["params"]:
                 if id(parameter) not in known:
                     raise UsageError(
@@ -111,14 +112,17 @@ class Locals:
         """Whether this rank's part of a parameter counts in a sum over all ranks of the shard
         and tensor axes, in which each element must count once.
         """
-        cut = self._axes(name)
-        return ("shard" in cut or self._at.shard == 0) and ("tensor" in cut or self._at.tensor == 0)
+        axes = self._axes(name)
+        if "shard" not in axes and self._at.shard > 0:
+            return False
+        return "tensor" in axes or self._at.tensor == 0
 
     def cut_by_tensor(self, name: str) -> bool:
         """Whether the tensor axis cuts a parameter. `name` may also name the optimizer state of a
         parameter ("exp_avg/head.weight"), or a buffer, which is never cut.
         """
-        return "tensor" in self._axes(name) or "tensor" in self._axes(name.partition("/")[2])
+        _, _, parameter = name.partition("/")
+        return "tensor" in self._axes(name) or "tensor" in self._axes(parameter)
 
     def _axes(self, name: str) -> list[str]:
         """Return the axes that cut a parameter."""
@@ -137,14 +141,14 @@ class Locals:
         cut = self._cut.get(name)
         if cut is None or local.shape != self._plain[id(cut)].shape:
             return local
-        whole = DTensor.from_local(
+        tensor = DTensor.from_local(
             local, cut.device_mesh, cut.placements, shape=cut.shape, stride=cut.stride()
         )
         placements = list(cut.placements)
         for dim in range(len(placements)):  # the axis that cut last comes first
             placements[dim] = Replicate()
-            whole = whole.redistribute(placements=placements)
-        return whole.full_tensor()
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.full_tensor()
 
     def pieces(self, label: str, name: str, local: Tensor) -> list[TensorPiece]:
         """Return what this rank writes, under the name `label`, of a parameter, of its optimizer
@@ -153,29 +157,31 @@ class Locals:
         `local` is this rank's part, or the whole tensor if it is not cut. All ranks of these axes
         call it, in the same order.
         """
-        whole = self.gather(name, local.detach())
-        if self._ranks == 1 or whole.dim() == 0:
-            return [TensorPiece(label, whole)] if self._rank == 0 else []
-        whole = whole.contiguous()
-        start = whole.numel() * self._rank // self._ranks
-        stop = whole.numel() * (self._rank + 1) // self._ranks
+        tensor = self.gather(name, local.detach())
+        if self._ranks == 1 or tensor.dim() == 0:
+            if self._rank == 0:
+                return [TensorPiece(label, tensor)]
+            return []
+        tensor = tensor.contiguous()
+        start = tensor.numel() * self._rank // self._ranks
+        stop = tensor.numel() * (self._rank + 1) // self._ranks
         if start == stop and self._rank:
             return []
         # a copy, which does not keep the memory of the whole tensor
-        data = whole.reshape(-1)[start:stop].to("cpu", copy=True)
-        return [TensorPiece(label, data, start, tuple(whole.shape), whole.stride())]
+        data = tensor.reshape(-1)[start:stop].to("cpu", copy=True)
+        return [TensorPiece(label, data, start, tuple(tensor.shape), tensor.stride())]
 
-    def take(self, name: str, whole: Tensor) -> Tensor:
+    def part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a whole parameter, of its optimizer state, or of a buffer.
         No communication.
         """
         cut = self._cut.get(name)
-        if cut is None or whole.shape != cut.shape:
-            return whole
-        part = distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
+        if cut is None or tensor.shape != cut.shape:
+            return tensor
+        part = distribute_tensor(tensor, cut.device_mesh, cut.placements, src_data_rank=None)
         return part.to_local().clone()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the parameters that FSDP has gathered. After a forward without a backward FSDP
         keeps those of the root, and would compute with old values.
         """
@@ -185,11 +191,11 @@ class Locals:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's parts of whole tensors into its own tensors, by name."""
-        self.let_go()
+        self.free()
         state = self.module.state_dict(keep_vars=True)
         with torch.no_grad():
-            for name, whole in tensors:
-                state[name].copy_(self.take(name, whole))
+            for name, tensor in tensors:
+                state[name].copy_(self.part(name, tensor))
 
 
 def _local(tensor: DTensor) -> Tensor:

@@ -13,7 +13,7 @@ its output is one number for torch, whatever the model returns.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ def _no_begin(number: int, stage: int) -> None:
     """Do nothing before a forward."""
 
 
-_KEPT = 8  # schedule objects that are kept, each with its receive buffers
+_CACHED = 8  # schedule objects that are kept, each with its receive buffers
 
 
 @dataclass(slots=True)
@@ -68,11 +68,14 @@ class StageTurn(nn.Module):
         self._in_place = any(getattr(module, "inplace", False) for module in self.stage.modules())
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
-        calls, rank = self._pipeline.calls, self._pipeline.group.rank
+        calls = self._pipeline.calls
+        rank = self._pipeline.group.rank
         micro_batch = int(number)
         try:
             calls.begin(micro_batch, rank)
-            arguments = map(self._ready, received) if rank else calls.inputs[micro_batch]
+            arguments: Iterable[Any] = calls.inputs[micro_batch]
+            if rank > 0:
+                arguments = map(self._ready, received)
             with self._pipeline.autocast():
                 output = self.stage(*arguments)
             if self._sends is None:
@@ -153,8 +156,11 @@ class Pipeline:
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.stage, self.group, self.device = stage, group, device
-        self.schedule, self.autocast = schedule, autocast
+        self.stage = stage
+        self.group = group
+        self.device = device
+        self.schedule = schedule
+        self.autocast = autocast
         self.calls: Calls  # of the window that is being run
         self._shapes: dict[Any, list[Shape]] = {}
         self._schedules: dict[Any, Any] = {}
@@ -183,9 +189,11 @@ class Pipeline:
         self.calls = Calls(inputs, finish, begin, training=True)
         for numbers in self._by_shape(inputs):
             schedule = self._fitting(len(numbers))
-            steps = [[number] for number in numbers] if schedule == "naive" else [numbers]
-            for step in steps:
-                self._run(schedule, step)
+            if schedule == "naive":
+                for number in numbers:
+                    self._run(schedule, [number])
+            else:
+                self._run(schedule, numbers)
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Sequence[Any]], done: Callable[[int, Any], None]) -> None:
@@ -238,8 +246,9 @@ class Pipeline:
         its exception in place of torch's.
         """
         indices = torch.tensor(numbers)
-        made = self._schedule(schedule, len(numbers), signature(self.calls.inputs[numbers[0]]))
-        step = made.step if self.calls.training else made.eval
+        shape = signature(self.calls.inputs[numbers[0]])
+        runner = self._schedule(schedule, len(numbers), shape)
+        step = runner.step if self.calls.training else runner.eval
         status.waits(True)
         try:
             step(number=indices, target=indices, return_outputs=False)
@@ -258,27 +267,31 @@ class Pipeline:
         """
         training = self.calls.training
         key = schedule, micro_batches, shape, training
-        made = self._schedules.pop(key, None)
-        if made is None:
-            while len(self._schedules) >= _KEPT:
-                del self._schedules[next(iter(self._schedules))]
+        runner = self._schedules.pop(key, None)
+        if runner is None:
+            while len(self._schedules) >= _CACHED:
+                oldest = next(iter(self._schedules))
+                del self._schedules[oldest]
             kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
             loss = _the_loss if training else None
             stage = self._stage(self._shapes[shape])
-            made = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
-        self._schedules[key] = made
-        return made
+            runner = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedules[key] = runner
+        return runner
 
     def _stage(self, shapes: Sequence[Shape]) -> TimedStage:
-        rank, count = self.group.rank, self.group.size
+        rank = self.group.rank
+        count = self.group.size
+        received = (shapes[rank - 1].example(),) if rank > 0 else ()
         sends = shapes[rank] if rank + 1 < count else None
+        output = torch.empty((), device="meta") if sends is None else sends.example()
         return TimedStage(
             StageTurn(self, sends),
             rank,
             count,
             self.device,
-            (shapes[rank - 1].example(),) if rank else (),
-            torch.empty((), device="meta") if sends is None else sends.example(),
+            received,
+            output,
             group=self.group.process_group,
         )
 

@@ -64,7 +64,8 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[StageWork]
         forwards = [StageWork("F", rank, number) for number in range(micro_batches)]
         work = forwards[:ahead]
         for number in range(micro_batches):
-            work += [StageWork("B", rank, number), *forwards[ahead + number :][:1]]
+            work.append(StageWork("B", rank, number))
+            work += forwards[ahead + number : ahead + number + 1]
         orders.append(work)
     return orders
 
@@ -79,4 +80,6 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
 
 def formula(schedule: str) -> str:
     """Return the formula of `bubble` as text, for p ranks and m micro-batches."""
-    return "(p-1)/p" if schedule == "naive" else "(p-1)/(m+p-1)"
+    if schedule == "naive":
+        return "(p-1)/p"
+    return "(p-1)/(m+p-1)"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,11 +38,11 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     for unit in units_of(module):
         fully_shard(unit, mesh=shard_mesh)
     root: FSDPModule = fully_shard(module, mesh=shard_mesh)
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.set_gradient_divide_factor(1.0)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
             # else torch asks the backend to sum and multiply by 1, which gloo cannot do
-            each.set_force_sum_reduction_for_comms(True)
+            part.set_force_sum_reduction_for_comms(True)
     # else ranks that use different parameters would add gradients of different parameters
     root.set_reduce_scatter_unused_params(True)
 
@@ -53,29 +54,28 @@ def units_of(module: nn.Module) -> list[nn.Module]:
     Parameters outside of units, and blocks that share a parameter with other modules, are gathered
     with the root.
     """
-    users = _users(module)
-    return [
-        unit
-        for unit in _units(module)
-        if (inside := _users(unit)) and all(users[key] == count for key, count in inside.items())
-    ]
+    owners = _owners(module)
+    units = []
+    for block in _blocks(module):
+        inside = _owners(block)
+        if inside and all(owners[key] == count for key, count in inside.items()):
+            units.append(block)
+    return units
 
 
-def _users(module: nn.Module) -> Counter[int]:
+def _owners(module: nn.Module) -> Counter[int]:
     """Return the number of modules in `module` that own a parameter, by the parameter's id."""
-    return Counter(
-        id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
-    )
+    owned = (part.parameters(recurse=False) for part in module.modules())
+    return Counter(map(id, chain.from_iterable(owned)))
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module]:
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    repeated = isinstance(module, (nn.Sequential, nn.ModuleList))
     for child in module.children():
-        if isinstance(module, (nn.Sequential, nn.ModuleList)) and not isinstance(
-            child, (nn.ModuleList, nn.ModuleDict)
-        ):
+        if repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child
         else:
-            yield from _units(child)
+            yield from _blocks(child)
 
 
 def take_part(module: nn.Module, run: Callable[[], Any]) -> None:
@@ -88,9 +88,9 @@ def take_part(module: nn.Module, run: Callable[[], Any]) -> None:
     """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     outputs = [
-        each for each in tree_leaves(run()) if isinstance(each, Tensor) and each.requires_grad
+        leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
-    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)

@@ -42,23 +42,31 @@ def by_parameters(layers: Layers) -> list[float]:
     """Return the number of parameters of each layer. It is a poor estimate of time if layers
     without parameters take long.
     """
-    modules = [stage_module(layers, range(number, number + 1)) for number in range(len(layers))]
-    return [
-        float(sum(parameter.numel() for parameter in module.parameters())) for module in modules
-    ]
+    counts = []
+    for number in range(len(layers)):
+        module = stage_module(layers, range(number, number + 1))
+        counts.append(float(sum(parameter.numel() for parameter in module.parameters())))
+    return counts
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[range]:
     """Return consecutive, non-empty ranges of layers with the smallest maximum sum of `costs`.
     Among equal maxima it prefers a small sum of squares, then early cuts.
     """
-    sums = [0.0, *itertools.accumulate(float(cost) for cost in costs)]
+    sums = [0.0, *itertools.accumulate(map(float, costs))]
+    largest, _ = _smallest(sums, stages, max)
 
-    largest = _smallest(sums, stages, max)[0]
-    starts = _smallest(
-        sums, stages, lambda before, part: before + part * part if part <= largest else math.inf
-    )[1]
-    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(costs)])]
+    def add_square(total: float, cost: float) -> float:
+        if cost <= largest:
+            return total + cost * cost
+        return math.inf
+
+    _, starts = _smallest(sums, stages, add_square)
+    return _ranges(starts, len(costs))
+
+
+def _ranges(starts: Sequence[int], stop: int) -> list[range]:
+    return [range(start, end) for start, end in itertools.pairwise([*starts, stop])]
 
 
 def _smallest(
@@ -71,15 +79,18 @@ def _smallest(
     @cache
     def best(stop: int, count: int) -> tuple[float, list[int]]:
         """Return the same for the first `stop` layers in `count` stages."""
-        if count == 0:
-            return (0.0 if stop == 0 else math.inf), []
-        found = math.inf, list[int]()
-        for start in range(count - 1, stop):
-            value, starts = best(start, count - 1)
-            value = add(value, sums[stop] - sums[start])
-            if value < found[0]:
-                found = value, [*starts, start]
-        return found
+        smallest = math.inf
+        starts = []
+        if count == 0 and stop == 0:
+            smallest = 0.0
+        if count > 0:
+            for start in range(count - 1, stop):
+                before, earlier = best(start, count - 1)
+                value = add(before, sums[stop] - sums[start])
+                if value < smallest:
+                    smallest = value
+                    starts = [*earlier, start]
+        return smallest, starts
 
     return best(len(sums) - 1, stages)
 
@@ -94,7 +105,7 @@ def _as_named(names: Sequence[str], first: Sequence[str], stages: int) -> list[r
         raise UsageError(
             "stages-out-of-order", stages=list(first), needed=stages - 1, layers=list(names)
         )
-    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(names)])]
+    return _ranges(starts, len(names))
 
 
 class ModelNames:
@@ -107,10 +118,12 @@ class ModelNames:
         """The first name of each parameter, in the model's order."""
         self.size = sum(parameter.numel() for parameter in model.parameters())
         """The number of elements of all parameters."""
-        names: dict[int, list[str]] = {}
+        self._names: dict[str, list[str]] = {}
+        by_tensor: dict[int, list[str]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), []).append(name)
-        self._names = {name: several for several in names.values() for name in several}
+            names = by_tensor.setdefault(id(tensor), [])
+            names.append(name)
+            self._names[name] = names
 
     def first(self, name: str) -> str:
         """Return the first name of a tensor in the model. Its optimizer state has this name."""
@@ -128,7 +141,7 @@ class ModelNames:
         for number, stage in enumerate(stages):
             for name in {self.first(name) for name, _ in stage.named_parameters()}:
                 users.setdefault(name, []).append(number)
-        return {name: tuple(found) for name, found in sorted(users.items()) if len(found) > 1}
+        return {name: tuple(numbers) for name, numbers in sorted(users.items()) if len(numbers) > 1}
 
 
 class TiedStages:
@@ -143,8 +156,10 @@ class TiedStages:
         module: nn.Module,
         pipeline: Group,
     ) -> None:
-        self._stages, self._names, self._pipeline = stages, names, pipeline
-        self._here = {names.first(name): each for name, each in module.named_parameters()}
+        self._stages = stages
+        self._names = names
+        self._pipeline = pipeline
+        self._local = {names.first(name): value for name, value in module.named_parameters()}
         self._device = next(module.parameters()).device
 
     def is_first(self, name: str) -> bool:
@@ -160,12 +175,13 @@ class TiedStages:
             shape, dtype = self._names.forms[self._names.stored(name)]
             # the last element counts the ranks with a gradient: none, without micro-batches
             total = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=self._device)
-            parameter = self._here[name] if self._pipeline.rank in stages else None
+            parameter = self._local[name] if self._pipeline.rank in stages else None
             if parameter is not None and parameter.grad is not None:
                 total[:-1] = parameter.grad.reshape(-1)
                 total[-1] = 1
-            place = f"for the gradient of {name}, which several stages use"
-            self._pipeline.all_reduce(total, place=place).wait()
+            self._pipeline.all_reduce(
+                total, place=f"for the gradient of {name}, which several stages use"
+            ).wait()
             if parameter is None or total[-1] == 0:
                 continue
             if parameter.grad is None:

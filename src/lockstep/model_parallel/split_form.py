@@ -66,14 +66,14 @@ def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:
     mesh.check_size(world.size)
     with loopback(world.local_size == world.size):
         devices = device_mesh(mesh, world.device.type, world.timeout)
-    made: dict[tuple[Axis, ...], Group] = {}
+    groups = {}
 
     def along(*axes: Axis) -> Group:
-        long = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
-        if long not in made:
-            line = mesh.line(world.rank, *long)
-            made[long] = world.group if len(line) == world.size else world.subgroup(line)
-        return made[long]
+        long_axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        if long_axes not in groups:
+            ranks = mesh.line(world.rank, *long_axes)
+            groups[long_axes] = world.group if len(ranks) == world.size else world.subgroup(ranks)
+        return groups[long_axes]
 
     axes = Axes(
         along("data"),
@@ -106,103 +106,102 @@ class SplitForm(CheckpointForm):
     """The checkpoint form of a Stepper that trains a part of a model."""
 
     def __init__(
-        self, stepper: Stepper, names: ModelNames, here: Locals, tied: TiedStages, *, writes: bool
+        self, stepper: Stepper, names: ModelNames, local: Locals, tied: TiedStages, *, writes: bool
     ) -> None:
         """`writes`: whether this rank's replica is the replica that is saved."""
         super().__init__(stepper)
         self._names = names
-        self._here = here
+        self._local = local
         self._tied = tied
         self._writes = writes
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
-        return self._of_model(), self._of_optimizer(name_of)
-
-    def _of_model(self) -> list[TensorPiece]:
-        state = self._here.module.state_dict(keep_vars=True)
-        names = {self._names.stored(name): name for name in state}
-        pieces = []
+        module = self._local.module
+        tensors = module.state_dict(keep_vars=True)
+        names = {self._names.stored(name): name for name in tensors}
+        model = []
         for stored, name in names.items():
-            pieces += self._pieces(stored, name, state[name])
-        return pieces
-
-    def _of_optimizer(self, name_of: Callable[[Tensor], str]) -> list[TensorPiece]:
-        local = {
-            name_of(parameter): name for name, parameter in self._here.module.named_parameters()
-        }
+            model += self._pieces(stored, name, tensors[name])
+        local_names = {name_of(parameter): name for name, parameter in module.named_parameters()}
         everywhere, own = self._stepper.update.optimizer.pieces(name_of)
-        pieces = []
+        optimizer = []
         for piece in everywhere:
-            name = piece.name.partition("/")[2]
-            pieces += self._pieces(piece.name, local.get(name, name), piece.data)
-        # sharded update: pieces that no other rank along the data axis holds
-        pieces += [piece for piece in own if self._tied.is_first(piece.name.partition("/")[2])]
-        return pieces
+            _, _, name = piece.name.partition("/")
+            optimizer += self._pieces(piece.name, local_names.get(name, name), piece.data)
+        for piece in own:
+            # sharded update: no other rank along the data axis holds the piece
+            _, _, name = piece.name.partition("/")
+            if self._tied.is_first(name):
+                optimizer.append(piece)
+        return model, optimizer
 
     def _pieces(self, label: str, name: str, tensor: Tensor) -> list[TensorPiece]:
         """Return what this rank writes of a tensor. All ranks of a stage call it."""
         if not self._writes or not self._tied.is_first(name):
             return []
-        return self._here.pieces(label, name, tensor)
+        return self._local.pieces(label, name, tensor)
 
-    def groups(self, mine: Sequence[Sequence[str]]) -> list[list[str]]:
-        by_rank = everybodys(
-            [list(names) for names in mine],
-            self._stepper.world.control,
-            "for the optimizer's groups",
-        )
+    def groups(self, local: Sequence[Sequence[str]]) -> list[list[str]]:
+        names_by_group = [list(names) for names in local]
+        control = self._stepper.world.control
+        by_rank = everybodys(names_by_group, control, "for the optimizer's groups")
         counts = [len(groups) for groups in by_rank]
         if len(set(counts)) > 1:
             raise UsageError("parameter-groups-differ", counts=counts)
         order = {name: number for number, name in enumerate(self._names.parameters)}
-        joined: list[set[str]] = [set() for _ in mine]
+        joined: list[set[str]] = [set() for _ in local]
         for groups in by_rank:
             for group, names in zip(joined, groups, strict=True):
                 group.update(names)
-        return [
-            sorted(group, key=lambda name: (order.get(name, len(order)), name)) for group in joined
-        ]
 
-    def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
-        by_rank = everybodys(mine, self._stepper.world.control, "for the optimizer's numbers")
-        return {name: value for numbers in by_rank for name, value in numbers.items()}
+        def position(name: str) -> tuple[int, str]:
+            return order.get(name, len(order)), name
+
+        return [sorted(group, key=position) for group in joined]
+
+    def numbers(self, local: dict[str, Any]) -> dict[str, Any]:
+        by_rank = everybodys(local, self._stepper.world.control, "for the optimizer's numbers")
+        joined: dict[str, Any] = {}
+        for numbers in by_rank:
+            joined |= numbers
+        return joined
 
     def compare(self, checkpoint: Checkpoint) -> None:
         compare_forms(self._names.forms, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = checkpoint.model()
-        names = self._here.module.state_dict()
-        self._here.load((name, stored[self._names.stored(name)].read()) for name in names)
+        names = self._local.module.state_dict()
+        self._local.load((name, stored[self._names.stored(name)].read()) for name in names)
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        here = {self._names.first(name): name for name, _ in self._here.module.named_parameters()}
+        names = {self._names.first(name): name for name, _ in self._local.module.named_parameters()}
         state = {}
         for key, tensor in checkpoint.optimizer().items():
-            name = key.partition("/")[2]
-            if name in here:
-                state[key] = self._here.take(here[name], tensor.read())
+            _, _, name = key.partition("/")
+            if name in names:
+                state[key] = self._local.part(names[name], tensor.read())
         return state
 
 
-def sha256(here: Locals, pipeline: Group, names: ModelNames) -> str:
+def sha256(local: Locals, pipeline: Group, names: ModelNames) -> str:
     """Return the SHA-256 of the weights, as 64 hexadecimal digits. All ranks of a replica call it.
 
     The tensors are gathered in a stage, and sent to the other stages, one after the other. `names`
     are those of the whole model: a tensor with several names counts under only one.
     """
-    local = weights(here.module)
-    by_rank = everybodys(list(local), pipeline.host, "for the weights' SHA-256")
+    parts = weights(local.module)
+    by_rank = everybodys(list(parts), pipeline.host, "for the weights' SHA-256")
     digest = hashlib.sha256()
     for name, (shape, dtype) in sorted(names.forms.items()):
-        holder = next(rank for rank, held in enumerate(by_rank) if name in held)
-        whole = torch.empty(shape, dtype=dtype)
-        if holder == pipeline.rank:
-            whole = here.gather(name, local[name]).cpu().contiguous()
-        octets = whole.reshape(-1).view(torch.uint8)
-        if len(octets):
-            pipeline.host.broadcast(octets, holder, "for the weights' SHA-256").wait()
-        digest.update(octets.numpy().data)
+        owner = next(rank for rank, rank_names in enumerate(by_rank) if name in rank_names)
+        tensor = torch.empty(shape, dtype=dtype)
+        if owner == pipeline.rank:
+            tensor = local.gather(name, parts[name]).cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8)
+        if len(data):
+            pipeline.host.broadcast(data, owner, "for the weights' SHA-256").wait()
+        digest.update(data.numpy().data)
     return digest.hexdigest()

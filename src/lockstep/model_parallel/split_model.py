@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
 
@@ -68,60 +68,65 @@ def buffers_stay(modules: nn.Module, mesh: Mesh) -> Iterator[None]:
             raise TaskError("buffer-changes-in-forward", mesh=str(mesh), buffer=name)
 
 
+@dataclass(slots=True)
 class InTurn:
     """Computes one micro-batch after the other. A rank of the shard axis with fewer micro-batches
     takes part in those of the others with zeros.
     """
 
-    def __init__(
-        self, module: nn.Module, mesh: Mesh, share: int, shard: Group, example: Callable[[], Any]
-    ) -> None:
-        """`share`: number of this rank's share of the data. `example()` returns a micro-batch."""
-        self._module, self._mesh, self._share, self._shard = module, mesh, share, shard
-        self._example = example
-        self._spare: Any = None  # a micro-batch for `take_part`, if this rank has none left
+    module: nn.Module
+    mesh: Mesh
+    share: int
+    """Number of this rank's share of the data."""
+    shard: Group
+    example: Callable[[], Any]
+    """Returns a micro-batch."""
+    spare: Any = None
+    """A micro-batch for `take_part`, if this rank has none left."""
 
     def train(self, stepper: Stepper, window: Any, forward: Forward) -> None:
         # a collective: call it before the first forward, which waits for the other ranks
         lacking = self._lacking(len(window))
         for batch in stepper.micro_batches(window):
-            with buffers_stay(self._module, self._mesh):
+            with buffers_stay(self.module, self.mesh):
                 output = forward(batch)
             loss, weight = forward.loss(output, batch)
             stepper.backward(loss, weight)
-            self._spare = batch
+            self.spare = batch
         for _ in range(lacking):
-            take_part(self._module, lambda: forward(self._spare_batch()))
+            take_part(self.module, lambda: forward(self._spare_batch()))
 
     def _lacking(self, count: int) -> int:
         """Return how many micro-batches fewer than the busiest rank of the shard axis this rank
         has. Collective.
         """
         most = torch.tensor(count)
-        self._shard.host.all_reduce(most, "max", place="for the number of micro-batches").wait()
+        self.shard.host.all_reduce(most, "max", place="for the number of micro-batches").wait()
         return int(most) - count
 
     def outputs(
         self, forward: Forward, rows: DatasetRows, seed: int
     ) -> Iterator[tuple[Piece, Any]]:
         for piece, output in outputs(forward, rows, seed):
-            self._spare = piece.batch
+            self.spare = piece.batch
             yield piece, output
         # batches go to the shares in turn: the first shares may have one more
-        if self._mesh.shard > 1 and 0 < rows.count % self._mesh.replicas <= self._share:
+        more = rows.count % self.mesh.replicas
+        if self.mesh.shard > 1 and 0 < more <= self.share:
             forward(self._spare_batch())
 
     def _spare_batch(self) -> Any:
-        if self._spare is None:
-            self._spare = self._example()
-        return self._spare
+        if self.spare is None:
+            self.spare = self.example()
+        return self.spare
 
 
+@dataclass(frozen=True, slots=True)
 class ThroughPipeline:
     """Computes all micro-batches of a window at once, in the order of the pipeline's schedule."""
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
-        self._pipeline, self._mesh = pipeline, mesh
+    pipeline: Pipeline
+    mesh: Mesh
 
     def train(self, stepper: Stepper, window: Any, forward: Forward) -> None:
         run = stepper.open(window)
@@ -134,19 +139,18 @@ class ThroughPipeline:
             return total
 
         inputs = [forward.inputs(batch) for batch in batches]
-        with run.interleaved(), buffers_stay(self._pipeline.stage, self._mesh):
-            self._pipeline.train(inputs, loss, run.enter_stream)
+        with run.interleaved(), buffers_stay(self.pipeline.stage, self.mesh):
+            self.pipeline.train(inputs, loss, run.enter_stream)
 
     def outputs(
         self, forward: Forward, rows: DatasetRows, seed: int
     ) -> Iterator[tuple[Piece, Any]]:
         remaining = iter(rows)
-        while pieces := list(islice(remaining, 2 * self._mesh.pipeline)):
+        while pieces := list(islice(remaining, 2 * self.mesh.pipeline)):
             by_number: dict[int, Any] = {}
             enter_stream(seed, pieces[0])
-            self._pipeline.forward(
-                [forward.inputs(piece.batch) for piece in pieces], by_number.__setitem__
-            )
+            inputs = [forward.inputs(piece.batch) for piece in pieces]
+            self.pipeline.forward(inputs, by_number.__setitem__)
             for number, output in sorted(by_number.items()):
                 yield pieces[number], as_float32(output)
 
@@ -169,8 +173,10 @@ class SplitModel(ModelShard):
         schedule: str,
         forward: Forward,
     ) -> None:
-        self.mesh, self._world = mesh, world
-        self._at = mesh.at(world.rank)
+        self.mesh = mesh
+        self._world = world
+        at = mesh.at(world.rank)
+        self._at = at
         self.share = mesh.share(world.rank), mesh.replicas
         """(number, count): this rank's share of the data, and the number of shares. The ranks that
         hold the rest of the model work on the same share.
@@ -184,15 +190,16 @@ class SplitModel(ModelShard):
         """The trained module, with torch's parameters (DTensors) under the whole model's names. The
         task's optimizer is built from it.
         """
-        shared: dict[str, tuple[int, ...]] = {}
+        shared = {}
         if mesh.pipeline > 1:
-            layers = layers_of(model, task.parts, len(forward.inputs(_example(task, world))))
+            arguments = forward.inputs(_example(task, world))
+            layers = layers_of(model, task.parts, len(arguments))
             ranges = cut(layers, mesh.pipeline, task.parts)
             stages = [stage_module(layers, part) for part in ranges]
             shared = self._names.shared(stages)
-            self.runs = stages[self._at.pipeline]
-            names = [layers.names[number] for number in ranges[self._at.pipeline]]
-            self._holds = {"stages": {str(self._at.pipeline): names}}
+            self.runs = stages[at.pipeline]
+            names = [layers.names[number] for number in ranges[at.pipeline]]
+            self._holds = {"stages": {str(at.pipeline): names}}
         self.runs.to(world.device)
         split_tensors(self.runs, plan, devices["tensor"])
         shard_parameters(self.runs, devices["shard"])
@@ -200,12 +207,12 @@ class SplitModel(ModelShard):
         self.module = self._locals.module
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             raise UsageError(
-                "nothing-to-train-on-rank", mesh=str(mesh), rank=world.rank, place=str(self._at)
+                "nothing-to-train-on-rank", mesh=str(mesh), rank=world.rank, place=str(at)
             )
         self._tied = TiedStages(shared, self._names, self.module, self._axes.pipeline)
         self.norm = SplitNorm(self._axes.model, self._counted)
         # the last stage, of its tensor ranks the first
-        self.reports = self._at.pipeline == mesh.pipeline - 1 and self._at.tensor == 0
+        self.reports = at.pipeline == mesh.pipeline - 1 and at.tensor == 0
         self._walk: InTurn | ThroughPipeline
         if mesh.pipeline > 1:
             pipeline = Pipeline(
@@ -264,7 +271,7 @@ class SplitModel(ModelShard):
         for piece, output in self._walk.outputs(forward, rows, seed):
             if self.reports:
                 yield piece, output
-        self._locals.let_go()
+        self._locals.free()
 
     def digest(self) -> str:
         """Return the SHA-256 of the weights. Every rank calls it. No rank holds more than one whole
@@ -288,7 +295,10 @@ def _example(task: Task, world: World) -> Any:
     are.
     """
     data: Any = task.train_data
+    collate = task.collate or default_collate
     with randomness.preserved():
-        samples = data if is_iterable(data) else map(data.__getitem__, cycle(range(len(data))))
-        batch = (task.collate or default_collate)(list(islice(samples, task.micro_batch)))
+        samples = data
+        if not is_iterable(data):
+            samples = map(data.__getitem__, cycle(range(len(data))))
+        batch = collate(list(islice(samples, task.micro_batch)))
     return to_device(batch, world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from lockstep.collectives.group import Group
 from lockstep.updates.norm import InBuckets
 
 
+@dataclass(frozen=True, slots=True)
 class SplitNorm:
     """The norm if every rank of `replica` has a part of the model. `counted(name)`: whether this
     rank's part of a parameter counts, because no element may count twice.
     """
 
-    def __init__(self, replica: Group, counted: Callable[[str], bool]) -> None:
-        self._replica, self._counted = replica, counted
+    replica: Group
+    counted: Callable[[str], bool]
 
     def __call__(self, summed: InBuckets, divisor: float) -> Tensor:
         """Each rank brings its own `divisor`: along the data axis ranks may sum differently, and
@@ -25,15 +27,11 @@ class SplitNorm:
         """
         squares = torch.zeros((), dtype=torch.float64, device=summed.device)
         for name, gradient in summed.named():
-            if self._counted(name):
-                squares += (
-                    torch.linalg.vector_norm(
-                        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
-                    )
-                    .double()
-                    .square()
-                )
+            if self.counted(name):
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+                squares += norm.double().square()
         squares /= divisor**2
-        for group in (*summed.spread, self._replica):
+        for group in (*summed.spread, self.replica):
             group.all_reduce(squares, place="for the gradient's norm").wait()
         return squares.sqrt()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
+from lockstep.checkpoints.plain import dtype_name
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
 from lockstep.errors import TaskError
@@ -46,7 +47,9 @@ def stage_module(layers: Layers, part: range) -> nn.Module:
 def described(stage: nn.Module) -> str:
     """Return a stage's layers for messages, such as "layers blocks.1 to norm"."""
     names = getattr(stage, "layer_names", (type(stage).__name__,))
-    return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+    if len(names) == 1:
+        return f"layer {names[0]}"
+    return f"layers {names[0]} to {names[-1]}"
 
 
 def check_tensor(output: object, layer: str) -> Tensor:
@@ -57,7 +60,9 @@ def check_tensor(output: object, layer: str) -> Tensor:
 
 
 def _cut(layers: Layers, part: range) -> nn.Module:
-    return _Chain(layers, part) if layers.graph is None else _traced(layers, layers.graph, part)
+    if layers.graph is None:
+        return _Chain(layers, part)
+    return _traced(layers, layers.graph, part)
 
 
 class _Chain(nn.Module):
@@ -75,20 +80,20 @@ class _Chain(nn.Module):
             self._chain.append((layer.name, layer.module))
 
     def forward(self, *arguments: Any) -> Any:
-        (_, first), *others = self._chain
-        before, value = self._chain[0][0], first(*arguments)
+        (before, first), *others = self._chain
+        value = first(*arguments)
         for name, layer in others:
             value = layer(check_tensor(value, f"layer {before}"))
             before = name
         return value
 
 
-def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
+def _traced(layers: Layers, model_graph: fx.Graph, part: range) -> nn.Module:
     """Return the part of the graph for these layers as a module. fx registers the modules that it
     calls under their names in the model.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copies = {}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies and node.op == "get_attr":
@@ -99,14 +104,14 @@ def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
     if part.start:
         copies[layers[part.start - 1].nodes[-1]] = graph.placeholder("x")
     else:
-        copies.update(
-            {node: graph.node_copy(node) for node in whole.nodes if node.op == "placeholder"}
-        )
+        for node in model_graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = graph.node_copy(node)
     for number in part:
         for node in layers[number].nodes:
             copies[node] = graph.node_copy(node, copied)
     if part.stop == len(layers):
-        output = next(node for node in whole.nodes if node.op == "output")
+        output = next(node for node in model_graph.nodes if node.op == "output")
         graph.output(fx.map_arg(output.args[0], copied))
     else:
         graph.output(copies[layers[part.stop - 1].nodes[-1]])
@@ -123,9 +128,9 @@ def _unused(layers: Layers) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (dotted name, owner, name in the owner) for parameters and buffers that no layer uses,
     such as those of a second head.
     """
-    every = _cut(layers, range(len(layers)))
-    used = {name for name, _ in every.named_parameters(remove_duplicate=False)}
-    used |= {name for name, _ in every.named_buffers(remove_duplicate=False)}
+    stage = _cut(layers, range(len(layers)))
+    used = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    used |= {name for name, _ in stage.named_buffers(remove_duplicate=False)}
     for prefix, owner in layers.model.named_modules(remove_duplicate=False):
         for field in (*owner._parameters, *owner._buffers):
             name = f"{prefix}.{field}" if prefix else field
@@ -133,7 +138,7 @@ def _unused(layers: Layers) -> Iterator[tuple[str, nn.Module, str]]:
                 yield name, owner, field
 
 
-def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
+def _put(root: nn.Module, name: str, module: nn.Module, field: str = "") -> None:
     """Register a module, or the parameter or buffer `field` of one, in `root` under a dotted
     name.
     """
@@ -143,13 +148,12 @@ def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     if not field:
-        root.add_module(last, thing)
-    elif field in thing._parameters:
-        root.register_parameter(last, thing._parameters[field])
+        root.add_module(last, module)
+    elif field in module._parameters:
+        root.register_parameter(last, module._parameters[field])
     else:
-        root.register_buffer(
-            last, thing._buffers[field], persistent=field not in thing._non_persistent_buffers_set
-        )
+        persistent = field not in module._non_persistent_buffers_set
+        root.register_buffer(last, module._buffers[field], persistent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class Shape:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def example(self) -> Tensor:
         """Return a meta tensor of this shape and dtype, which takes no memory.
@@ -188,7 +192,9 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Shape.of(value)
     constant = isinstance(value, (int, float, str, bool, type(None)))
-    return repr(value) if constant else type(value).__name__
+    if constant:
+        return repr(value)
+    return type(value).__name__
 
 
 def shapes_between(
@@ -217,7 +223,7 @@ def shapes_between(
                 takes = f", on {shapes[-1]} of the stage before" if shapes else ""
                 error.add_note(f"In stage {rank} of the pipeline ({described(stage)}){takes}.")
                 raise
-            message = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            message = tuple(tensor.shape), dtype_name(tensor.dtype)
         shape, dtype = said_by(rank, message, group.host, "for the shapes between stages")
         shapes.append(Shape(tuple(shape), getattr(torch, dtype)))
     return shapes

@@ -78,7 +78,8 @@ def fits(pattern: str, name: str) -> bool:
     """Whether `pattern` matches a module's dotted name. `*` matches any text within one part of the
     name, but no dot.
     """
-    patterns, parts = pattern.split("."), name.split(".")
+    patterns = pattern.split(".")
+    parts = name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 
@@ -94,10 +95,10 @@ def _check_not_tied(model: nn.Module, plan: Collection[str]) -> None:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    for several in owners.values():
-        cut = [name for name in several if name.rpartition(".")[0] in plan]
-        if len(several) > 1 and cut:
-            raise TaskError("tied-layers-in-plan", names=" and ".join(several), first=cut[0])
+    for names in owners.values():
+        cut = [name for name in names if name.rpartition(".")[0] in plan]
+        if len(names) > 1 and cut:
+            raise TaskError("tied-layers-in-plan", names=" and ".join(names), first=cut[0])
 
 
 def _style(layer: nn.Module, style: str) -> ParallelStyle:

@@ -48,23 +48,22 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
         raise UsageError("loss-not-one-number", what="the loss", shape=list(loss.shape))
     if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
         raise UsageError(
-            "wrong-value",
-            name="weight",
-            value=weight,
-            expected="a finite number of at least 0",
+            "wrong-value", name="weight", value=weight, expected="a finite number of at least 0"
         )
-    if reduction == "mean":
-        if isinstance(weight, (int, float)) and weight == 0:
-            # a mean over no samples is nan, and so is its gradient
-            return torch.zeros((), device=loss.device)
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight > 0, loss.reshape(()), 0)
-        return loss.reshape(()) * weight
-    if reduction != "sum":
+    if loss.ndim:
+        loss = loss.reshape(())
+    if reduction == "sum":
+        return loss
+    if reduction != "mean":
         raise UsageError(
             "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
         )
-    return loss.reshape(()) if loss.ndim else loss
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss, 0).reshape(()) * weight
+    if weight == 0:
+        # a mean over no samples is nan, and so is its gradient
+        return torch.zeros((), device=loss.device)
+    return loss * weight
 
 
 class WindowRun:

@@ -31,21 +31,20 @@ from lockstep.gradients.reductions import Alone
 from lockstep.runtime import status
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
 from lockstep.updates.replicated_and_sharded import Replicated
-from lockstep.updates.shards import places
+from lockstep.updates.shards import parameter_views
 from lockstep.updates.synchronized_buffers import SynchronizedBuffers
 from lockstep.updates.update import EndedWindow, Updated
 
-_MIXED = (
-    0.5  # with overlap, the share of the replica's own values that stays after a synchronization
-)
+# with overlap, the share of the replica's own values that stays after a synchronization
+_MIXED = 0.5
 
 
 @dataclass(slots=True)
-class _Flight:
+class _PendingSum:
     """A fragment whose movements are being summed."""
 
     fragment: int
-    lands: int
+    due: int
     """The local step after which the sum is applied."""
     weight: float
     works: list[Work]
@@ -65,9 +64,9 @@ class OuterStep:
     def __init__(self, outer: Outer, starts: list[Tensor]) -> None:
         self._outer = outer
         self.starts = starts
-        self.momenta = (
-            [torch.zeros_like(start) for start in starts] if outer.kind == "nesterov" else []
-        )
+        self.momenta: list[Tensor] = []
+        if outer.kind == "nesterov":
+            self.momenta = [torch.zeros_like(start) for start in starts]
 
     @torch.no_grad()
     def move(self, index: int, movement: Tensor) -> None:
@@ -80,7 +79,7 @@ class OuterStep:
         start.sub_(movement.add_(momentum, alpha=self._outer.momentum), alpha=self._outer.lr)
 
 
-class RankZeros(WholeOptimizer):
+class RankZeroOptimizer(WholeOptimizer):
     """The optimizer state in checkpoints: rank 0's in the place where other updates look for it,
     those of the other ranks by rank.
     """
@@ -92,7 +91,8 @@ class RankZeros(WholeOptimizer):
     def pieces(
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
-        return [], super().pieces(name_of)[0] if self._first else []
+        common, _ = super().pieces(name_of)
+        return [], common if self._first else []
 
 
 class LocalSteps(Replicated):
@@ -108,42 +108,47 @@ class LocalSteps(Replicated):
         super().__init__(updated)
         reducer = updated.reducer
         assert isinstance(reducer.reduction, Alone)
-        self.optimizer = RankZeros(updated)
-        self._everyone, self._every, self._outer = updated.everyone, every, outer
-        self._reducer, self._reduction = reducer, reducer.reduction.over_all_ranks
+        self.optimizer = RankZeroOptimizer(updated)
+        self._everyone = updated.everyone
+        self._every = every
+        self._outer = outer
+        self._reducer = reducer
+        self._reduction = reducer.reduction.over_all_ranks
         self._buffers = SynchronizedBuffers(updated.model, self._everyone)
         self.taken = 0
         """Local steps so far."""
-        self._parted_at = 0  # `taken` at the last synchronization of all fragments, without overlap
-        self._flights: list[_Flight] = []
+        # `taken` at the last synchronization of all fragments, without overlap
+        self._synchronized_at = 0
+        self._pending: list[_PendingSum] = []
         # fix the order of buckets, the same on all ranks: no bucket leaves early
         reducer.lay(reducer.order)
         self._lay()
 
     def _lay(self) -> None:
         reducer = self._reducer
-        self._layouts, self._generation = reducer.layouts, reducer.generation
-        self._names, self._buckets = reducer.names, list(reducer.buckets)
-        self._step = OuterStep(self._outer, [self._copied(bucket) for bucket in reducer.buckets])
-        self._fragments = fragments_of(
-            [bucket.sum.numel() for bucket in reducer.buckets], self._outer.fragments
-        )
+        self._layouts = reducer.layouts
+        self._generation = reducer.generation
+        self._names = reducer.names
+        self._buckets = list(reducer.buckets)
+        self._step = OuterStep(self._outer, [self._copied(bucket) for bucket in self._buckets])
+        sizes = [bucket.sum.numel() for bucket in self._buckets]
+        self._fragments = fragments_of(sizes, self._outer.fragments)
         self._since = [0.0] * len(self._fragments)
-        self._moving: list[Bucket] = list(reducer.buckets)
+        self._moving = self._buckets
         if self._outer.overlap:
             # separate memory: the next steps' gradients need the buckets while sums travel
             memory = self._reduction.memory(reducer.layout)
             self._moving = [
-                Bucket(plan, reducer.parameters, room)
-                for plan, room in zip(reducer.layout.buckets, memory, strict=True)
+                Bucket(plan, reducer.parameters, flat)
+                for plan, flat in zip(reducer.layout.buckets, memory, strict=True)
             ]
 
     @torch.no_grad()
     def _copied(self, bucket: Bucket) -> Tensor:
         """Return a copy of a bucket's parameters, with the bucket's layout."""
         flat = torch.zeros_like(bucket.sum)
-        for _, parameter, place in places(flat, bucket):
-            place.copy_(parameter)
+        for _, parameter, view in parameter_views(flat, bucket):
+            view.copy_(parameter)
         return flat
 
     def follow(self) -> None:
@@ -165,7 +170,7 @@ class LocalSteps(Replicated):
         momenta = self._named(self._step.momenta)
         self._reducer.lay(self._reducer.order)
         self._lay()
-        self._fill(self._step.momenta, momenta)
+        _copy_into(self._named(self._step.momenta), momenta)
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         """The outer momenta. Inner states differ between synchronizations, so they are left out."""
@@ -181,7 +186,7 @@ class LocalSteps(Replicated):
         """Whether all ranks hold the same model: no rank has taken a step since the last
         synchronization of all fragments. The same on all ranks.
         """
-        return not self._flights and self._parted_at == self.taken
+        return not self._pending and self._synchronized_at == self.taken
 
     def synchronize_if_due(self, ended: EndedWindow) -> bool:
         assert ended.outcome is not None
@@ -189,21 +194,20 @@ class LocalSteps(Replicated):
         self.taken += 1
         self._since = [since + weight for since in self._since]
         self._buffers.learned(weight)
-        self._land(lambda flight: flight.lands <= self.taken)
-        since, count = self.taken - self._parted_at, len(self._fragments)
-        due = [
-            part
-            for part in range(count)
-            if since % self._every == (part + 1) * self._every // count % self._every
-        ]
-        heard = False
-        for fragment in due:
-            heard = self._send(fragment, self.taken + self._outer.overlap, stop=ended.stop)
-            if not self._outer.overlap:
-                self._land(lambda flight: True)
-        if due and count == 1 and not self._outer.overlap:
-            self._parted_at = self.taken
-        return heard
+        self._apply_sums(lambda pending: pending.due <= self.taken)
+        overlap = self._outer.overlap
+        count = len(self._fragments)
+        position = (self.taken - self._synchronized_at) % self._every
+        stop = False
+        for fragment in range(count):
+            if position != fragment_offset(fragment, count, self._every):
+                continue
+            stop = self._send(fragment, self.taken + overlap, stop=ended.stop)
+            if not overlap:
+                self._apply_sums(lambda pending: True)
+                if count == 1:
+                    self._synchronized_at = self.taken
+        return stop
 
     def synchronize(self, *, stop: bool = False) -> bool:
         """Synchronize all fragments now, if any rank has taken a step since. Every rank calls it.
@@ -211,16 +215,16 @@ class LocalSteps(Replicated):
         """
         if self.synchronized:
             return False
-        self._land(lambda flight: True)
-        heard = False
+        self._apply_sums(lambda pending: True)
+        any_stop = False
         for fragment in range(len(self._fragments)):
-            heard = self._send(fragment, self.taken, stop=stop)
-            self._land(lambda flight: True, mixed=False)
-        self._parted_at = self.taken
-        return heard
+            any_stop = self._send(fragment, self.taken, stop=stop)
+            self._apply_sums(lambda pending: True, mixed=False)
+        self._synchronized_at = self.taken
+        return any_stop
 
     @torch.no_grad()
-    def _send(self, fragment: int, lands: int, *, stop: bool) -> bool:
+    def _send(self, fragment: int, due: int, *, stop: bool) -> bool:
         """Start the sum of a fragment's movements. The buffers synchronize with the last fragment.
         Return whether a rank asks to stop.
         """
@@ -239,7 +243,7 @@ class LocalSteps(Replicated):
                 bucket = self._moving[index]
                 self._movement(bucket, self._step.starts[index], weight)
                 works.append(self._reduction.start(bucket))
-            self._flights.append(_Flight(fragment, lands, total, works))
+            self._pending.append(_PendingSum(fragment, due, total, works))
             self._since[fragment] = 0.0
             if buffers:
                 self._buffers.synchronize(changed, total)
@@ -250,28 +254,29 @@ class LocalSteps(Replicated):
         bucket.sum.zero_()
         if weight == 0:
             return
-        for (_, parameter, place), view in zip(places(start, bucket), bucket.views, strict=True):
-            torch.sub(place, parameter, out=view)
+        starts = parameter_views(start, bucket)
+        for (_, parameter, before), movement in zip(starts, bucket.views, strict=True):
+            torch.sub(before, parameter, out=movement)
         bucket.sum.mul_(weight)
 
     @torch.no_grad()
-    def _land(self, due: Callable[[_Flight], bool], *, mixed: bool = True) -> None:
+    def _apply_sums(self, due: Callable[[_PendingSum], bool], *, mixed: bool = True) -> None:
         """Wait for the sums that are due, and apply them."""
-        for flight in [each for each in self._flights if due(each)]:
-            self._flights.remove(flight)
+        mixed = mixed and self._outer.overlap > 0
+        for pending in [pending for pending in self._pending if due(pending)]:
+            self._pending.remove(pending)
             with status.inside("reduce"):
-                for work in flight.works:
+                for work in pending.works:
                     work.wait()
-            keep = _MIXED if mixed and self._outer.overlap else 0.0
-            for index in self._fragments[flight.fragment]:
+            for index in self._fragments[pending.fragment]:
                 bucket = self._moving[index]
-                if flight.weight > 0:
-                    self._step.move(index, bucket.sum.div_(flight.weight))
-                for _, parameter, place in places(self._step.starts[index], bucket):
-                    if keep:
-                        parameter.lerp_(place, 1 - keep)
+                if pending.weight > 0:
+                    self._step.move(index, bucket.sum.div_(pending.weight))
+                for _, parameter, start in parameter_views(self._step.starts[index], bucket):
+                    if mixed:
+                        parameter.lerp_(start, 1 - _MIXED)
                     else:
-                        parameter.copy_(place)
+                        parameter.copy_(start)
                 bucket.sum.zero_()
 
     # -- what a checkpoint keeps ------------------------------------------------------------------
@@ -286,27 +291,31 @@ class LocalSteps(Replicated):
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         common = dict(self.replicated())
-        common["outer/taken"] = torch.tensor([self.taken, self._parted_at])
-        own: dict[str, Tensor] = {}
-        for flight in self._flights:  # the sums are the same on all ranks
-            for work in flight.works:
+        common["outer/taken"] = torch.tensor([self.taken, self._synchronized_at])
+        own = {}
+        for pending in self._pending:  # the sums are the same on all ranks
+            for work in pending.works:
                 work.wait()
-            flight.works = []
-            common[f"outer/flight/{flight.fragment}"] = torch.tensor(
-                [flight.lands, flight.weight], dtype=torch.float64
+            pending.works = []
+            common[f"outer/flight/{pending.fragment}"] = torch.tensor(
+                [pending.due, pending.weight], dtype=torch.float64
             )
-            for index in self._fragments[flight.fragment]:
+            for index in self._fragments[pending.fragment]:
                 bucket = self._moving[index]
-                for name, _, place in places(bucket.sum, bucket):
-                    common[f"outer/flying/{name}"] = place
+                for name, _, total in parameter_views(bucket.sum, bucket):
+                    common[f"outer/flying/{name}"] = total
         if not self.synchronized:
-            own |= {f"replica/{name}": each.detach() for name, each in self._parameters}
-            own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
+            for name, parameter in self._parameters:
+                own[f"replica/{name}"] = parameter.detach()
+            for name, buffer in self._buffers.now().items():
+                own[f"buffer/{name}"] = buffer
             own["since"] = torch.tensor([*self._since, self._buffers.since], dtype=torch.float64)
         if self._everyone.rank > 0:
-            names = {id(each): name for name, each in self._parameters}
+            names = {id(parameter): name for name, parameter in self._parameters}
             inner = whole_pieces(
-                self._updated.optimizer, self._reducer.parameters, lambda each: names[id(each)]
+                self._updated.optimizer,
+                self._reducer.parameters,
+                lambda parameter: names[id(parameter)],
             )
             own |= {f"inner/{piece.name}": piece.data for piece in inner}
         return common, own
@@ -318,35 +327,27 @@ class LocalSteps(Replicated):
         """A rank that was in the checkpoint resumes from its own replica, a new one from the last
         synchronization. Checkpoints from before local steps hold no such state.
         """
-        self.taken, self._parted_at = (
-            int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist()
-        )
+        counts = common.get("outer/taken", torch.zeros(2))
+        self.taken, self._synchronized_at = map(int, counts.tolist())
         for index, bucket in enumerate(self._reducer.buckets):
             self._step.starts[index] = self._copied(bucket)
         self._buffers.restart()
-        self._fill(self._step.momenta, _under(common, "outer/momentum/"))
-        self._flights = []
-        for fragment, flight in _under(common, "outer/flight/").items():
-            lands, weight = flight.tolist()
-            self._flights.append(_Flight(int(fragment), int(lands), weight, []))
-        flying = _under(common, "outer/flying/")
-        for bucket in self._moving:
-            for name, _, place in places(bucket.sum, bucket):
-                if name in flying:
-                    place.copy_(flying[name])
-        own = by_rank[self._everyone.rank] if self._everyone.rank < len(by_rank) else {}
-        replica = _under(own, "replica/")
-        for name, parameter in self._parameters:
-            if name in replica:
-                parameter.copy_(replica[name])
-        self._buffers.take(_under(own, "buffer/"))
-        if "since" in own and len(own["since"]) == len(self._since) + 1:
-            *self._since, self._buffers.since = own["since"].tolist()
-        self._take_inner(_under(own, "inner/"))
-
-    def _take_inner(self, states: Mapping[str, Tensor]) -> None:
+        _copy_into(self._named(self._step.momenta), _under(common, "outer/momentum/"))
+        self._pending = []
+        for fragment, numbers in _under(common, "outer/flight/").items():
+            due, weight = numbers.tolist()
+            self._pending.append(_PendingSum(int(fragment), int(due), weight, []))
+        sums = self._named([bucket.sum for bucket in self._moving])
+        _copy_into(sums, _under(common, "outer/flying/"))
+        rank = self._everyone.rank
+        own = by_rank[rank] if rank < len(by_rank) else {}
         parameters = dict(self._parameters)
-        for key, value in states.items():
+        _copy_into(parameters, _under(own, "replica/"))
+        self._buffers.take(_under(own, "buffer/"))
+        since = own.get("since")
+        if since is not None and len(since) == len(self._since) + 1:
+            *self._since, self._buffers.since = since.tolist()
+        for key, value in _under(own, "inner/").items():
             state, _, name = key.partition("/")
             if name in parameters:
                 self._updated.optimizer.state[parameters[name]][state].copy_(value)
@@ -356,28 +357,41 @@ class LocalSteps(Replicated):
         return list(zip(self._reducer.names, self._reducer.parameters, strict=True))
 
     def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The parameters' places, by name, in flat tensors with the layout of the buckets."""
-        return {
-            name: place
-            for flat, bucket in zip(flats, self._buckets, strict=bool(flats))
-            for name, _, place in places(flat, bucket)
-        }
+        """The parameters' views, by name, of flat tensors with the layout of the buckets."""
+        views = {}
+        for flat, bucket in zip(flats, self._buckets, strict=bool(flats)):
+            for name, _, view in parameter_views(flat, bucket):
+                views[name] = view
+        return views
 
-    def _fill(self, flats: Sequence[Tensor], values: Mapping[str, Tensor]) -> None:
-        for name, place in self._named(flats).items():
-            if name in values:
-                place.copy_(values[name])
+
+def _copy_into(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy each value into the view of the same name, if there is one."""
+    for name, view in views.items():
+        if name in values:
+            view.copy_(values[name])
+
+
+def fragment_offset(fragment: int, count: int, every: int) -> int:
+    """Return after how many of `every` steps a fragment of `count` synchronizes. With 2 fragments
+    and 8 steps: the first after 4, the second after 8, which is 0 of the next 8.
+    """
+    return (fragment + 1) * every // count % every
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divide buckets of these sizes into at most `count` runs of about equal size. No run is empty;
     there are fewer runs than `count` if there are fewer buckets.
     """
-    total, before, found = sum(sizes), 0, dict[int, list[int]]()
+    total = sum(sizes)
+    before = 0
+    runs: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
-        found.setdefault(min(count - 1, int(count * (before + size / 2) / total)), []).append(index)
+        middle = before + size / 2
+        run = min(count - 1, int(count * middle / total))
+        runs.setdefault(run, []).append(index)
         before += size
-    return list(found.values())
+    return list(runs.values())
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

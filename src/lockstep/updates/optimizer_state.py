@@ -7,6 +7,7 @@ Users and checkpoints see the whole state, in the form of torch's `Optimizer.sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,12 +47,8 @@ class WholeOptimizer:
         """The state tensors, named "state/parameter": those that all ranks have, and those that
         only this rank has.
         """
-        return (
-            whole_pieces(
-                self._optimizer, [each for members in self.wholes() for each in members], name_of
-            ),
-            [],
-        )
+        parameters = list(chain.from_iterable(self.wholes()))
+        return whole_pieces(self._optimizer, parameters, name_of), []
 
 
 class CutOptimizer(Generic[Cut]):
@@ -67,7 +64,9 @@ class CutOptimizer(Generic[Cut]):
     def __init__(
         self, optimizer: Optimizer, cut: Callable[[], Cut], layout: Callable[[], object]
     ) -> None:
-        self._optimizer, self._make, self._layout = optimizer, cut, layout
+        self._optimizer = optimizer
+        self._make = cut
+        self._layout = layout
         self._wholes = [list(group["params"]) for group in optimizer.param_groups]
         self._cut({id(parameter): state for parameter, state in optimizer.state.items()})
 
@@ -76,65 +75,67 @@ class CutOptimizer(Generic[Cut]):
         parameters. State moves parameter by parameter.
         """
         groups = self._optimizer.param_groups
-        if self._layout() == self._laid and len(groups) == len(self._wholes):
+        if self._layout() == self._current_layout and len(groups) == len(self._wholes):
             return
-        self._wholes += [list(group["params"]) for group in groups[len(self._wholes) :]]
-        old, frozen = self.shards, self._frozen()
-        moving: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
-        if isinstance(
-            old, WholeParameters
-        ):  # its pieces are whole parameters, which lose their state below
-            moving = list(moving)
-        self._cut(frozen)
-        for number, state in moving:
-            for view in old.mine_of(old.parameters[number]):
-                if view is not old.parameters[number]:
+        added = groups[len(self._wholes) :]
+        self._wholes += [list(group["params"]) for group in added]
+        old = self.shards
+        states: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
+        if isinstance(old, WholeParameters):
+            # its pieces are whole parameters, which lose their state below
+            states = list(states)
+        self._cut(self._frozen())
+        for number, state in states:
+            parameter = old.parameters[number]
+            for view in old.local_pieces(parameter):
+                if view is not parameter:
                     self._optimizer.state.pop(view, None)
-            self._give(old.parameters[number], state)
+            self._set_state(parameter, state)
 
     def _cut(self, states: Mapping[int, State]) -> None:
         """Replace the optimizer's parameters by this rank's pieces. Cut `states`, which are keyed
         by the identity of whole parameters, in the same way.
         """
-        self._laid = self._layout()
+        self._current_layout = self._layout()
         self.shards = self._make()
-        self._numbers = {id(each): number for number, each in enumerate(self.shards.parameters)}
-        for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
-            group["params"] = [
-                part
-                for whole in wholes
-                for part in (self.shards.mine_of(whole) if id(whole) in self._numbers else [whole])
-            ]
-            for whole in wholes:
-                self._optimizer.state.pop(whole, None)
-                if id(whole) in states:
-                    self._give(whole, states[id(whole)])
+        parameters = self.shards.parameters
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        for group, members in zip(self._optimizer.param_groups, self._wholes, strict=True):
+            group["params"] = []
+            for parameter in members:
+                if id(parameter) in self._numbers:
+                    group["params"] += self.shards.local_pieces(parameter)
+                else:
+                    group["params"].append(parameter)
+                self._optimizer.state.pop(parameter, None)
+                if id(parameter) in states:
+                    self._set_state(parameter, states[id(parameter)])
 
-    def _give(self, whole: Tensor, state: State) -> None:
+    def _set_state(self, parameter: Tensor, state: State) -> None:
         """Give a parameter's state to its pieces, or to the parameter itself if it is frozen."""
-        if id(whole) in self._numbers:
-            self.shards.cut_state(self._optimizer, self._numbers[id(whole)], state)
+        if id(parameter) in self._numbers:
+            self.shards.cut_state(self._optimizer, self._numbers[id(parameter)], state)
         else:
-            self._optimizer.state[whole] = state
+            self._optimizer.state[parameter] = state
 
     def _frozen(self) -> dict[int, State]:
         """The state of parameters that were never cut, by their identity."""
-        return {
-            id(whole): self._optimizer.state[whole]
-            for wholes in self._wholes
-            for whole in wholes
-            if id(whole) not in self._numbers and whole in self._optimizer.state
-        }
+        states = {}
+        for parameter in chain.from_iterable(self._wholes):
+            if id(parameter) not in self._numbers and parameter in self._optimizer.state:
+                states[id(parameter)] = self._optimizer.state[parameter]
+        return states
 
     def state_dict(self) -> dict[str, Any]:
-        cut = {
-            id(self.shards.parameters[number]): state
-            for number, state in self.shards.whole_states(self._optimizer)
-        }
+        parameters = self.shards.parameters
+        whole_states = self.shards.whole_states(self._optimizer)
+        cut = {id(parameters[number]): state for number, state in whole_states}
         states = cut | self._frozen()
-        for whole in (whole for wholes in self._wholes for whole in wholes):
-            if not whole.numel() and cut:  # no rank has a piece of it
-                states[id(whole)] = _empty(whole, next(iter(cut.values())))
+        if cut:
+            example = next(iter(cut.values()))
+            for parameter in chain.from_iterable(self._wholes):
+                if not parameter.numel():  # no rank has a piece of it
+                    states[id(parameter)] = _empty(parameter, example)
         return pack(self._optimizer.param_groups, self._wholes, states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,18 +152,18 @@ class CutOptimizer(Generic[Cut]):
         self, name_of: Callable[[Tensor], str]
     ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         assert isinstance(self.shards, Shards)
-        wholes = [each for members in self._wholes for each in members]
-        return whole_pieces(self._optimizer, wholes, name_of), list(
-            self.shards.state_pieces(self._optimizer, name_of)
-        )
+        parameters = list(chain.from_iterable(self._wholes))
+        common = whole_pieces(self._optimizer, parameters, name_of)
+        return common, list(self.shards.state_pieces(self._optimizer, name_of))
 
 
-def _empty(whole: Tensor, state: State) -> State:
+def _empty(parameter: Tensor, state: State) -> State:
     """Return the state of a parameter without elements, like that of another parameter."""
-    return {
-        name: torch.zeros_like(whole) if isinstance(value, Tensor) and value.dim() else value
-        for name, value in state.items()
-    }
+    empty = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            empty[name] = torch.zeros_like(parameter)
+    return empty
 
 
 OptimizerState = WholeOptimizer | CutOptimizer[Any]
@@ -184,12 +185,12 @@ def whole_pieces(
     optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]
 ) -> list[TensorPiece]:
     """The tensors of the optimizer's state for these parameters."""
-    return [
-        TensorPiece(f"{state}/{name_of(parameter)}", value)
-        for parameter in parameters
-        for state, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    ]
+    pieces = []
+    for parameter in parameters:
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                pieces.append(TensorPiece(f"{state}/{name_of(parameter)}", value))
+    return pieces
 
 
 def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:
@@ -214,17 +215,16 @@ def pack(
     numbers: dict[int, int] = {}
     packed = []
     for group, members in zip(groups, parameters, strict=True):
-        numbers |= {id(parameter): len(numbers) + place for place, parameter in enumerate(members)}
-        packed.append(
-            {
-                **{name: value for name, value in group.items() if name != "params"},
-                "params": [numbers[id(each)] for each in members],
-            }
-        )
+        group_numbers = [numbers.setdefault(id(member), len(numbers)) for member in members]
+        packed.append({**_options(group), "params": group_numbers})
     return {
-        "state": {numbers[key]: states[key] for key in numbers if key in states},
+        "state": {number: states[key] for key, number in numbers.items() if key in states},
         "param_groups": packed,
     }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def unpack(
@@ -234,16 +234,12 @@ def unpack(
     UsageError for another optimizer's state.
     """
     saved = state["param_groups"]
-    counts = [len(group["params"]) for group in saved]
-    ours = [len(members) for members in parameters]
-    if counts != ours:
-        raise UsageError("optimizer-state-does-not-fit", there=counts, here=ours)
-    known = {
-        number: id(each)
-        for group, members in zip(saved, parameters, strict=True)
-        for number, each in zip(group["params"], members, strict=True)
-    }
-    options = [
-        {name: value for name, value in group.items() if name != "params"} for group in saved
-    ]
-    return options, {known[number]: value for number, value in state["state"].items()}
+    saved_counts = [len(group["params"]) for group in saved]
+    local_counts = [len(members) for members in parameters]
+    if saved_counts != local_counts:
+        raise UsageError("optimizer-state-does-not-fit", there=saved_counts, here=local_counts)
+    identities: dict[int, int] = {}
+    for group, members in zip(saved, parameters, strict=True):
+        identities.update(zip(group["params"], map(id, members), strict=True))
+    options = [_options(group) for group in saved]
+    return options, {identities[number]: value for number, value in state["state"].items()}

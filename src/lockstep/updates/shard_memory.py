@@ -1,8 +1,8 @@
 """Where sharded parameters lie in memory, and how each rank gets what the others have updated.
 
-Apart       every rank has its own copy, and the slices travel
-SideBySide  every rank has its own copy, in memory that the others see, and copies from theirs
-Together    the ranks of a host have one copy: each writes its slice of it, nothing is copied
+SeparateMemory  every rank has its own copy, and the slices travel
+SharedCopies    every rank has its own copy, in memory that the others see, and copies from theirs
+OneSharedCopy   the ranks of a host have one copy: each writes its slice of it, nothing is copied
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ _UPDATED = "for updated parameters"
 
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of a flat place and the values to put there."""
+"""Pairs of a flat view and the values to put there."""
 
 
 Slices = Callable[[int], Sequence[range]]
 """Returns a rank's elements of each flat tensor."""
 
 
-class Apart:
+class SeparateMemory:
     """One flat tensor for each bucket of a layout: `flats`, in which the parameters lie, as this
     rank sees them, and `updated`, the same tensors as this rank writes its updated slices.
     """
 
     def __init__(self, layout: Layout, group: Group, slices: Slices) -> None:
-        self._group, self._slices = group, slices
+        self._group = group
+        self._slices = slices
         self.updated = self.flats = self._allocate(layout)
 
     def _allocate(self, layout: Layout) -> list[Tensor]:
@@ -42,10 +43,10 @@ class Apart:
             torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets
         ]
 
-    def fill(self, wholes: Copies, mine: Copies) -> None:
+    def fill(self, parameters: Copies, pieces: Copies) -> None:
         """Once: put this rank's parameters into `flats`, or its pieces of them into `updated`."""
-        for place, value in wholes:
-            place.copy_(value)
+        for view, value in parameters:
+            view.copy_(value)
 
     def open(self) -> None:
         """Prepare for the update of slices."""
@@ -55,13 +56,12 @@ class Apart:
         if self._group.size == 1:
             return
         slices = [self._slices(rank) for rank in range(self._group.size)]
-        works = [
-            self._group.broadcast(
-                flat[parts[index].start : parts[index].stop], rank, place=f"{_UPDATED} {index}"
-            )
-            for index, flat in enumerate(self.flats)
-            for rank, parts in enumerate(slices)
-        ]
+        works = []
+        for index, flat in enumerate(self.flats):
+            for rank, rank_slices in enumerate(slices):
+                part = rank_slices[index]
+                values = flat[part.start : part.stop]
+                works.append(self._group.broadcast(values, rank, place=f"{_UPDATED} {index}"))
         for work in works:
             work.wait()
 
@@ -70,18 +70,18 @@ class Apart:
         return self.flats
 
 
-class SideBySide(Apart):
+class SharedCopies(SeparateMemory):
     def _allocate(self, layout: Layout) -> list[Tensor]:
         assert self._group.memory is not None
         self._by_rank = self._group.memory.allocate(*layout.kinds(), "for sharded parameters")
-        return [everyone[self._group.rank] for everyone in self._by_rank]
+        return [flats[self._group.rank] for flats in self._by_rank]
 
     def gather(self) -> None:
         assert self._group.memory is not None
         self._group.memory.gather_slices(self._by_rank, place=_UPDATED)
 
 
-class Together:
+class OneSharedCopy:
     """Shared memory is written only while every rank is between `open` and the end of `gather`: no
     rank computes with it then.
 
@@ -91,18 +91,21 @@ class Together:
 
     def __init__(self, layout: Layout, group: Group, slices: Slices) -> None:
         assert group.memory is not None
-        self._memory, self._group, self._slices = group.memory, group, slices
+        self._memory = group.memory
+        self._group = group
+        self._slices = slices
         self._copy = self._memory.allocate_once(*layout.kinds(), "for the one copy of parameters")
-        self.flats, self.updated = self._copy.private, self._copy.shared
+        self.flats = self._copy.private
+        self.updated = self._copy.shared
 
-    def fill(self, wholes: Copies, mine: Copies) -> None:
+    def fill(self, parameters: Copies, pieces: Copies) -> None:
         """A rank whose replica differs from the shared values keeps it, in pages of its own."""
-        for place, value in mine:
-            place.copy_(value)
+        for view, value in pieces:
+            view.copy_(value)
         self._memory.synchronize("where parameters are shared")
-        for place, value in wholes:
-            if not torch.equal(place.view(torch.uint8), value.view(torch.uint8)):
-                place.copy_(value)
+        for view, value in parameters:
+            if not torch.equal(view.view(torch.uint8), value.view(torch.uint8)):
+                view.copy_(value)
 
     def open(self) -> None:
         self._memory.synchronize("before parameters are updated")
@@ -119,19 +122,24 @@ def can_share(group: Group, layout: Layout) -> bool:
     """Whether the ranks can have one copy of such parameters. All ranks get the same answer. A
     collective.
     """
-    if group.memory is None or any(plan.device.type != "cpu" for plan in layout.buckets):
+    if not _in_host_memory(group, layout):
         return False
     return all(everybodys(kernel_tells(), group.host, "for shared weights"))
 
 
+def _in_host_memory(group: Group, layout: Layout) -> bool:
+    """Whether the ranks share memory, and the parameters can lie in it."""
+    return group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets)
+
+
 def shard_memory(
     layout: Layout, group: Group, slices: Slices, *, together: bool
-) -> Apart | Together:
+) -> SeparateMemory | OneSharedCopy:
     """Return the memory that needs the least copying. `together`: this group `can_share` the
     layout.
     """
     if together:
-        return Together(layout, group, slices)
-    if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
-        return SideBySide(layout, group, slices)
-    return Apart(layout, group, slices)
+        return OneSharedCopy(layout, group, slices)
+    if _in_host_memory(group, layout):
+        return SharedCopies(layout, group, slices)
+    return SeparateMemory(layout, group, slices)

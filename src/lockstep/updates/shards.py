@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.plain import decoded, dtype_name, encoded
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import BLOCK, slice_of
-from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout
@@ -75,20 +74,23 @@ class OwnedRange:
     start: int
     stop: int
 
+    def within(self, flat: Tensor) -> Tensor:
+        """Return these elements of the parameter, of which `flat` has all."""
+        return flat[self.start : self.stop]
+
 
 def pieces_of(layout: Layout, size: int) -> list[OwnedRange]:
     """All ranks' pieces, in the order of the layout. They tile every parameter."""
-    found = []
+    pieces = []
     for bucket in layout.buckets:
         for rank in range(size):
-            mine = slice_of(bucket.numel, rank, size)
+            part = slice_of(bucket.numel, rank, size)
             for span in bucket.spans:
-                start, stop = max(mine.start, span.start), min(mine.stop, span.stop)
+                start = max(part.start, span.start) - span.start
+                stop = min(part.stop, span.stop) - span.start
                 if start < stop:
-                    found.append(
-                        OwnedRange(span.parameter, rank, start - span.start, stop - span.start)
-                    )
-    return found
+                    pieces.append(OwnedRange(span.parameter, rank, start, stop))
+    return pieces
 
 
 class Shards:
@@ -108,51 +110,49 @@ class Shards:
         *,
         together: bool = False,
     ) -> None:
-        self.parameters, self._layout, self._group = parameters, layout, group
-        self.owners, self._together = owners or group.size, together
+        self.parameters = parameters
+        self._layout = layout
+        self._group = group
+        self.owners = owners or group.size
+        self._together = together
         self.all_pieces = pieces_of(layout, self.owners)
         self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
         self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < self.owners
-        self.views = [nn.Parameter(place) for place in self._lay()]
-        self._mine: dict[int, list[nn.Parameter]] = {}
+        self.views = [nn.Parameter(view) for view in self._allocate()]
+        self._local_pieces: dict[int, list[nn.Parameter]] = {}
         for piece, view in zip(self.pieces, self.views, strict=True):
-            self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
+            self._local_pieces.setdefault(id(parameters[piece.parameter]), []).append(view)
 
-    def _lay(self) -> list[Tensor]:
+    def _allocate(self) -> list[Tensor]:
         """Put the parameters into flat memory. Return this rank's pieces, as it sees them."""
-        parameters = self.parameters
-        self._memory = memory = shard_memory(
-            self._layout, self._group, self.of, together=self._together
-        )
-        spans = {
-            span.parameter: (span, flat, updated)
-            for plan, flat, updated in zip(
-                self._layout.buckets, memory.flats, memory.updated, strict=True
-            )
-            for span in plan.spans
-        }
+        memory = shard_memory(self._layout, self._group, self.of, together=self._together)
+        self._memory = memory
+        spans = {}
+        flats = zip(self._layout.buckets, memory.flats, memory.updated, strict=True)
+        for plan, flat, updated in flats:
+            for span in plan.spans:
+                spans[span.parameter] = (span, flat, updated)
         self._homes: list[Tensor] = []
+        parameter_values = []
+        for number, parameter in enumerate(self.parameters):
+            span, flat, _ = spans[number]
+            home = view_of(flat, span, parameter)
+            self._homes.append(home)
+            parameter_values.append((flat_view(home), flat_like(parameter, home)))
         self._seen: list[Tensor] = []
         self._updated: list[Tensor] = []
-        for number, parameter in enumerate(parameters):
-            span, flat, _ = spans[number]
-            self._homes.append(view_of(flat, span, parameter))
+        piece_values = []
         for piece in self.pieces:
             span, flat, updated = spans[piece.parameter]
-            where = slice(span.start + piece.start, span.start + piece.stop)
-            self._seen.append(flat[where])
-            self._updated.append(updated[where])
-        values = [flat_like(each, home) for each, home in zip(parameters, self._homes, strict=True)]
-        memory.fill(
-            list(zip(map(flat_view, self._homes), values, strict=True)),
-            [
-                (place, values[piece.parameter][piece.start : piece.stop])
-                for piece, place in zip(self.pieces, self._updated, strict=True)
-            ],
-        )
-        for parameter, home in zip(parameters, self._homes, strict=True):
+            elements = slice(span.start + piece.start, span.start + piece.stop)
+            self._seen.append(flat[elements])
+            self._updated.append(updated[elements])
+            _, values = parameter_values[piece.parameter]
+            piece_values.append((updated[elements], piece.within(values)))
+        memory.fill(parameter_values, piece_values)
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
             parameter.data = home
-        self._addresses = [each.data_ptr() for each in parameters]
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         return self._seen
 
     def of(self, rank: int) -> list[range]:
@@ -161,41 +161,38 @@ class Shards:
             return [range(0) for _ in self._layout.buckets]
         return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
 
-    def mine_of(self, parameter: Tensor) -> list[nn.Parameter]:
+    def local_pieces(self, parameter: Tensor) -> list[nn.Parameter]:
         """This rank's pieces of a parameter."""
-        return self._mine.get(id(parameter), [])
+        return self._local_pieces.get(id(parameter), [])
 
     def slices(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slices of flat tensors with this layout."""
-        mine = self.of(self._group.rank)
-        return [flat[part.start : part.stop] for flat, part in zip(flats, mine, strict=True)]
+        parts = self.of(self._group.rank)
+        return [flat[part.start : part.stop] for flat, part in zip(flats, parts, strict=True)]
 
     def take_gradients(self) -> None:
         """Before the pieces are updated: give them their part of the parameters' `.grad` (or None),
         and the memory in which they are updated.
         """
-        self._take_back()
+        self._restore_memory()
         self._memory.open()
-        for piece, view, place in zip(self.pieces, self.views, self._updated, strict=True):
-            gradient = self.parameters[piece.parameter].grad
-            view.data = place
-            view.grad = (
-                None
-                if gradient is None
-                else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
-            )
+        for piece, view, updated in zip(self.pieces, self.views, self._updated, strict=True):
+            parameter = self.parameters[piece.parameter]
+            view.data = updated
+            view.grad = None
+            if parameter.grad is not None:
+                view.grad = piece.within(flat_like(parameter.grad, parameter))
 
-    def _take_back(self) -> None:
+    def _restore_memory(self) -> None:
         """Copy parameters that were given other memory (`parameter.data = ...`) back into ours."""
-        for parameter, home, address in zip(
-            self.parameters, self._homes, self._addresses, strict=True
-        ):
+        homes = zip(self.parameters, self._homes, self._addresses, strict=True)
+        for parameter, home, address in homes:
             if parameter.data_ptr() != address:
                 parameter.data = home.copy_(parameter.data)
 
     def differing(self) -> Sequence[Tensor]:
         """The tensors that must be equal on all ranks, because the next update overwrites them."""
-        self._take_back()
+        self._restore_memory()
         return self._memory.differing()
 
     def gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -207,8 +204,8 @@ class Shards:
     def gather(self) -> None:
         """After the pieces are updated: make every rank see all ranks' pieces."""
         self._memory.gather()
-        for view, place in zip(self.views, self._seen, strict=True):
-            view.data = place
+        for view, seen in zip(self.views, self._seen, strict=True):
+            view.data = seen
         # so that autograd detects a backward through an old graph
         torch.autograd.graph.increment_version(self.parameters)
 
@@ -216,14 +213,14 @@ class Shards:
         """Return the values of all blocks, in order. `sums[i]` are those of this rank's slice of
         flat tensor i.
         """
-        wholes = [
-            part.new_zeros(-(-plan.numel // BLOCK))
-            for part, plan in zip(sums, self._layout.buckets, strict=True)
-        ]
-        for part, whole, mine in zip(self.of(self._group.rank), wholes, sums, strict=True):
+        blocks = []
+        parts = self.of(self._group.rank)
+        for part, plan, local in zip(parts, self._layout.buckets, sums, strict=True):
+            values = local.new_zeros(-(-plan.numel // BLOCK))
             first = part.start // BLOCK
-            whole[first : first + len(mine)] = mine
-        joined = torch.cat(wholes)
+            values[first : first + len(local)] = local
+            blocks.append(values)
+        joined = torch.cat(blocks)
         self._group.all_reduce(joined, place="for the gradient's norm").wait()
         return joined
 
@@ -236,45 +233,44 @@ class Shards:
         A collective: every rank iterates to the end. A caller that keeps no state holds at most one
         parameter's whole state.
         """
-        mine = {
-            place: {
-                name: value
-                for name, value in optimizer.state.get(view, {}).items()
-                if value is not None
-            }
-            for place, view in zip(self._places, self.views, strict=True)
-        }
-        known = self._known(mine)
-        for number, places in groupby(known, key=lambda place: self.all_pieces[place].parameter):
+        rank = self._group.rank
+        indices = [index for index, piece in enumerate(self.all_pieces) if piece.rank == rank]
+        local = {}
+        for index, view in zip(indices, self.views, strict=True):
+            values = optimizer.state.get(view, {})
+            local[index] = {name: value for name, value in values.items() if value is not None}
+        dtypes = self._state_dtypes(local)
+        by_parameter = groupby(dtypes, lambda index: self.all_pieces[index].parameter)
+        for parameter, parameter_indices in by_parameter:
             state: State = {}
-            for place in places:
-                self._join(state, self.all_pieces[place], known[place], mine.get(place))
-            yield number, state
+            for index in parameter_indices:
+                self._join(state, self.all_pieces[index], dtypes[index], local.get(index))
+            yield parameter, state
 
     def _join(
-        self, state: State, piece: OwnedRange, names: Mapping[str, torch.dtype], mine: State | None
+        self,
+        state: State,
+        piece: OwnedRange,
+        dtypes: Mapping[str, torch.dtype],
+        local: State | None,
     ) -> None:
         """Add to a parameter's state the part that the rank of this piece has."""
-        for name, dtype in sorted(names.items()):
+        parameter = self.parameters[piece.parameter]
+        for name, dtype in sorted(dtypes.items()):
+            group = self._group
             if name in SCALARS:
-                value = (
-                    torch.zeros((), dtype=dtype)
-                    if mine is None
-                    else torch.as_tensor(mine[name]).detach().cpu().clone()
-                )
-                self._group.host.broadcast(
-                    value, piece.rank, place=f"for optimizer state {name}"
-                ).wait()
-                state[name] = value
-                continue
-            if name not in state:
-                state[name] = torch.zeros_like(
-                    self.parameters[piece.parameter], dtype=dtype, requires_grad=False
-                )
-            part = flat_view(state[name])[piece.start : piece.stop]
-            if mine is not None:
-                part.copy_(mine[name])
-            self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
+                group = group.host
+                part = torch.zeros((), dtype=dtype)
+                if local is not None:
+                    part = torch.as_tensor(local[name]).detach().cpu().clone()
+                state[name] = part
+            else:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                part = piece.within(flat_view(state[name]))
+                if local is not None:
+                    part.copy_(local[name])
+            group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
 
     def state_pieces(
         self, optimizer: Optimizer, name_of: Callable[[Tensor], str]
@@ -283,53 +279,46 @@ class Shards:
         number for a whole parameter comes with the first piece.
         """
         for piece, view in zip(self.pieces, self.views, strict=True):
-            whole = self.parameters[piece.parameter]
+            parameter = self.parameters[piece.parameter]
+            shape = tuple(parameter.shape)
             for state, value in optimizer.state.get(view, {}).items():
-                name = f"{state}/{name_of(whole)}"
+                name = f"{state}/{name_of(parameter)}"
                 if state not in SCALARS and isinstance(value, Tensor):
-                    yield TensorPiece(name, value, piece.start, tuple(whole.shape), whole.stride())
+                    yield TensorPiece(name, value, piece.start, shape, parameter.stride())
                 elif value is not None and piece.start == 0:
                     yield TensorPiece(name, torch.as_tensor(value))
 
-    def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
+    def cut_state(self, optimizer: Optimizer, number: int, state: State) -> None:
         """Give this rank's pieces of a parameter their part of its state."""
-        like = self.parameters[number]
+        parameter = self.parameters[number]
         for piece, view in zip(self.pieces, self.views, strict=True):
             if piece.parameter != number:
                 continue
-            for name, value in whole.items():
-                if isinstance(value, Tensor) and name not in SCALARS:
-                    value = flat_like(value.to(like.device, like.dtype), like)[
-                        piece.start : piece.stop
-                    ]
-                optimizer.state[view][name] = value.clone() if isinstance(value, Tensor) else value
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    if name not in SCALARS:
+                        values = value.to(parameter.device, parameter.dtype)
+                        value = piece.within(flat_like(values, parameter))
+                    value = value.clone()
+                optimizer.state[view][name] = value
 
-    @property
-    def _places(self) -> list[int]:
-        return [
-            place for place, piece in enumerate(self.all_pieces) if piece.rank == self._group.rank
-        ]
-
-    def _known(self, mine: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
+    def _state_dtypes(self, local_states: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
         """Return which state each piece has, with its dtype. The order, by parameter, is the same
         on all ranks.
         """
-        ours = [
-            [place, {name: str(torch.as_tensor(value).dtype) for name, value in state.items()}]
-            for place, state in mine.items()
-            if state
-        ]
-        joined = {
-            place: {
-                name: getattr(torch, dtype.removeprefix("torch.")) for name, dtype in names.items()
-            }
-            for known in everybodys(ours, self._group.host, "for the optimizer's state")
-            for place, names in known
-        }
-        return {
-            place: joined[place]
-            for place in sorted(joined, key=lambda place: (self.all_pieces[place].parameter, place))
-        }
+        local = []
+        for index, state in local_states.items():
+            if state:
+                names = {}
+                for name, value in state.items():
+                    names[name] = dtype_name(torch.as_tensor(value).dtype)
+                local.append([index, names])
+        dtypes = {}
+        for rank_pieces in everybodys(local, self._group.host, "for the optimizer's state"):
+            for index, names in rank_pieces:
+                dtypes[index] = {name: getattr(torch, dtype) for name, dtype in names.items()}
+        order = sorted(dtypes, key=lambda index: (self.all_pieces[index].parameter, index))
+        return {index: dtypes[index] for index in order}
 
 
 class WholeParameters:
@@ -342,22 +331,20 @@ class WholeParameters:
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
-        self.parameters, self._group = parameters, group
+        self.parameters = parameters
+        self._group = group
+        self._owners: dict[int, int] = {}  # ranks, by the parameters' identity
         loads = [0] * group.size
-        self._owners = [0] * len(parameters)
-        for number in sorted(
-            range(len(parameters)), key=lambda number: -parameters[number].numel()
-        ):
+        for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
             owner = loads.index(min(loads))
-            self._owners[number] = owner
-            loads[owner] += parameters[number].numel()
-        self._owner_of = {
-            id(each): owner for each, owner in zip(parameters, self._owners, strict=True)
-        }
+            self._owners[id(parameter)] = owner
+            loads[owner] += parameter.numel()
 
-    def mine_of(self, parameter: Tensor) -> list[Tensor]:
+    def local_pieces(self, parameter: Tensor) -> list[Tensor]:
         """A list of the parameter if this rank owns it, else an empty list."""
-        return [parameter] if self._owner_of[id(parameter)] == self._group.rank else []
+        if self._owners[id(parameter)] == self._group.rank:
+            return [parameter]
+        return []
 
     def take_gradients(self) -> None:
         """Do nothing: the optimizer finds the gradients at the parameters."""
@@ -366,29 +353,21 @@ class WholeParameters:
         """After this rank's parameters are updated: send them to all ranks, and receive theirs."""
         if self._group.size == 1:
             return
-        works: list[tuple[int, list[Tensor], Tensor, Work]] = []
         by_memory: dict[Any, list[Tensor]] = {}
-        for parameter, owner in zip(self.parameters, self._owners, strict=True):
-            by_memory.setdefault((owner, parameter.dtype, parameter.device), []).append(
-                parameter.detach()
-            )
-        for (owner, _, _), members in by_memory.items():
-            flat = torch.cat([each.reshape(-1) for each in members])
-            works.append(
-                (
-                    owner,
-                    members,
-                    flat,
-                    self._group.broadcast(flat, owner, place="for updated parameters"),
-                )
-            )
-        for owner, members, flat, work in works:
+        for parameter in self.parameters:
+            key = self._owners[id(parameter)], parameter.dtype, parameter.device
+            by_memory.setdefault(key, []).append(parameter.detach())
+        works = []
+        for (owner, _, _), tensors in by_memory.items():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            work = self._group.broadcast(flat, owner, place="for updated parameters")
+            works.append((owner, tensors, flat, work))
+        for owner, tensors, flat, work in works:
             work.wait()
             if owner != self._group.rank:
-                for each, part in zip(
-                    members, flat.split([each.numel() for each in members]), strict=True
-                ):
-                    each.copy_(part.view(each.shape))
+                parts = flat.split([tensor.numel() for tensor in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     # -- optimizer state --------------------------------------------------------------------------
 
@@ -398,59 +377,58 @@ class WholeParameters:
         A collective: every rank iterates to the end. Raises UsageError for state that is neither
         tensors nor plain values.
         """
-        mine = {
-            number: {
-                name: _described(name, value) for name, value in optimizer.state[parameter].items()
-            }
-            for number, parameter in enumerate(self.parameters)
-            if self._owners[number] == self._group.rank and parameter in optimizer.state
-        }
-        said = everybodys(mine, self._group.host, "for what optimizer state there is")
+        local = {}
         for number, parameter in enumerate(self.parameters):
-            known = said[self._owners[number]].get(str(number))
-            if known is not None:
-                yield (
-                    number,
-                    {
-                        name: self._value(optimizer, number, parameter, name, each)
-                        for name, each in known.items()
-                    },
-                )
+            if self.local_pieces(parameter) and parameter in optimizer.state:
+                values = optimizer.state[parameter]
+                local[number] = {name: _described(name, value) for name, value in values.items()}
+        by_rank = everybodys(local, self._group.host, "for what optimizer state there is")
+        for number, parameter in enumerate(self.parameters):
+            owned = by_rank[self._owners[id(parameter)]]
+            if str(number) in owned:
+                descriptions = owned[str(number)]
+                state = {
+                    name: self._value(optimizer, parameter, name, description)
+                    for name, description in descriptions.items()
+                }
+                yield number, state
 
-    def _value(
-        self, optimizer: Optimizer, number: int, parameter: Tensor, name: str, described: Any
-    ) -> Any:
-        if described[0] == "plain":
-            return decoded(described[1])
-        _, dtype, shape, on_cpu = described
-        owner = self._owners[number]
+    def _value(self, optimizer: Optimizer, parameter: Tensor, name: str, description: Any) -> Any:
+        """Return a value of a parameter's state, which its owner sends unless it is plain."""
+        kind, *spec = description
+        if kind == "plain":
+            return decoded(*spec)
+        owner = self._owners[id(parameter)]
+        tensor = empty_of(spec, parameter.device)
         if owner == self._group.rank:
             tensor = optimizer.state[parameter][name].detach().clone()
-        else:
-            tensor = torch.empty(
-                shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else parameter.device
-            )
-        group = self._group.host if on_cpu else self._group
+        group = self._group.host if tensor.device.type == "cpu" else self._group
         group.broadcast(tensor, owner, place=f"for optimizer state {name}").wait()
         return tensor
 
-    def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
+    def cut_state(self, optimizer: Optimizer, number: int, state: State) -> None:
         """Give a parameter's owner its state."""
         parameter = self.parameters[number]
-        if self._owners[number] == self._group.rank:
+        if self.local_pieces(parameter):
             optimizer.state[parameter] = {
-                name: _fitting(value, name, parameter) for name, value in whole.items()
+                name: _fitting(value, name, parameter) for name, value in state.items()
             }
+
+
+def spec_of(tensor: Tensor) -> list[Any]:
+    """Return a tensor's dtype, shape, and whether it is on the CPU, for JSON."""
+    return [dtype_name(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"]
+
+
+def empty_of(spec: Sequence[Any], device: torch.device) -> Tensor:
+    """Return a tensor like the one of this `spec_of`, on `device` if that was not on the CPU."""
+    dtype, shape, on_cpu = spec
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
 
 
 def _described(name: str, value: Any) -> list[Any]:
     if isinstance(value, Tensor):
-        return [
-            "tensor",
-            str(value.dtype).removeprefix("torch."),
-            list(value.shape),
-            value.device.type == "cpu",
-        ]
+        return ["tensor", *spec_of(value)]
     return ["plain", encoded(value, f"the optimizer's state {name}")]
 
 
@@ -466,8 +444,8 @@ def _fitting(value: Any, name: str, parameter: Tensor) -> Any:
     return value.to(device=parameter.device, dtype=dtype, copy=True)
 
 
-def places(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield each name, parameter, and its place in a flat tensor with the layout of the bucket."""
+def parameter_views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield each name, parameter, and its view of a flat tensor with the layout of the bucket."""
     for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
         yield span.name, parameter, view_of(flat, span, parameter)
 
@@ -479,9 +457,12 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor's elements in the memory order of `like`: a view if both have the same strides."""
-    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
     if tensor.stride() != like.stride() and tensor.numel() > 1:
-        tensor = torch.empty_strided(
+        ordered = torch.empty_strided(
             like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
+        )
+        tensor = ordered.copy_(tensor)
     return flat_view(tensor)

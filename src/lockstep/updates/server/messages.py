@@ -7,6 +7,7 @@ It uses neither torch RPC (deprecated, and it unpickles what arrives) nor pickle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
 
@@ -26,23 +27,23 @@ _HEADER = 8  # numbers in a header
 _counting = Lock()  # for the threads that count in one group
 
 
+@dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages to and from one other rank. Raises PeerFailed if that rank has ended, or gives no
-    answer for `timeout`.
+    """Messages to and from one other rank, the `peer`. Raises PeerFailed if it has ended, or gives
+    no answer for `timeout`.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, everyone: Group, peer: int, timeout: timedelta
-    ) -> None:
-        self._group, self._everyone, self._timeout = process_group, everyone, timeout
-        self.peer = peer
+    process_group: dist.ProcessGroup
+    everyone: Group
+    peer: int
+    timeout: timedelta
 
     def send(self, header: Sequence[float], tensors: Sequence[Tensor] = ()) -> None:
         packed = torch.zeros(_HEADER, dtype=torch.float64)
         packed[: len(header)] = torch.tensor(header, dtype=torch.float64)
         with _counting:
-            self._everyone.bytes_sent += sum(tensor.nbytes for tensor in (packed, *tensors))
-        self._transfer(self._group.send, (packed, *tensors))
+            self.everyone.bytes_sent += sum(tensor.nbytes for tensor in (packed, *tensors))
+        self._transfer(self.process_group.send, (packed, *tensors))
 
     def header(self) -> list[float]:
         header = torch.zeros(_HEADER, dtype=torch.float64)
@@ -51,31 +52,33 @@ class Messages:
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Receive the tensors that follow a header."""
-        self._transfer(self._group.recv, tensors)
+        self._transfer(self.process_group.recv, tensors)
 
     def _transfer(self, start: Callable[..., dist.Work], tensors: Sequence[Tensor]) -> None:
         try:
             for work in [start([tensor], self.peer, 0) for tensor in tensors]:
-                work.wait(self._timeout)
+                work.wait(self.timeout)
         except RuntimeError as error:
             raise PeerFailed("peer-gone", rank=self.peer, why=str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
 class RemoteServer:
     """The server (server.py) as the other ranks reach it."""
 
-    def __init__(self, messages: Messages, reducer: Reducer) -> None:
-        self._messages, self._reducer = messages, reducer
+    messages: Messages
+    reducer: Reducer
 
     def next(self, rank: int, course: EpochCourse) -> tuple[list[float], list[Tensor]]:
-        self._messages.send([NEXT, *course])
-        header, plans = self._messages.header(), self._reducer.layout.buckets
+        self.messages.send([NEXT, *course])
+        header = self.messages.header()
+        plans = self.reducer.layout.buckets
         flats = [torch.empty(plan.numel, dtype=plan.dtype) for plan in plans]
-        self._messages.receive(flats)
+        self.messages.receive(flats)
         return header, flats
 
     def push(self, rank: int, facts: Sequence[float], gradients: Sequence[Tensor]) -> None:
-        self._messages.send([PUSH, *facts], gradients)
+        self.messages.send([PUSH, *facts], gradients)
 
     def synchronize_before(self, step: int) -> None:
         """Do nothing: rank 0 does it."""
@@ -85,4 +88,4 @@ class RemoteServer:
         return ()
 
     def close(self) -> None:
-        self._messages.send([BYE])
+        self.messages.send([BYE])

@@ -20,7 +20,8 @@ class Schedule:
     """
 
     def __init__(self, ranks: int, bound: float) -> None:
-        self._ranks, self._bound = ranks, bound
+        self._ranks = ranks
+        self._bound = bound
         self._course: EpochCourse | None = None
         self._limits: set[int] = set()  # numbers of steps before which all ranks synchronize
         self._stop = False
@@ -28,7 +29,8 @@ class Schedule:
         self._untold: set[int] = set()
         self._back: dict[int, EpochCourse] = {}  # the ranks that ask again after a synchronization
         self._open = False
-        self._index, self._slot = 0, 0  # of the next draw
+        self._index = 0  # of the next draw
+        self._slot = 0
         self._missing: dict[int, int] = {}  # slots that are not pushed, of each incomplete window
 
     def next(self, rank: int, course: EpochCourse) -> DynamicSlots | None:
@@ -48,7 +50,8 @@ class Schedule:
         self._open = False
         self._untold = set(range(self._ranks)) - {rank}
         over = self._index == course.steps
-        self._synchronization, self._stop = DynamicSlots(self._index, 0, 0, over, self._stop), False
+        self._synchronization = DynamicSlots(self._index, 0, 0, over, self._stop)
+        self._stop = False
         return self._synchronization
 
     def pushed(self, draw: DynamicSlots) -> bool:
@@ -71,8 +74,10 @@ class Schedule:
         if len(set(self._back.values())) > 1:
             raise ValueError(f"ranks walk different epochs: {self._back}")
         if course != self._course or self._synchronization.over:
-            self._course, self._index = course, course.begin
-        self._open, self._back = True, {}
+            self._course = course
+            self._index = course.begin
+        self._open = True
+        self._back = {}
         done = course.first + self._index
         self._limits = {step for step in self._limits if step > done}
 
@@ -88,9 +93,11 @@ class Schedule:
             return None
         filled = course.last if self._index == course.steps - 1 else course.slots
         size = -(-filled // self._ranks)
-        draw = DynamicSlots(self._index, self._slot, min(self._slot + size, filled))
+        stop = min(self._slot + size, filled)
+        draw = DynamicSlots(self._index, self._slot, stop)
         self._missing.setdefault(self._index, filled)
-        self._slot = draw.last
-        if self._slot == filled:
-            self._index, self._slot = self._index + 1, 0
+        self._slot = stop
+        if stop == filled:
+            self._index += 1
+            self._slot = 0
         return draw

@@ -33,15 +33,15 @@ class Masters(Shards):
     buckets, and the user's optimizer treats `views` as parameters.
     """
 
-    def _lay(self) -> list[Tensor]:
+    def _allocate(self) -> list[Tensor]:
         slices = zip(self.of(self._group.rank), self._layout.buckets, strict=True)
         self.flats = [
             torch.zeros(len(part), dtype=plan.dtype, device=plan.device) for part, plan in slices
         ]
-        laid = list(self.parts(self.flats))
-        for piece, view in zip(self.pieces, laid, strict=True):
+        views = list(self.parts(self.flats))
+        for piece, view in zip(self.pieces, views, strict=True):
             view.copy_(flat_view(self.parameters[piece.parameter]))
-        return laid
+        return views
 
     def parts(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield each parameter's part of tensors like `flats`, in the order of `views`."""
@@ -68,7 +68,9 @@ class Server:
     def __init__(
         self, schedule: Schedule, updated: Updated, optimizer: CutOptimizer[Masters]
     ) -> None:
-        self._schedule, self._updated, self._optimizer = schedule, updated, optimizer
+        self._schedule = schedule
+        self._updated = updated
+        self._optimizer = optimizer
         self._changed = Condition()
         self._error: Exception | None = None
         self._threads: list[Thread] = []
@@ -153,7 +155,10 @@ class Server:
     def _answer(self, messages: Messages) -> None:
         """Answer another rank until it says BYE. The main thread raises the errors."""
         try:
-            while (header := messages.header())[0] != BYE:
+            while True:
+                header = messages.header()
+                if header[0] == BYE:
+                    return
                 if header[0] == PUSH:
                     flats = self._optimizer.shards.flats
                     gradients = [torch.empty_like(flat, device="cpu") for flat in flats]
@@ -169,26 +174,28 @@ class Server:
 
     def _apply(self, course: EpochCourse, window: int, sums: _Sums) -> None:
         """Step on a window's gradients, or skip it."""
-        optimizer, divisor = self._updated.optimizer, sums.weight
+        optimizer = self._updated.optimizer
+        divisor = weight = sums.weight
         reason = ""
-        if sums.weight == 0:
+        if weight == 0:
             reason = NOTHING
         elif not math.isfinite(sums.loss):
             reason = "the loss is not finite: this update would make every weight nan"
         elif self._updated.clip is not None:
             squares = [block_sums(flat).double().sum().item() for flat in sums.gradients]
-            norm = math.sqrt(math.fsum(squares)) / sums.weight
+            norm = math.sqrt(math.fsum(squares)) / weight
             if math.isfinite(norm):
                 divisor /= min(1.0, self._updated.clip / (norm + 1e-6))
             else:
                 reason = "the gradient's norm is not finite"
-        self._loss, self._weight = sums.loss, sums.weight
+        self._loss = sums.loss
+        self._weight = weight
         self._applied.append(
             AppliedWindow(
                 step=course.first + window,
                 epoch=course.epoch,
-                loss=sums.loss / sums.weight if sums.weight else math.nan,
-                weight=sums.weight,
+                loss=sums.loss / weight if weight else math.nan,
+                weight=weight,
                 samples_by_rank=tuple(sums.samples),
                 age=self._version - sum(sums.versions) / len(sums.versions),
                 lr=float(optimizer.param_groups[0]["lr"]),

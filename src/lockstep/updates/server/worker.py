@@ -22,7 +22,7 @@ from lockstep.updates.optimizer_state import CutOptimizer, elementwise_pieces
 from lockstep.updates.server.messages import Messages, RemoteServer
 from lockstep.updates.server.schedule import Schedule
 from lockstep.updates.server.server import Masters, Server
-from lockstep.updates.shards import places
+from lockstep.updates.shards import parameter_views
 from lockstep.updates.synchronized_buffers import SynchronizedBuffers
 from lockstep.updates.update import EndedWindow, Update, Updated
 
@@ -37,8 +37,12 @@ class ServerUpdate(Update):
     name = "server"
 
     def __init__(self, updated: Updated, bound: float) -> None:
-        self._updated, self._reducer, self._everyone = updated, updated.reducer, updated.everyone
-        reducer, everyone, world = updated.reducer, updated.everyone, updated.world
+        reducer = updated.reducer
+        everyone = updated.everyone
+        world = updated.world
+        self._updated = updated
+        self._reducer = reducer
+        self._everyone = everyone
         reducer.lay(reducer.order)  # keeps this order: messages have the layout of the buckets
         self._generation = reducer.generation
         self.optimizer: CutOptimizer[Masters] = elementwise_pieces(
@@ -99,7 +103,7 @@ class ServerUpdate(Update):
             self._header, flats = self._server.next(self._everyone.rank, course)
             status.waits(False)
             for bucket, flat in zip(self._reducer.buckets, flats, strict=True):
-                for _, parameter, value in places(flat, bucket):
+                for _, parameter, value in parameter_views(flat, bucket):
                     parameter.copy_(value)
         window, first, last, over, stop = map(int, self._header[:5])
         self._first = course.first
@@ -112,8 +116,11 @@ class ServerUpdate(Update):
         draw, self._draw = self._draw, None
         if draw is None:
             raise UsageError("slots-not-drawn")
-        self._windows = (steps if self._windows is None else self._windows) + 1
-        loss, weight = facts.loss, facts.weight
+        if self._windows is None:
+            self._windows = steps
+        self._windows += 1
+        loss = facts.loss
+        weight = facts.weight
         if draw.last:
             gradients = [bucket.sum.cpu() for bucket in self._reducer.buckets]
             values = [loss, weight, facts.samples_by_rank[0], facts.stop]
@@ -123,7 +130,8 @@ class ServerUpdate(Update):
             self._buffers.learned(weight)
         else:
             self._synchronize()
-            steps, (loss, weight) = self._first + draw.window, self._header[6:8]
+            steps = self._first + draw.window
+            loss, weight = self._header[6:8]
         return EndedWindow(
             steps=steps,
             number=self._windows,
@@ -135,7 +143,8 @@ class ServerUpdate(Update):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        scheduler, steps = self._updated.scheduler, int(self._header[5])
+        scheduler = self._updated.scheduler
+        steps = int(self._header[5])
         if scheduler is not None and self._everyone.rank > 0:
             for _ in range(steps - self._steps):
                 scheduler.step()
