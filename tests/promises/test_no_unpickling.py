@@ -21,7 +21,7 @@ ALLOWED = {
     "launcher/launch.py",
     "launcher/ray/driver.py",
     "launcher/ray/node.py",
-    "data/handover.py",
+    "data/keyed.py",
 }
 """What a launcher gives to its ranks and gets back, and loader workers' batches."""
 
