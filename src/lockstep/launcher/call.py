@@ -60,7 +60,9 @@ def is_whole(file: int) -> bool:
 
 def read_whole(file: int) -> bytes:
     """Return what was written, at whatever position other users of the file have read."""
-    parts, offset, size = [], 1, os.fstat(file).st_size
+    parts = []
+    offset = 1
+    size = os.fstat(file).st_size
     while offset < size:  # the system reads 2 GiB at most at once
         parts.append(os.pread(file, size - offset, offset))
         offset += len(parts[-1])
@@ -104,16 +106,18 @@ class FunctionCall:
             "orig_dir": origin,
             "authkey": bytes(process.current_process().authkey),
         }
-        if (spec := getattr(main, "__spec__", None)) is not None:
-            program["init_main_from_name"] = spec.name
-        elif importable():
-            program["init_main_from_path"] = os.path.join(origin, str(main.__file__))
         by_value = not importable()
-        sources = {
-            name: entry
-            for name, entry in linecache.cache.items()
-            if by_value and len(entry) > 1 and _is_cell(name)
-        }
+        spec = getattr(main, "__spec__", None)
+        if spec is not None:
+            program["init_main_from_name"] = spec.name
+        elif not by_value:
+            program["init_main_from_path"] = os.path.join(origin, str(main.__file__))
+        sources = {}
+        if by_value:
+            for name, entry in linecache.cache.items():
+                # a cell's source is not in a file
+                if len(entry) > 1 and not os.path.exists(name) and not name.startswith("<frozen"):
+                    sources[name] = entry
         return cls(
             program=program,
             by_value=by_value,
@@ -175,11 +179,6 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         raise UsageError("function-not-importable", name=name)
 
 
-def _is_cell(name: str) -> bool:
-    """Whether `name` names a source that is not in a file."""
-    return not os.path.exists(name) and not name.startswith("<frozen")
-
-
 def importable() -> bool:
     """Whether other processes can import this one's main program: it is not a notebook, an
     interactive session, `python -c` or `python -`.
@@ -187,10 +186,11 @@ def importable() -> bool:
     if in_kernel():  # VS Code sets __file__ in the kernel of its interactive window
         return False
     main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:
+        return True
+    file = getattr(main, "__file__", None)
     origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
-    return getattr(main, "__spec__", None) is not None or os.path.exists(
-        os.path.join(origin, getattr(main, "__file__", "") or "\0")
-    )
+    return bool(file) and os.path.exists(os.path.join(origin, str(file)))
 
 
 def for_ranks(value: object) -> bytes:
@@ -208,20 +208,20 @@ class _Copying(ForkingPickler):
 def _by_value() -> type[pickle.Pickler]:
     import cloudpickle
 
-    theirs = cloudpickle.Pickler.dispatch_table
+    reducers = cloudpickle.Pickler.dispatch_table
 
     def code(value: CodeType) -> Any:
-        make, arguments = theirs[CodeType](value)
+        make, arguments = reducers[CodeType](value)
         return _code_of_file, (value.co_filename, make, arguments)
 
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         dispatch_table: ClassVar = ChainMap(
-            {CodeType: code}, theirs, ForkingPickler(io.BytesIO()).dispatch_table
+            {CodeType: code}, reducers, ForkingPickler(io.BytesIO()).dispatch_table
         )  # ForkingPickler can pickle queues and locks
 
         def reducer_override(self, value: Any) -> Any:
-            found = _copied(value)
-            return super().reducer_override(value) if found is NotImplemented else found
+            reduced = _copied(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     return ByValue
 
@@ -236,10 +236,10 @@ def _code_of_file(name: str, make: Callable[..., CodeType], arguments: Sequence[
 
 def _copied(value: Any) -> Any:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(
-        value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
-    ):
-        return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if torch is not None:
+        copied = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+        if isinstance(value, copied):
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return NotImplemented
 
 

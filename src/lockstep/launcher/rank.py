@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -86,11 +87,8 @@ class Target:
 
     def beside(self) -> Sequence[str]:
         if self.ours:
-            return (
-                ()
-                if self.task is None or not self.task.endswith(".py")
-                else modules_in(Path(self.task))
-            )
+            is_file = self.task is not None and self.task.endswith(".py")
+            return modules_in(Path(self.task or "")) if is_file else ()
         return modules_in(Path.cwd() if self.script is None else Path(self.script).resolve())
 
     def run(self, *descriptors: int) -> None:
@@ -139,18 +137,16 @@ def _run_file(script: str) -> None:
     exec(code, main.__dict__)
 
 
-def modules_in(place: Path) -> Sequence[str]:
+def modules_in(path: Path) -> Sequence[str]:
     """Return the names under which the contents of a folder (or of a file's folder) can be
     imported.
     """
+    names = []
     with suppress(OSError):
-        entries = os.scandir(place if place.is_dir() else place.parent)
-        return [
-            entry.name.partition(".")[0]
-            for entry in entries
-            if entry.name.endswith((".py", ".so")) or Path(entry, "__init__.py").exists()
-        ]
-    return ()
+        for entry in os.scandir(path if path.is_dir() else path.parent):
+            if entry.name.endswith((".py", ".so")) or Path(entry, "__init__.py").exists():
+                names.append(entry.name.partition(".")[0])
+    return names
 
 
 def _look_first_in(folder: str) -> None:
@@ -195,15 +191,16 @@ class Rank:
     def __call__(self, *descriptors: int) -> NoReturn:
         """Run the rank until its process ends."""
         processes.name_this(f"rank {self.rank}")
-        records, place = Path(self.records), None if self.logs is None else Path(self.logs)
+        records = Path(self.records)
+        log_folder = None if self.logs is None else Path(self.logs)
         if self.heeds:
             preemption.listen()
-        if self.debug and place is not None:
-            logs.switch_debug_on(self.rank, place)
+        if self.debug and log_folder is not None:
+            logs.switch_debug_on(self.rank, log_folder)
         logs.redirect(
             self.rank,
             self.console,
-            place,
+            log_folder,
             pipes=None if self.pipes is None else Path(self.pipes),
             c_to_log=self.debug,
             escaped=self.work.ours,
@@ -230,9 +227,9 @@ class Rank:
 
     def _over(self, records: Path) -> None:
         """Record that the target has ended well. Python still waits for what it left running."""
-        ending.note_groups()
+        ending.note_process_group()
         status.enter("end")
-        ending.announce(lambda held: ending.leave(records, self.rank, held))
+        ending.watch_end(partial(ending.write_report, records, self.rank))
 
 
 def _end() -> NoReturn:
@@ -267,10 +264,10 @@ def _keep_operators() -> None:
 
 def _flush_files() -> None:
     """Flush files that were left open, so that what was written to them is kept."""
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+    for value in gc.get_objects():
+        if issubclass(type(value), io.IOBase):
             with suppress(Exception):
-                each.flush()
+                value.flush()
 
 
 def _leave(code: int) -> NoReturn:
@@ -288,41 +285,43 @@ def _leave(code: int) -> NoReturn:
 
 
 def rank_here(workers: str | int | None) -> Placement | None:
-    """Return this process's place if another launcher has started it as one of several ranks.
+    """Return this process's placement if another launcher has started it as one of several ranks.
     `workers` is the number that the command was given.
 
     Raises UsageError if `workers` differs from the launcher's number. It also raises it in a job's
     shell whose tasks were not started, unless `workers` is given.
     """
     try:
-        place = started_by_others(os.environ)
+        placement = started_by_others(os.environ)
     except UsageError:
         if workers is not None:  # then this command starts them
             return None
         raise
-    if place is not None and workers is not None and str(workers) != str(place.size):
-        sizes = place.source.split(" and ")[1]
+    if placement is not None and workers is not None and str(workers) != str(placement.size):
         raise UsageError(
             "workers-differ-from-launcher",
             workers=workers,
-            size_name=sizes,
-            size=place.size,
-            rank=place.rank,
+            size_name=placement.source.split(" and ")[1],
+            size=placement.size,
+            rank=placement.rank,
         )
-    return place
+    return placement
 
 
-def refuse_watching(place: Placement, launch: Launch) -> None:
+def refuse_watching(placement: Placement, launch: Launch) -> None:
     """Raise UsageError if an option was given that needs Lockstep's launcher, which starts its
     ranks and watches them.
     """
     if replace(launch, timeout=None) != Launch():
         raise UsageError(
-            "options-of-a-launcher", source=place.source, rank=place.rank, size=place.size
+            "options-of-a-launcher",
+            source=placement.source,
+            rank=placement.rank,
+            size=placement.size,
         )
 
 
-def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
+def work_as(placement: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
     """Do the rank's work. If it fails, the process reports that and ends at once, with the exit
     code that `lockstep run` would pass on.
 
@@ -332,34 +331,30 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
     try:
         work()
     except BaseException as error:
-        failure = failures.of_exception(error, place.rank)
+        failure = failures.of_exception(error, placement.rank)
         if failure.code == ExitCode.OK and not may_exit:
-            failure = failures.of_exception(error, place.rank, may_exit=False)
+            failure = failures.of_exception(error, placement.rank, may_exit=False)
         if failure.code == ExitCode.OK:
-            ending.announce_to_terminal(place.rank)
+            ending.watch_end_without_launcher(placement.rank)
             raise
         with suppress(OSError):
-            write_all(terminal, said(failure).encode())
+            write_all(terminal, report_of(failure).encode())
         _leave(failure.code)
     else:
-        ending.note_groups()
-        if place.rank == 0 and place.size > 1 and not status.was_opened():
-            write_all(terminal, f"{ending.never_joined(place.size)}\n".encode())
-        ending.announce_to_terminal(place.rank)
+        ending.note_process_group()
+        if placement.rank == 0 and placement.size > 1 and not status.was_opened():
+            write_all(terminal, f"{ending.never_joined(placement.size)}\n".encode())
+        ending.watch_end_without_launcher(placement.rank)
     finally:
         os.close(terminal)
 
 
-def said(failure: failures.Failure) -> str:
+def report_of(failure: failures.Failure) -> str:
     """Return a rank's report of its failure; "" for a sys.exit without a message."""
     if failure.kind == "exit" and not failure.message:
         return ""
-    if failure.kind == "usage":
-        return (
-            f"error (rank {failure.rank}): {failure.message}\n"
-            if failure.rank
-            else f"{failures.render(failure)}\n"
-        )
-    if failure.standing == "consequence":
+    if failure.kind == "usage" and failure.rank:
+        return f"error (rank {failure.rank}): {failure.message}\n"
+    if failure.kind != "usage" and failure.standing == "consequence":
         return f"{failures.summary(failure)}\n"
     return f"{failures.render(failure)}\n"

@@ -29,6 +29,7 @@ from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import TIMEOUT, Placement, step_of
+from lockstep.runtime.interfaces import address_of
 from lockstep.runtime.launched import launcher
 from lockstep.runtime.private import new_file, owner_lives, start_time, user_directory
 from lockstep.runtime.slurm_step import Step, address
@@ -348,8 +349,6 @@ def _listen(host: str, port: int, step: Step) -> socket.socket:
 
 def _look_up(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        return ipaddress.ip_address(
-            str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        )
+        return ipaddress.ip_address(address_of(host))
     except OSError:
         raise UsageError("host-not-found", host=host, here=socket.gethostname()) from None
