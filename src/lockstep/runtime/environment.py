@@ -206,8 +206,8 @@ def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def step_of(this_rank: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
-    """Return the SLURM job step that `this_rank` is a task of. None if there is none, or if MASTER_ADDR
-    or MASTER_PORT name another rendezvous.
+    """Return the SLURM job step that this rank is a task of. None if there is none, or if
+    MASTER_ADDR or MASTER_PORT name another rendezvous.
     """
     if this_rank.source == "arguments":
         return None
@@ -217,8 +217,8 @@ def step_of(this_rank: Placement, env: Mapping[str, str]) -> slurm_step.Step | N
         return None
     if step is None or (step.rank, step.size) != (this_rank.rank, this_rank.size):
         return None
-    endpoint = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
-    return step if endpoint in ((None, None), slurm_step.address(step)) else None
+    rendezvous = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+    return step if rendezvous in ((None, None), slurm_step.endpoint(step)) else None
 
 
 def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
@@ -239,5 +239,5 @@ def exported(this_rank: Placement, env: Mapping[str, str]) -> dict[str, str]:
     }
     step = step_of(this_rank, env)
     if step is not None:
-        values["MASTER_ADDR"], values["MASTER_PORT"] = slurm_step.address(step)
+        values["MASTER_ADDR"], values["MASTER_PORT"] = slurm_step.endpoint(step)
     return {name: value for name, value in values.items() if name not in env}

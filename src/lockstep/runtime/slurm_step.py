@@ -151,7 +151,7 @@ def number_of(env: Mapping[str, str], name: str) -> int | None:
     return whole(name, value_of(text), -math.inf)
 
 
-def address(step: Step) -> tuple[str, str]:
+def endpoint(step: Step) -> tuple[str, str]:
     """Return MASTER_ADDR and MASTER_PORT of a step. Raises UsageError if SLURM names no hosts."""
     if step.local_size == step.size:
         return "127.0.0.1", str(step.port)
