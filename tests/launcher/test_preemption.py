@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher import failures, preemption
-from lockstep.launcher.preemption import HANDLED, Stop, noted
+from lockstep.launcher.preemption import HANDLED, Stop, note_signals
 from tests.ending import alive, end
 
 PIDS = {0: 100, 1: 101}
@@ -101,7 +101,7 @@ def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
     before = {number: signal.getsignal(number) for number in HANDLED}
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with noted() as stop:
+        with note_signals() as stop:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             signal.raise_signal(signal.SIGUSR1)
         assert stop.number == signal.SIGUSR1

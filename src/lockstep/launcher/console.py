@@ -209,12 +209,12 @@ class Lines:
             lines.append(rest[:_LONGEST])
             rest = rest[_LONGEST:]
         self._rest = rest
-        return [_shown(line) for line in lines]
+        return [_last_version(line) for line in lines]
 
     @property
     def unended(self) -> str:
         """The unfinished line."""
-        return _shown(self._rest)
+        return _last_version(self._rest)
 
     def end(self) -> list[str]:
         """Return the unfinished line, if there is one."""
@@ -223,7 +223,7 @@ class Lines:
         return [line] if line else []
 
 
-def _shown(line: bytes) -> str:
+def _last_version(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
@@ -299,10 +299,13 @@ class Joiner:
 
 def spans(ranks: Iterable[int]) -> str:
     """Write ranks as `0-7`, `3` or `0,2-5`."""
-    parts: list[list[int]] = []
+    parts: list[str] = []
+    first = last = -2
     for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
+        if rank == last + 1:
+            parts[-1] = f"{first}-{rank}"
         else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+            first = rank
+            parts.append(str(rank))
+        last = rank
+    return ",".join(parts)

@@ -26,7 +26,7 @@ from traceback import extract_stack
 
 from lockstep.launcher import processes
 from lockstep.launcher.failures import PACKAGE, named
-from lockstep.launcher.processes import Pids, shown
+from lockstep.launcher.processes import Pids, format_stack
 from lockstep.launcher.stall_report import view_of, views_of
 from lockstep.launcher.stalls import stack_of
 from lockstep.runtime import status
@@ -107,17 +107,17 @@ def find_blocker() -> Blocker | None:
             reasons.append(
                 f"the thread {thread.name!r} (runs {_describe(_function(thread))}; now at {line})"
             )
-            stacks.append(f"Stack of {thread.name!r}:\n{shown(stack)}")
+            stacks.append(f"Stack of {thread.name!r}:\n{format_stack(stack)}")
     if reasons:
         return Blocker(" and ".join(reasons), "\n".join(stacks))
     for child in multiprocessing.active_children():
         if not child.daemon:
             reasons.append(f"the process {child.name!r} (pid {child.pid}) that it has started")
     if reasons:
-        return Blocker(" and ".join(reasons), shown(main))
+        return Blocker(" and ".join(reasons), format_stack(main))
     if main[-1].filename.startswith(PACKAGE):
         return None
-    return Blocker("an exit handler, or the end of a library", shown(main))
+    return Blocker("an exit handler, or the end of a library", format_stack(main))
 
 
 def _function(thread: threading.Thread) -> object:
@@ -174,7 +174,9 @@ class EndWatcher:
         reports = []
         for blocker, ranks in ranks_by_blocker.items():
             several = len(ranks) > 1
-            names = named(ranks) if several else f"rank {ranks[0]} (pid {pids[ranks[0]]})"
+            names = named(ranks)
+            if not several:
+                names += f" (pid {pids[ranks[0]]})"
             reports.append(blocker.describe(names, several))
         return reports
 
@@ -201,7 +203,7 @@ class EndWatcher:
 
 
 def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.held"
+    return directory / f"rank-{rank}.waits"
 
 
 def note_process_group() -> None:

@@ -206,7 +206,8 @@ class Ranks:
     def _patience(self, now: Ended) -> float:
         # Peers see that a process was killed when its first thread has ended. The system sees it
         # when the last one has, perhaps a thread of low priority.
-        dying = any(self._server.state(pid) == processes.DEAD for pid in now.living.values())
+        states = [self._server.state(pid) for pid in now.living.values()]
+        dying = processes.DEAD in states
         # a rank leaves after its save; the others follow a moment later
         leaving = ExitCode.PREEMPTED in now.codes.values()
         return _SETTLE_SECONDS + (_DYING_SECONDS if dying or leaving else 0)

@@ -103,13 +103,12 @@ def note_time(error: BaseException) -> int:
     """Return the monotonic time at which `error` was first noted. Call it early where unwinding can
     be slow.
     """
-    known = getattr(error, _STAMP, None)
-    if isinstance(known, int):
-        return known
-    now = time.monotonic_ns()
-    with suppress(Exception):  # a class may refuse attributes
-        setattr(error, _STAMP, now)
-    return now
+    noted = getattr(error, _STAMP, None)
+    if noted is None:
+        noted = time.monotonic_ns()
+        with suppress(Exception):  # a class may refuse attributes
+            setattr(error, _STAMP, noted)
+    return int(noted)
 
 
 def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> Failure:
@@ -323,8 +322,8 @@ def readable_stack(dump: str) -> str:
     """
     lines = []
     for line in dump.partition("\nExtension modules:")[0].splitlines():
-        ours = PACKAGE in line and "launcher" in line
-        if not ours and "<frozen runpy>" not in line:
+        of_launcher = PACKAGE in line and "launcher" in line
+        if not of_launcher and "<frozen runpy>" not in line:
             lines.append(line)
     return "\n".join(lines)
 
@@ -415,17 +414,17 @@ def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
 
 def named(ranks: Iterable[int]) -> str:
     """Return "rank 3", or "ranks 0, 1 and 3"."""
-    listed = [str(rank) for rank in sorted(ranks)]
-    if len(listed) < 2:
-        return f"rank {listed[0]}" if listed else ""
-    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+    *others, last = [str(rank) for rank in sorted(ranks)] or [""]
+    if not others:
+        return f"rank {last}" if last else ""
+    return f"ranks {', '.join(others)} and {last}"
 
 
 def _precedence(failure: Failure) -> tuple[int, int, int]:
+    order = 1 + ("cause", "timeout", "consequence").index(failure.standing)
     if failure.killed or failure.kind == "usage":
-        return 0, failure.monotonic_ns, failure.rank
-    order = ("cause", "timeout", "consequence").index(failure.standing)
-    return 1 + order, failure.monotonic_ns, failure.rank
+        order = 0
+    return order, failure.monotonic_ns, failure.rank
 
 
 def signal_name(number: int) -> str:

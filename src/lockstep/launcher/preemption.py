@@ -97,16 +97,15 @@ class Stop:
 
     def __init__(self, *, speaks: bool = True, kill: Callable[[int, int], None] = os.kill) -> None:
         self.number: int | None = None
+        self.times = 0
+        """How often it was asked to stop; 2 stands for more, too."""
         self._speaks = speaks
         self._kill = kill
-        self._again = False
         self._forwarded = False  # whether ranks that heed signals know of it
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
-            self.number = number
-        else:
-            self._again = True
+        self.number = self.number or number
+        self.times = min(self.times + 1, 2)
 
     def now(self, directory: Path, pids: Pids) -> bool:
         """Whether the ranks (`pids`) are to be ended at once. If they can stop by themselves, it
@@ -133,17 +132,12 @@ class Stop:
     @property
     def at_once(self) -> bool:
         """Whether nobody is to be waited for: after a second signal, and after SIGQUIT."""
-        return self._again or self.number == signal.SIGQUIT
+        return self.times > 1 or self.number == signal.SIGQUIT
 
     def announce(self, effect: str) -> None:
         """Print what the signal leads to, unless this process is silent."""
         if self._speaks and self.number is not None:
             print_line(f"{self.name}: {effect}; repeat it to stop at once")
-
-    @property
-    def times(self) -> int:
-        """How often it was asked to stop; 2 stands for more, too."""
-        return 0 if self.number is None else 1 + self._again
 
     @property
     def name(self) -> str:
@@ -170,7 +164,7 @@ def print_line(text: str) -> None:
 
 
 @contextmanager
-def noted(*, speaks: bool = True) -> Iterator[Stop]:
+def note_signals(*, speaks: bool = True) -> Iterator[Stop]:
     """Note signals instead of dying from them, except those that were ignored before (nohup,
     background jobs).
     """

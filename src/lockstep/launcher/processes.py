@@ -137,12 +137,15 @@ def main_thread(dump: str) -> list[FrameSummary]:
     return frames
 
 
-def shown(frames: Sequence[FrameSummary]) -> str:
+def format_stack(frames: Sequence[FrameSummary]) -> str:
     """Format the frames as in a traceback, from the first frame of the user's code on, if there is
     one.
     """
-    users = [index for index, frame in enumerate(frames) if is_users(frame.filename)]
-    return "".join(StackSummary.from_list(frames[users[0] if users else 0 :]).format())
+    for index, frame in enumerate(frames):
+        if is_users(frame.filename):
+            frames = frames[index:]
+            break
+    return "".join(StackSummary.from_list(list(frames)).format())
 
 
 def users_line(frames: Sequence[FrameSummary]) -> str:

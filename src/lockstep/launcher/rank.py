@@ -221,7 +221,7 @@ class Rank:
                 error.__traceback__ = None  # the traceback keeps the program's objects alive
                 _end()
             failures.write(failure, records)
-            _leave(failure.code)
+            _exit_now(failure.code)
         self._over(records)
         _end()
 
@@ -247,7 +247,7 @@ def _end() -> NoReturn:
     sys.modules.pop("__main__", None)
     gc.collect()  # collects what the program has left, and runs its __del__
     _flush_files()
-    _leave(ExitCode.OK)
+    _exit_now(ExitCode.OK)
 
 
 def _keep_operators() -> None:
@@ -270,7 +270,7 @@ def _flush_files() -> None:
                 value.flush()
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Exit at once: threads of a communication library must not keep the process alive."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -339,7 +339,7 @@ def work_as(placement: Placement, work: Callable[[], object], *, may_exit: bool 
             raise
         with suppress(OSError):
             write_all(terminal, report_of(failure).encode())
-        _leave(failure.code)
+        _exit_now(failure.code)
     else:
         ending.note_process_group()
         if placement.rank == 0 and placement.size > 1 and not status.was_opened():

@@ -267,15 +267,18 @@ def _position_and_verdict(waiting: Views, guilty: View) -> tuple[str, str]:
         texts = dict(guilty.collectives)
         for view in waiting.values():
             texts.update(view.collectives)
-        collective = f"#{missing} ({texts[missing]})" if missing in texts else f"#{missing}"
+        position = f"in #{missing}"
+        if missing in texts:
+            position += f" ({texts[missing]})"
         groups = {
-            f"in {collective}": [rank for rank, view in waiting.items() if not view.messages],
+            position: [rank for rank, view in waiting.items() if not view.messages],
             _MESSAGES: [rank for rank, view in waiting.items() if view.messages],
         }
     clauses = []
     for position, ranks in groups.items():
         if ranks:
-            clauses.append(f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {position}")
+            verb = "waits" if len(ranks) == 1 else "wait"
+            clauses.append(f"{named(ranks)} {verb} {position}")
     return ", ".join(clauses), verdict
 
 

@@ -50,8 +50,8 @@ _USERS = ("start", "loop", "end")
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _WORKS = 0.02  # a rank works if it uses more than this share of a processor, plus this many seconds
 _LINES = 12  # lines of a stack
-# minimum share of time that the others wait; maximum share that the slow rank waits
-_SLOW, _QUICK = 0.3, 0.1
+_SLOW = 0.3  # minimum share of time that the others wait for a slow rank
+_QUICK = 0.1  # maximum share of time that the slow rank itself waits
 
 
 class Watcher:
@@ -166,24 +166,25 @@ class Watcher:
 
     def _lenience(self, pids: Pids) -> float:
         """Return the factor by which the present activity may take longer than usual."""
-        views = list(views_of(self._directory, pids).values())
-        phases = {view.phase for view in views}
-        if not any(view.waits for view in views):
+        views = views_of(self._directory, pids).values()
+        waiting = [view for view in views if view.waits]
+        others = [view for view in views if not view.waits]
+        if not waiting:
+            phases = {view.phase for view in others}
             if phases.issubset(_USERS):
-                states = map(processes.state, pids.values())
-                return _LENIENT if processes.STOPPED in states else math.inf
+                stopped = processes.STOPPED in map(processes.state, pids.values())
+                return _LENIENT if stopped else math.inf
             if phases.issubset((*_USERS, "checkpoint")):
                 return _LENIENT
         elif any(view.plain for view in views) and not any(view.step for view in views):
-            if any(view.call.startswith("init_process_group") for view in views):
+            if any(view.call.startswith("init_process_group") for view in waiting):
                 return _LENIENT if len(pids) == len(self._pids) else 1
             # on a busy host a rank may wait in native code, and nothing has looked there yet
             late = 1e9 * self._changed
-            return 2 if any(0 < view.looked_ns < late and not view.waits for view in views) else 1
+            return 2 if any(0 < view.looked_ns < late for view in others) else 1
         # with an asynchronous server, ranks that wait may be steps behind
-        furthest = max((view.step for view in views), default=0)
-        step = min((view.step for view in views if not view.waits), default=furthest)
-        return _LENIENT if step < 2 else 1
+        steps = [view.step for view in others] or [max(view.step for view in waiting)]
+        return _LENIENT if min(steps) < 2 else 1
 
     def _snapshots(self, pids: Pids) -> dict[int, Snapshot]:
         snapshots = {}
@@ -202,7 +203,8 @@ class Watcher:
     def _inspect(self, rank: int, snapshot: Snapshot, plain: bool) -> Snapshot:
         """Add to a snapshot what the rank does. `plain`: some rank calls torch.distributed itself."""
         pid = snapshot.pid
-        activity, works = "", False
+        activity = ""
+        works = False
         if plain and snapshot.view.phase == "start":
             activity = processes.activity(pid)
             works = self._works(rank, pid, activity)
@@ -224,7 +226,7 @@ class Watcher:
                 if processes.state(child) == processes.STOPPED:
                     line = f"its loader worker (pid {child}) is {SILENT[processes.STOPPED]}"
                     break
-        stack = processes.shown(frames[-_LINES:]).rstrip()
+        stack = processes.format_stack(frames[-_LINES:]).rstrip()
         return replace(snapshot, line=line, stack=stack, activity=activity, works=works)
 
     def _works(self, rank: int, pid: int, activity: str) -> bool:

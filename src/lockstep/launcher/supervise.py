@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import EndWatcher
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.logs import Console, LogDirectory, log_directory, log_of, tail
-from lockstep.launcher.preemption import Stop, noted, print_line
+from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Program, Rank, Target
 from lockstep.launcher.stall_report import DOING, difference, view_of
@@ -62,7 +63,7 @@ def supervise(
     *,
     logs: Path | None = None,
     console: Console = "all",
-    environment: Mapping[str, str] | None = None,
+    environment: Variables | None = None,
     heeds: bool = False,
     launch: Launch | None = None,
     share: Share | None = None,
@@ -101,7 +102,7 @@ def supervise(
     launch = launch or Launch()
     elsewhere = None if share is None else share.elsewhere
     with (
-        noted(speaks=reports) as stop,
+        note_signals(speaks=reports) as stop,
         run_directory() as directory,
         log_directory(logs) as log_files,
     ):
@@ -237,7 +238,7 @@ class Watch:
 def _run_ranks(
     rank: Rank,
     watch: Watch,
-    variables: Mapping[str, str],
+    variables: Variables,
     share: Share | None,
     workers: int | None,
     *,
@@ -265,7 +266,7 @@ def _run_ranks(
         Ranks(server, local_ranks) as ranks,
     ):
 
-        def process(number: int, placement: Mapping[str, str]) -> tuple[Rank, Mapping[str, str]]:
+        def process(number: int, placement: Variables) -> tuple[Rank, Variables]:
             environment = {**os.environ, **placement, **variables}
             environment[failures.DIRECTORY] = str(directory)
             return replace(rank, rank=number, pipes=pipes), environment

@@ -88,7 +88,8 @@ def running(own: int = 1) -> int:
 
 def busy() -> str | None:
     """Return "3 other programs run on 2 cores" if these are at least as many. Else None."""
-    programs, cores = running(), os.cpu_count() or 1
+    programs = running()
+    cores = os.cpu_count() or 1
     if programs < cores:
         return None
     run = "programs run" if programs > 1 else "program runs"

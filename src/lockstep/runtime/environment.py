@@ -58,9 +58,10 @@ class _Spelling:
         if rank is None and size is None:
             return None
         if rank is None or size is None:
-            present, lacking = self.rank, self.size
+            names = [self.rank, self.size]
             if rank is None:
-                present, lacking = self.size, self.rank
+                names.reverse()
+            present, lacking = names
             written = f"{present}={env[present]}"
             raise UsageError("incomplete-settings", given=written, lacking=lacking)
         check_rank(self.rank, rank, self.size, size)

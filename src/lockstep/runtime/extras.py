@@ -57,10 +57,11 @@ def _wanted(extra: str, above: Path, origin: str | None) -> str:
     """Return the quoted requirement for pip. `above` is the folder that contains src/ in a
     checkout. `origin` is the URL of this installation, or None if it came from a package index.
     """
-    if above.joinpath("pyproject.toml").is_file() and above.joinpath("src", "lockstep").is_dir():
+    if (above / "pyproject.toml").is_file() and (above / "src/lockstep").is_dir():
         folder = "." if above.resolve() == Path.cwd() else str(above)
         return f"-e '{folder}[{extra}]'"
-    return f"'{_NAME}[{extra}]'" if origin is None else f"'{_NAME}[{extra}] @ {origin}'"
+    source = "" if origin is None else f" @ {origin}"
+    return f"'{_NAME}[{extra}]{source}'"
 
 
 def _origin() -> str | None:

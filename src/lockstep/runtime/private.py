@@ -112,8 +112,11 @@ def sockets_into(directory: Path) -> None:
 
 def owner_lives(path: Path) -> bool:
     """Whether the process that created `path` with `new_directory` or `new_file` still runs."""
-    parts = path.name.split("-")  # kind, pid, start time, and more
-    return len(parts) > 2 and parts[1].isdigit() and str(start_time(int(parts[1]))) == parts[2]
+    try:
+        _, pid, started, *_ = path.name.split("-")
+        return start_time(int(pid)) == int(started)
+    except ValueError:  # another name
+        return False
 
 
 def start_time(pid: int) -> int:

@@ -159,7 +159,10 @@ def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Grou
     `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher places on different
     nodes count as ranks on different hosts.
     """
-    local_number = _number_of(node) if possible() else _UNABLE
+    local_number = _UNABLE
+    if possible():
+        digest = hashlib.sha256(f"{node} {this_host()}".encode()).digest()
+        local_number = 1 + int.from_bytes(digest[:8], "big") // 4  # 62 bits, and never _UNABLE
     gathered = group.all_gather(
         torch.tensor([local_number]), place="to find out which ranks share a host"
     )
@@ -176,9 +179,3 @@ def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Grou
     if local.rank < owners:
         partners = [ranks[local.rank] for ranks in ranks_by_host.values()]
     return Hosts(local, subgroup(partners), owners)
-
-
-def _number_of(node: int) -> int:
-    """Return a number for this host, of 62 bits and never `_UNABLE`."""
-    digest = hashlib.sha256(f"{node} {this_host()}".encode()).digest()
-    return 1 + int.from_bytes(digest[:8], "big") // 4

@@ -223,17 +223,14 @@ class SharedCores:
 
     def __init__(self, local_size: int) -> None:
         self._before = torch.get_num_threads()
-        if not _threads_set_by_user():
+        threads = os.environ.get("OMP_NUM_THREADS")
+        # torchrun sets it to 1 where the user did not, which wastes cores on CPUs
+        set_by_torchrun = threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+        if threads is None or set_by_torchrun:
             torch.set_num_threads(max(1, cores() // local_size))
 
     def close(self) -> None:
         torch.set_num_threads(self._before)
-
-
-def _threads_set_by_user() -> bool:
-    value = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
-    return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_PORT", "OMPI_MCA_ess_base_jobid")
@@ -306,6 +303,7 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
     """
     host, _ = endpoint(step)
     port = step.port
+    mark = f"lockstep/runtime/slurm/{step.name}"
     if step.rank == 0:
         listener = _listen(host, port, step)
         store = dist.TCPStore(
@@ -317,12 +315,12 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        store.set(_mark(step), step.name)
+        store.set(mark, step.name)
     else:
         _look_up(host)
         store = dist.TCPStore(host, port, step.size, is_master=False, timeout=timeout)
         deadline = time.monotonic() + _KNOWN_WITHIN.total_seconds()
-        while not store.check([_mark(step)]):
+        while not store.check([mark]):
             if time.monotonic() > deadline:
                 raise LockstepError(
                     "slurm-port-taken",
@@ -333,10 +331,6 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
                 )
             time.sleep(0.02)
     return dist.PrefixStore(f"slurm/{step.name}", store)
-
-
-def _mark(step: Step) -> str:
-    return f"lockstep/runtime/slurm/{step.name}"
 
 
 def _listen(host: str, port: int, step: Step) -> socket.socket:

@@ -373,12 +373,8 @@ class World:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.close(failed=not (error is None or _ends_well(error)))
-
-
-def _ends_well(error: BaseException) -> bool:
-    """Whether the program ends early, by sys.exit(0)."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+            ends_early = isinstance(error, SystemExit) and error.code in (None, 0)
+            self.close(failed=error is not None and not ends_early)
 
 
 def init(

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 import lockstep
 from lockstep.config.launching import Launch
 from lockstep.launcher.failures import signal_name
+from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.logs import Console
 from lockstep.launcher.rank import Target
 
@@ -168,7 +169,7 @@ class PickledCall:
     needs, because that takes seconds.
     """
     imports: Sequence[str]
-    variables: Sequence[Mapping[str, str]] | None = None
+    variables: Sequence[Variables] | None = None
     """The variables of each rank, if ranks have their own: then each is a fresh interpreter."""
 
 
@@ -189,7 +190,7 @@ class Job:
 
     target: Target
     call: PickledCall | None = None
-    environment: Mapping[str, str]
+    environment: Variables
     """Variables for ranks. They replace the node's own."""
     folder: str
     """The folder in which ranks work; relative paths of `target` begin here. "" if a node lacks it:

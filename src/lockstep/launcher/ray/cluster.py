@@ -171,22 +171,20 @@ def wait(references: Sequence[Any], seconds: float, *, all_of_them: bool = False
     return list(ready)
 
 
-class Gone(str):
-    """Why an actor gives no answer: it has gone with its process or its node."""
-
-
 class Unable(str):
     """Why an actor gives no answer: its own code has failed, and would fail again."""
 
 
 def answer(reference: Any) -> Any:
-    """Return what an actor's method returned, or why it did not."""
+    """Return what an actor's method returned, or in words why it did not: the actor has gone, with
+    its process or its node, or is `Unable`.
+    """
     import ray
 
     try:
         return ray.get(reference)
     except ray.exceptions.RayActorError as error:
-        return Unable(_last_line(error)) if error.actor_init_failed else Gone("has gone")
+        return Unable(_last_line(error)) if error.actor_init_failed else "has gone"
     except ray.exceptions.RayError as error:
         return Unable(_last_line(error))
 

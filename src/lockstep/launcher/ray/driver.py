@@ -15,6 +15,7 @@ were started together are a WorkerGroup; a restart creates a new WorkerGroup.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import signal
@@ -29,7 +30,7 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.failures import Failure
-from lockstep.launcher.preemption import Stop, noted, print_line
+from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
@@ -312,7 +313,7 @@ class Driver:
             return None
         for member in self.group.members:
             if member.ranks is not None and failure.rank in member.ranks.numbers:
-                self.members.bar(member, math.inf)
+                self.members.exclude(member, math.inf)
                 label = member.node.label
         return f"{failures.summary(failure)}; resuming without node {label}"
 
@@ -333,7 +334,7 @@ class Driver:
             if kind == "ended" and content.failure is None and not self._signals:
                 number = content.exit_code - 128
                 if number > 0:
-                    self.members.bar(member)
+                    self.members.exclude(member)
                     kind = "gone"
                     content = f"was stopped by {failures.signal_name(number)}"
             self.group.handle(member, kind, content)
@@ -348,7 +349,8 @@ def call_on_cluster(job: Job) -> list[Any]:
         raise failures.worker_failed(outcome.failure)
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
-    return [pickle.loads(result) for member in group.members for result in member.results]
+    results = itertools.chain.from_iterable(member.results for member in group.members)
+    return [pickle.loads(result) for result in results]
 
 
 def run_on_cluster(
@@ -370,7 +372,7 @@ def _run(
     job: Job, prepare: Prepare, *, reports: bool, brought: Path | None = None
 ) -> tuple[Outcome, WorkerGroup]:
     out = sys.stdout
-    with cluster.connected(job.cluster, brought), noted() as stop:
+    with cluster.connected(job.cluster, brought), note_signals() as stop:
         driver = Driver(job, prepare, stop, out)
         try:
             outcome = driver.work()

@@ -73,7 +73,7 @@ class Members:
         self._gpus = cluster.has_gpus() if job.gpus is None else job.gpus
         self._head = cluster.Head()
         self._surveyed = 0.0
-        self._barred: dict[str, float] = {}  # by node: the time until which it is not used
+        self._excluded: dict[str, float] = {}  # by node: the time until which it is not used
         self._warned: set[str] = set()  # nodes whose clocks differ; actors may be replaced
         self._members: dict[str, Member] = {}
         self._gone: list[Member] = []
@@ -97,19 +97,16 @@ class Members:
         self._head.check()
         nodes = []
         for node in cluster.nodes(gpus=self._gpus):
-            if self._barred.get(node.id, 0.0) < now:
+            if self._excluded.get(node.id, 0.0) < now:
                 nodes.append(node)
         ids = {node.id for node in nodes}
         self._gone += [member for member in self if member.node.id not in ids]
         self.leaving = {node.id for node in nodes if node.leaves}
         # Nodes that take part already come first, and keep their ranks; then the largest nodes.
-        known = list(self._members)
-        staying = [node for node in nodes if not node.leaves]
-        members = [node for node in staying if node.id in self._members]
-        others = [node for node in staying if node.id not in self._members]
-        members.sort(key=lambda node: known.index(node.id))
-        others.sort(key=lambda node: -node.slots)
-        self._nodes = [*members, *others]
+        nodes.sort(key=lambda node: node.slots, reverse=True)
+        usable = {node.id: node for node in nodes if not node.leaves}
+        in_order = dict.fromkeys((*self._members, *usable))
+        self._nodes = [usable[node_id] for node_id in in_order if node_id in usable]
 
     def wanted(self) -> dict[ClusterNode, int]:
         """Return how many ranks each of the present nodes is to take."""
@@ -178,7 +175,7 @@ class Members:
             yield from self._lost(member, reason)
 
     def _lost(self, member: Member, reason: str) -> Iterator[Message]:
-        self.bar(member)
+        self.exclude(member)
         yield member, "gone", reason
 
     def _admit(self, member: Member, facts: NodeFacts) -> None:
@@ -210,7 +207,7 @@ class Members:
     def _refuse(self, member: Member, error: UsageError) -> None:
         if self.first:
             raise error
-        self.bar(member, math.inf)
+        self.exclude(member, math.inf)
         print_line(f"warning: {error}; the run does without it")
 
     def missing(self, wanted: Mapping[ClusterNode, int], seconds: float) -> str:
@@ -218,7 +215,8 @@ class Members:
         `seconds`; "" if all nodes are starting as they should.
         """
         kind = "GPUs" if self._gpus else "CPUs"
-        least, most = self._job.least, self._job.most
+        least = self._job.least
+        most = self._job.most
         lacking = least - sum(wanted.values())
         if lacking > 0:
             nodes = ", ".join(f"{node.label} with {node.slots}" for node in self._nodes)
@@ -239,9 +237,9 @@ class Members:
         """Ask the cluster's autoscaler for room for `ranks` ranks. 0 withdraws the request."""
         cluster.request(ranks, gpus=self._gpus)
 
-    def bar(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
+    def exclude(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
         """Do not use the member's node for `seconds`."""
-        self._barred[member.node.id] = time.monotonic() + seconds
+        self._excluded[member.node.id] = time.monotonic() + seconds
         self.dismiss(member)
 
     def dismiss(self, member: Member) -> None:

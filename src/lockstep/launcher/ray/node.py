@@ -27,7 +27,7 @@ from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.ray.actor import Job, PickledCall
+from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.supervise import Outcome, Share, supervise
@@ -116,7 +116,18 @@ def main(descriptor: int, address: str) -> None:
 def _outcome(job: Job, ranks: LocalRanks, environment: Variables, orders: _Orders) -> Outcome:
     try:
         if job.call is not None:
-            orders.send("results", _called(job.call, ranks))
+            variables = job.call.variables
+            results = start_ranks(
+                _on_rank,
+                ranks.count,
+                (job.call.pickled,),
+                {},
+                timeout=None,
+                imports=job.call.imports,
+                variables=None if variables is None else variables.__getitem__,
+                local_ranks=ranks,
+            )
+            orders.send("results", results)
             return Outcome(ExitCode.OK)
         if job.mark is not None:
             _check_shared(Path(job.mark[0]), job.mark[1])
@@ -140,20 +151,6 @@ def _outcome(job: Job, ranks: LocalRanks, environment: Variables, orders: _Order
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _called(call: PickledCall, ranks: LocalRanks) -> list[bytes]:
-    variables = None if call.variables is None else call.variables.__getitem__
-    return start_ranks(
-        _on_rank,
-        ranks.count,
-        (call.pickled,),
-        {},
-        timeout=None,
-        imports=call.imports,
-        variables=variables,
-        local_ranks=ranks,
-    )
 
 
 def _on_rank(pickled: bytes) -> bytes:
