@@ -122,8 +122,11 @@ class _Calls:
                 self._works[work] = call._replace(numbered=False)
 
     def _of_work(self, frame: FrameType, args: Sequence[Any], _: object) -> _Call:
-        text = _describe("Work.wait", "", None, (), _call_site(frame))
-        return self._works.get(args[0]) or _Call(text, status.EVERYBODY, False)
+        call = self._works.get(args[0])
+        if call is None:
+            text = _describe("Work.wait", "", None, (), _call_site(frame))
+            call = _Call(text, status.EVERYBODY, False)
+        return call
 
 
 class _Describer:

@@ -55,11 +55,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def digest(file: Path | None) -> str:
+def digest(file: Path) -> str:
     """Return the SHA-256 of a file's bytes; "" if there is no file."""
-    if file is None or not file.is_file():
-        return ""
-    return sha256(file.read_bytes()).hexdigest()
+    return sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 class Node:
@@ -67,15 +65,16 @@ class Node:
     waits for messages. First it reports ("facts", NodeFacts).
     """
 
-    def __init__(self, folder: str, code: Path | None, code_digest: str) -> None:
-        """`folder` is the driver's, and there the file `code` has this digest."""
+    def __init__(self, folder: str, code: str, code_digest: str) -> None:
+        """`folder` is the driver's, and there the file `code` has this digest; without a
+        file these are "." and ""."""
         self._messages: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         facts = NodeFacts(
             versions=versions(),
             seconds=time.time(),
             monotonic_ns=time.monotonic_ns(),
-            same_code=Path(folder).is_dir() and digest(code) == code_digest,
+            same_code=Path(folder).is_dir() and digest(Path(code)) == code_digest,
         )
         self._messages.put(("facts", facts))
 

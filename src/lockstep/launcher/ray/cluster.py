@@ -194,7 +194,9 @@ def _last_line(error: Exception) -> str:
 
 
 def request(count: int, *, gpus: bool) -> None:
-    """Ask the cluster's autoscaler for room for `count` ranks. This replaces the last request."""
+    """Ask the cluster's autoscaler for room for `count` ranks. This replaces the last request; 0
+    withdraws it.
+    """
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[{"GPU" if gpus else "CPU": 1}] * count)

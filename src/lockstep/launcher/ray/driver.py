@@ -204,10 +204,10 @@ class Driver:
                     printed = missing
                     printed_at = now
                     print_line(missing)
-                    members.request(self._job.least)
+                    cluster.request(self._job.least, gpus=members.gpus)
             self._handle_messages()
         if printed:
-            members.request(0)
+            cluster.request(0, gpus=members.gpus)
         return ready if self._stop.number is None else None
 
     def _run(self, shares: Mapping[Member, int]) -> Outcome:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
@@ -70,7 +71,7 @@ class Members:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._gpus = cluster.has_gpus() if job.gpus is None else job.gpus
+        self.gpus = cluster.has_gpus() if job.gpus is None else job.gpus
         self._head = cluster.Head()
         self._surveyed = 0.0
         self._excluded: dict[str, float] = {}  # by node: the time until which it is not used
@@ -96,7 +97,7 @@ class Members:
         self._surveyed = now
         self._head.check()
         nodes = []
-        for node in cluster.nodes(gpus=self._gpus):
+        for node in cluster.nodes(gpus=self.gpus):
             if self._excluded.get(node.id, 0.0) < now:
                 nodes.append(node)
         ids = {node.id for node in nodes}
@@ -134,8 +135,9 @@ class Members:
                 if not known or member.reserved >= count:
                     continue
                 self.dismiss(member)
-            arguments = (job.folder, job.code, digest(job.code))
-            actor = cluster.actor(Node, arguments, node, count, gpus=self._gpus)
+            code = job.code or Path()
+            arguments = (job.folder, str(code), digest(code))
+            actor = cluster.actor(Node, arguments, node, count, gpus=self.gpus)
             member = Member(node, count, actor)
             self._members[node.id] = member
             member.listen()
@@ -167,7 +169,7 @@ class Members:
 
     def _silent(self, member: Member, reason: str) -> Iterator[Message]:
         """Handle an actor that does not answer any more."""
-        lives = any(node.id == member.node.id for node in cluster.nodes(gpus=self._gpus))
+        lives = any(node.id == member.node.id for node in cluster.nodes(gpus=self.gpus))
         if isinstance(reason, cluster.Unable) and not member.admitted and lives:
             label = member.node.label
             self._refuse(member, UsageError("node-cannot-take-part", node=label, why=str(reason)))
@@ -214,7 +216,7 @@ class Members:
         """Return a sentence about the resources or nodes that the run has waited for, for
         `seconds`; "" if all nodes are starting as they should.
         """
-        kind = "GPUs" if self._gpus else "CPUs"
+        kind = "GPUs" if self.gpus else "CPUs"
         least = self._job.least
         most = self._job.most
         lacking = least - sum(wanted.values())
@@ -232,10 +234,6 @@ class Members:
             f"waiting for {', '.join(silent)}: other jobs may be using the {kind} (`ray status`"
             " shows them)"
         )
-
-    def request(self, ranks: int) -> None:
-        """Ask the cluster's autoscaler for room for `ranks` ranks. 0 withdraws the request."""
-        cluster.request(ranks, gpus=self._gpus)
 
     def exclude(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
         """Do not use the member's node for `seconds`."""
