@@ -252,8 +252,8 @@ class Joiner:
     def add(self, rank: int, text: str, now: float) -> list[str]:
         """Add a rank's line. Return the lines to print because too many are waiting."""
         key = COLOUR.sub("", text)
-        begin = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
-        equal = [line for line in self._waiting[begin:] if line.key == key]
+        start = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
+        equal = [line for line in self._waiting[start:] if line.key == key]
         if equal:
             line = equal[0]
             if rank < min(line.ranks):
@@ -263,7 +263,7 @@ class Joiner:
             # Insert it right after this rank's last line, not at the end: then this rank's next
             # lines can still be joined with lines that others have printed since.
             line = _JoinedLine(text, key, [rank], now)
-            self._waiting.insert(begin, line)
+            self._waiting.insert(start, line)
         self._latest[rank] = line
         return self._remove(1) if len(self._waiting) > _MOST else []
 

@@ -46,11 +46,11 @@ class Ended:
         return {rank: pid for rank, pid in self.pids.items() if self.codes[rank] is None}
 
 
-def explained(failures: Iterable[Failure], now: Ended) -> bool:
+def explained(failures: Iterable[Failure], state: Ended) -> bool:
     """Whether `failures` tell the cause."""
     cause = first(failures)
     if cause is not None and cause.code == ExitCode.PREEMPTED:
-        return not now.living  # wait for the other ranks, which are leaving too
+        return not state.living  # wait for the other ranks, which are leaving too
     return cause is not None and cause.standing == "cause"
 
 
@@ -182,46 +182,46 @@ class Ranks:
         """
         settled_at: float | None = None
         while True:
-            now = self.state()
-            living = now.living
+            state = self.state()
+            living = state.living
             stop = stopping(living) if living else None
             if stop is not None:
                 self.end(stop)
                 raise Stopped
-            failed = {rank for rank, code in now.codes.items() if code}
+            failed = {rank for rank, code in state.codes.items() if code}
             if called_off():
                 break
-            if failed and failed.difference(spared(now)):
+            if failed and failed.difference(spared(state)):
                 settled_at = settled_at or self._clock()
-                late = self._clock() - settled_at > self._patience(now)
-                if late or not living or explained(failures(now), now):
+                late = self._clock() - settled_at > self._patience(state)
+                if late or not living or explained(failures(state), state):
                     break
             elif not living:
                 self._end_left_over()
-                return now
+                return state
             self._server.wait(_LOOK_SECONDS)
         self.end(farewell)
-        return now
+        return state
 
-    def _patience(self, now: Ended) -> float:
+    def _patience(self, state: Ended) -> float:
         # Peers see that a process was killed when its first thread has ended. The system sees it
         # when the last one has, perhaps a thread of low priority.
-        states = [self._server.state(pid) for pid in now.living.values()]
+        states = [self._server.state(pid) for pid in state.living.values()]
         dying = processes.DEAD in states
         # a rank leaves after its save; the others follow a moment later
-        leaving = ExitCode.PREEMPTED in now.codes.values()
+        leaving = ExitCode.PREEMPTED in state.codes.values()
         return _SETTLE_SECONDS + (_DYING_SECONDS if dying or leaving else 0)
 
-    def end(self, how: Farewell) -> None:
+    def end(self, farewell: Farewell) -> None:
         """End every rank's process group. A rank that has died is not reaped yet, so its pid still
         means its group.
         """
         self._over = True
-        if how.seconds:
-            self._signal(how.number)
-        deadline = self._clock() + how.seconds
+        if farewell.seconds:
+            self._signal(farewell.number)
+        deadline = self._clock() + farewell.seconds
         with suppress(LockstepError):  # the server has gone, and the ranks with it
-            while self._clock() < deadline and self.state().living and not how.hurried():
+            while self._clock() < deadline and self.state().living and not farewell.hurried():
                 self._server.wait(0.01)
         # list them now: dead processes cannot be listed
         members = set[int]().union(*self._groups().values())

@@ -103,12 +103,12 @@ def note_time(error: BaseException) -> int:
     """Return the monotonic time at which `error` was first noted. Call it early where unwinding can
     be slow.
     """
-    noted = getattr(error, _STAMP, None)
-    if noted is None:
-        noted = time.monotonic_ns()
+    noted_at = getattr(error, _STAMP, None)
+    if noted_at is None:
+        noted_at = time.monotonic_ns()
         with suppress(Exception):  # a class may refuse attributes
-            setattr(error, _STAMP, noted)
-    return int(noted)
+            setattr(error, _STAMP, noted_at)
+    return int(noted_at)
 
 
 def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> Failure:

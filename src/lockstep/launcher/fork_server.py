@@ -168,10 +168,10 @@ def _wait_for_child(seconds: float) -> None:
 
 def _exit_code(pid: int) -> int | None:
     """Return a child's exit code, -n if signal n killed it, None while it runs."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 # -- in the new process ----------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def flags() -> list[str]:
     adds it if the program needs it.
     """
     # as multiprocessing does
-    known: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    result = [flag for flag in known if flag != "-P"]
+    python_flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    result = [flag for flag in python_flags if flag != "-P"]
     for name, value in sys._xoptions.items():
         option = name if value is True else f"{name}={value}"
         if option not in result:

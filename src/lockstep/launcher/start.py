@@ -262,14 +262,14 @@ class ForkServer:
             raise
 
     def _gone(self) -> ServerGone:
-        how = "has ended"
+        reason = "has ended"
         if self._process is not None:  # else its exit code is its parent's to know
             code = self._process.wait()
             killed = code < 0
-            how = (
+            reason = (
                 f"was killed by {signal_name(-code)}" if killed else f"ended with exit code {code}"
             )
-        return ServerGone("fork-server-gone", pid=self.pid, how=how)
+        return ServerGone("fork-server-gone", pid=self.pid, how=reason)
 
 
 # -- the fork servers of this process --------------------------------------------------------------
@@ -339,12 +339,12 @@ def alike(environment: Variables) -> str:
 @contextmanager
 def own_servers() -> Iterator[None]:
     """End the servers that are started in the block with the block."""
-    known = dict(_servers)
+    earlier = dict(_servers)
     try:
         yield
     finally:
         for key, server in list(_servers.items()):
-            if known.get(key) is not server:
+            if earlier.get(key) is not server:
                 _servers.pop(key).close()
 
 

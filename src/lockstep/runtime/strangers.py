@@ -32,9 +32,9 @@ def owners(connections: Sequence[Connection]) -> list[set[int]]:
     Only ports are compared. If other addresses have a connection between the same two ports, the
     set has their users too.
     """
-    wanted = [(remote[1], local[1]) for remote, local in connections]
+    port_pairs = [(remote[1], local[1]) for remote, local in connections]
     for _ in range(_TRIES):
-        users: dict[tuple[int, int], set[int]] = {ports: set() for ports in wanted}
+        users: dict[tuple[int, int], set[int]] = {ports: set() for ports in port_pairs}
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with suppress(OSError):
                 _, *lines = Path(table).read_text().splitlines()
@@ -46,7 +46,7 @@ def owners(connections: Sequence[Connection]) -> list[set[int]]:
                         users[ports].add(int(user))
         if all(users.values()):
             break
-    return [users[ports] for ports in wanted]
+    return [users[ports] for ports in port_pairs]
 
 
 def _port(address: str) -> int:

@@ -66,8 +66,9 @@ class Node:
     """
 
     def __init__(self, folder: str, code: str, code_digest: str) -> None:
-        """`folder` is the driver's, and there the file `code` has this digest; without a
-        file these are "." and ""."""
+        """`folder` is the driver's, and there the file `code` has this digest. Without a file they
+        are "." and "".
+        """
         self._messages: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         facts = NodeFacts(
@@ -145,8 +146,8 @@ class Node:
                 except (EOFError, OSError):
                     break
         code = self._process.wait()
-        how = signal_name(-code) if code < 0 else f"exit code {code}"
-        self._messages.put(("gone", f"its launcher process has ended ({how})"))
+        reason = signal_name(-code) if code < 0 else f"exit code {code}"
+        self._messages.put(("gone", f"its launcher process has ended ({reason})"))
 
 
 def _read(descriptor: int) -> bytes | None:

@@ -123,8 +123,8 @@ class WorkerGroup:
 
     def outcome(self) -> Outcome:
         """Return the outcome of the group, after all have ended: that of the first failure."""
-        known = list(self.lost)
-        stopped = Outcome(ExitCode.OK)
+        reported = list(self.lost)
+        first_exit = Outcome(ExitCode.OK)
         for member in self.members:
             outcome = member.outcome
             if outcome is None:
@@ -132,11 +132,11 @@ class WorkerGroup:
             if outcome.failure is not None:
                 on_our_clock = outcome.failure.monotonic_ns + member.shift_ns
                 host = member.node.label
-                known.append(replace(outcome.failure, monotonic_ns=on_our_clock, host=host))
-            if outcome.exit_code and not stopped.exit_code:
-                stopped = outcome
-        cause = failures.first(known)
-        return stopped if cause is None else Outcome(cause.code, cause)
+                reported.append(replace(outcome.failure, monotonic_ns=on_our_clock, host=host))
+            if outcome.exit_code and not first_exit.exit_code:
+                first_exit = outcome
+        cause = failures.first(reported)
+        return first_exit if cause is None else Outcome(cause.code, cause)
 
 
 _LOOK_SECONDS = 0.2

@@ -183,10 +183,10 @@ class Members:
     def _admit(self, member: Member, facts: NodeFacts) -> None:
         """Start the process of a node that fits."""
         label = member.node.label
-        for name, here in versions().items():
-            there = facts.versions[name]
-            if there != here:
-                values = {"name": name, "there": there, "node": label, "here": here}
+        for name, local in versions().items():
+            remote = facts.versions[name]
+            if remote != local:
+                values = {"name": name, "there": remote, "node": label, "here": local}
                 self._refuse(member, UsageError("version-differs", **values))
                 return
         if self._job.folder and not facts.same_code:
