@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import linecache
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -45,7 +46,7 @@ def anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def write_whole(file: int, data: bytes) -> None:
+def write_complete(file: int, data: bytes) -> None:
     """Write `data` to an anonymous file that is still empty, and mark it as complete."""
     with os.fdopen(os.dup(file), "wb") as stream:
         stream.write(b"\0")
@@ -53,20 +54,15 @@ def write_whole(file: int, data: bytes) -> None:
     os.pwrite(file, _COMPLETE, 0)
 
 
-def is_whole(file: int) -> bool:
+def is_complete(file: int) -> bool:
     """Whether the file has been written to the end."""
     return os.pread(file, 1, 0) == _COMPLETE
 
 
-def read_whole(file: int) -> bytes:
+def read_complete(file: int) -> bytes:
     """Return what was written, at whatever position other users of the file have read."""
-    parts = []
-    offset = 1
-    size = os.fstat(file).st_size
-    while offset < size:  # the system reads 2 GiB at most at once
-        parts.append(os.pread(file, size - offset, offset))
-        offset += len(parts[-1])
-    return b"".join(parts)
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as content:
+        return content[1:]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +133,7 @@ class FunctionCall:
             _check_importable(fn)
         try:
             with _handing_over() as descriptors:
-                write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
+                write_complete(file, for_ranks((fn, tuple(args), dict(kwargs))))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError("call-not-sendable", error=str(error)) from error
         return descriptors
@@ -152,12 +148,12 @@ class FunctionCall:
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(dict(self.program))
-            fn, args, kwargs = pickle.loads(read_whole(question))
+            fn, args, kwargs = pickle.loads(read_complete(question))
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
         result = fn(*args, **kwargs)
         _close_world()
-        write_whole(answer, self._portable(result, rank))
+        write_complete(answer, self._portable(result, rank))
 
     def _portable(self, answer: object, rank: int) -> bytes:
         try:

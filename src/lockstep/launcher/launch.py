@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from lockstep.config.knob import whole
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
-from lockstep.launcher.call import FunctionCall, anonymous_file, is_whole, read_whole
+from lockstep.launcher.call import FunctionCall, anonymous_file, is_complete, read_complete
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
@@ -128,7 +128,7 @@ def start_ranks(
         cell = Cell() if in_kernel() else None
         if cell is not None:
             at_end.enter_context(forwarded(records, local_ranks.numbers, cell=cell))
-        pipes = None if cell is None else str(records)
+        pipes = None if cell is None else records
 
         def process(rank: int, placement: Variables) -> tuple[Rank, Variables]:
             environment = {**os.environ, **placement}
@@ -157,7 +157,7 @@ def start_ranks(
         failed = results.failures(ended)
         if failed:
             raise _error_of(failed, results.complete)
-        return [pickle.loads(read_whole(file)) for file in answers]
+        return [pickle.loads(read_complete(file)) for file in answers]
 
 
 def _check(workers: object) -> None:
@@ -216,7 +216,7 @@ class _Results:
     @property
     def complete(self) -> set[int]:
         """The ranks that have left a result. After that, how their process ends does not matter."""
-        return {rank for rank, file in self.files.items() if is_whole(file)}
+        return {rank for rank, file in self.files.items() if is_complete(file)}
 
     def failures(self, now: Ended) -> list[Failure]:
         """Return the failures of ranks that have ended without a result."""

@@ -126,10 +126,12 @@ def _run_file(script: str) -> None:
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")
     if file.endswith(".pyc"):
-        main.__loader__ = sourceless = SourcelessFileLoader("__main__", file)
+        sourceless = SourcelessFileLoader("__main__", file)
+        main.__loader__ = sourceless
         code = sourceless.get_code("__main__")
     else:
-        main.__loader__ = source = SourceFileLoader("__main__", file)
+        source = SourceFileLoader("__main__", file)
+        main.__loader__ = source
         code = compile(source.get_data(file), script, "exec", dont_inherit=True)
     assert code is not None
     main.__dict__.update(__file__=file, __cached__=None, __builtins__=builtins, __annotations__={})
@@ -179,9 +181,9 @@ class Rank:
     """The launcher's directory for what ranks leave."""
     console: Console = "all"
     """Which ranks write to the terminal."""
-    pipes: str | None = None
+    pipes: Path | None = None
     """For "joined": the directory with the launcher's pipes."""
-    logs: str | None = None
+    logs: Path | None = None
     """The directory for rank-N.log."""
     heeds: bool = False
     """Whether to note SIGTERM and SIGUSR1 from the start: the work asks whether they came."""
@@ -192,16 +194,15 @@ class Rank:
         """Run the rank until its process ends."""
         processes.name_this(f"rank {self.rank}")
         records = Path(self.records)
-        log_folder = None if self.logs is None else Path(self.logs)
         if self.heeds:
             preemption.listen()
-        if self.debug and log_folder is not None:
-            logs.switch_debug_on(self.rank, log_folder)
+        if self.debug and self.logs is not None:
+            logs.switch_debug_on(self.rank, self.logs)
         logs.redirect(
             self.rank,
             self.console,
-            log_folder,
-            pipes=None if self.pipes is None else Path(self.pipes),
+            self.logs,
+            pipes=self.pipes,
             c_to_log=self.debug,
             escaped=self.work.ours,
         )

@@ -124,7 +124,7 @@ class Watcher:
         return None
 
     def _note_progress(self, now: float) -> None:
-        """Learn from a quiet time that has ended, and begin anew."""
+        """Learn from a quiet time that has ended, and wait for the next."""
         if not self._reported:
             self._longest = max(self._longest, self._quiet)
         elif self._worked:
@@ -143,9 +143,8 @@ class Watcher:
             return None
         self._warned = True
         stall = self.present(pids)
-        if stall is None or not any(
-            view.waits for view in views_of(self._directory, pids).values()
-        ):
+        waits = [view.waits for view in views_of(self._directory, pids).values()]
+        if stall is None or not any(waits):
             return None
         message = f"{stall.message} Lockstep waits up to {limit:.0f} s here."
         return replace(stall, message=message, works=True)

@@ -112,7 +112,7 @@ def supervise(
             work=target,
             records=str(directory),
             console=console,
-            logs=str(log_files.path),
+            logs=log_files.path,
             heeds=heeds,
             debug=launch.debug,
         )
@@ -289,7 +289,7 @@ def _run_ranks(
 
 
 @contextmanager
-def _joined_console(directory: Path, console: Console, ranks: range) -> Iterator[str | None]:
+def _joined_console(directory: Path, console: Console, ranks: range) -> Iterator[Path | None]:
     """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
     the directory with their pipes, or None.
     """
@@ -297,7 +297,7 @@ def _joined_console(directory: Path, console: Console, ranks: range) -> Iterator
         yield None
         return
     with forwarded(directory, ranks):
-        yield str(directory)
+        yield directory
 
 
 def _sets_variables(work: Program) -> bool:
