@@ -13,7 +13,7 @@ import pytest
 from lockstep.launcher import processes
 from lockstep.launcher.stall_report import Snapshot, Stall
 from lockstep.launcher.stalls import Watcher
-from lockstep.launcher.stalls_of_nodes import OtherNodes, QuietNodes, QuietReport
+from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports, OtherNodes
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
 from tests.launcher.sights import sight
@@ -23,22 +23,22 @@ WAITING: dict[str, Any] = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCK
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 
 
-def quiet(seconds: float, **ranks: Snapshot) -> QuietReport:
-    return QuietReport(
+def quiet(seconds: float, **ranks: Snapshot) -> NodeReport:
+    return NodeReport(
         seconds,
         {int(rank.removeprefix("rank")): seen for rank, seen in ranks.items()},
         time.monotonic_ns(),
     )
 
 
-def stall(told: QuietNodes) -> Stall:
+def stall(told: NodeReports) -> Stall:
     found = told.explain(LABELS)
     assert found is not None
     return found
 
 
 def test_the_rank_of_another_node_is_named_with_it() -> None:
-    told = QuietNodes()
+    told = NodeReports()
     assert told.add("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
     assert told.explain(LABELS) is None
     late = Snapshot(
@@ -58,7 +58,7 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
 
 
 def test_where_all_wait_for_each_other_it_is_the_network() -> None:
-    told = QuietNodes()
+    told = NodeReports()
     told.add("a", quiet(31, rank0=sight(**WAITING)))
     told.add("b", quiet(31, rank1=sight(**WAITING)))
     assert stall(told).message == (
@@ -68,7 +68,7 @@ def test_where_all_wait_for_each_other_it_is_the_network() -> None:
 
 
 def test_ranks_that_move_again_take_back_what_was_told() -> None:
-    told = QuietNodes()
+    told = NodeReports()
     told.add("a", quiet(31, rank0=sight(**WAITING)))
     told.remove("a")
     told.add("b", quiet(31, rank1=sight(phase="data")))
@@ -82,10 +82,10 @@ def test_times_are_put_on_the_drivers_clock() -> None:
     hour = 3600 * 10**9
     theirs = time.monotonic_ns() - hour
     seen = sight(phase="data")
-    told = QuietNodes()
+    told = NodeReports()
     told.add(
         "a",
-        QuietReport(
+        NodeReport(
             31, {0: replace(seen, view=replace(seen.view, since_ns=theirs - 40 * 10**9))}, theirs
         ),
     )

@@ -56,14 +56,13 @@ def redirect(
     if pipes is not None:
         connect(pipes, rank)
     whole_lines("backslashreplace" if escaped else None)
-    file = os.devnull if directory is None else str(log_of(directory, rank))
+    file = Path(os.devnull) if directory is None else log_of(directory, rank)
     if console == "first" and rank > 0:
-        log = _opened(file)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        with open(file, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     elif directory is not None:
-        copy = open(_opened(file), "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - stays open
+        copy = open(file, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - stays open
         if c_to_log:
             sys.stderr.flush()
             encoding = sys.stderr.encoding
@@ -71,10 +70,6 @@ def redirect(
             os.dup2(copy.fileno(), 2)
         sys.stdout = cast(TextIO, Tee(sys.stdout, copy))
         sys.stderr = cast(TextIO, Tee(sys.stderr, copy))
-
-
-def _opened(file: str) -> int:
-    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def whole_lines(errors: str | None = None) -> None:

@@ -45,7 +45,7 @@ _ASLEEP_IN = {
     "flock": "wait for a lock on a file",
 }
 """What the names of the kernel's functions mean. The first key that is part of a name counts."""
-_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_FRAME = re.compile(r'^\s+File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -115,26 +115,20 @@ def ask_for_stack(pid: int, file: Path) -> str:
 def _answers(pid: int) -> bool:
     """Whether process `pid` handles STACK_SIGNAL. Without a handler, the signal would end it."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return not Path("/proc/self/status").exists()  # not Linux
-    for line in lines:
-        name, _, mask = line.partition(":")
-        if name == "SigCgt":  # the caught signals: bit n - 1 is for signal n
-            return bool(int(mask, 16) >> (STACK_SIGNAL - 1) & 1)
-    return False
+    # the caught signals: bit n - 1 is for signal n
+    mask = re.search(r"^SigCgt:\s*(\w+)$", text, re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def main_thread(dump: str) -> list[FrameSummary]:
     """Return the main thread's frames, outermost first. `dump` lists the main thread last."""
     linecache.checkcache()
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
-    frames = []
-    for line in threads[-1].splitlines():
-        if match := _FRAME.match(line):
-            frames.append(FrameSummary(match[1], int(match[2]), match[3]))
-    frames.reverse()
-    return frames
+    frames = _FRAME.findall(threads[-1])
+    return [FrameSummary(file, int(line), name) for file, line, name in reversed(frames)]
 
 
 def format_stack(frames: Sequence[FrameSummary]) -> str:
@@ -152,10 +146,10 @@ def users_line(frames: Sequence[FrameSummary]) -> str:
     """Return "dataset.py:88 read_shard": the innermost frame in the user's own code, else the
     innermost frame of all.
     """
-    users = [frame for frame in frames if is_users(frame.filename)] or frames
-    if not users:
+    if not frames:
         return ""
-    frame = users[-1]
+    users = [frame for frame in frames if is_users(frame.filename)]
+    frame = (users or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
 
 
@@ -221,11 +215,10 @@ def oom_kills(of: Path = Path("/proc/self/cgroup"), groups: Path = _CONTROL_GROU
     """Return how many processes of this process's control group were killed for lack of memory; 0
     if the system does not count.
     """
-    match = None
     with suppress(OSError):
-        for line in of.read_text().splitlines():
-            if line.startswith("0::"):
-                path = line.removeprefix("0::").strip("/")
-                events = (groups / path / "memory.events").read_text()
-                match = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
-    return 0 if match is None else int(match[1])
+        group = re.search(r"^0::/*(.*)$", of.read_text(), re.MULTILINE)
+        if group is not None:
+            events = (groups / group[1] / "memory.events").read_text()
+            count = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
+            return 0 if count is None else int(count[1])
+    return 0

@@ -12,7 +12,7 @@ from lockstep.launcher.stall_report import Snapshot, Snapshots, Stall, explain
 
 
 @dataclass(frozen=True, slots=True)
-class QuietReport:
+class NodeReport:
     """What a node reports about its ranks when none of them has progressed for `seconds`. Times are
     on the node's own clock.
     """
@@ -22,14 +22,14 @@ class QuietReport:
     now_ns: int
 
 
-class QuietNodes:
+class NodeReports:
     """What the nodes have reported about ranks that were started together, by the nodes' ids."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, QuietReport] = {}
+        self._reports: dict[str, NodeReport] = {}
         self._explained = False
 
-    def add(self, node: str, report: QuietReport) -> bool:
+    def add(self, node: str, report: NodeReport) -> bool:
         """Store a node's report. Return whether it is the first, so that the other nodes must be
         asked.
         """
@@ -84,7 +84,7 @@ class OtherNodes:
             self._stall = stall
 
     def report_quiet(self, snapshots: Snapshots, quiet: float) -> None:
-        self._send("quiet", QuietReport(quiet, snapshots, time.monotonic_ns()))
+        self._send("quiet", NodeReport(quiet, snapshots, time.monotonic_ns()))
 
     def report_progress(self) -> None:
         self.waiting = False

@@ -34,7 +34,7 @@ from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
-from lockstep.launcher.stalls_of_nodes import QuietNodes, QuietReport
+from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.supervise import Outcome, conclude
 
 
@@ -44,7 +44,7 @@ class WorkerGroup:
 
     members: Sequence[Member]
     """In the order of their ranks."""
-    quiet: QuietNodes = field(default_factory=QuietNodes)
+    reports: NodeReports = field(default_factory=NodeReports)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
     asked_to_grow: bool = False
@@ -86,7 +86,7 @@ class WorkerGroup:
             if content.failure is not None and content.exit_code != ExitCode.PREEMPTED:
                 self.stop()
         elif kind == "moving":
-            self.quiet.remove(member.node.id)
+            self.reports.remove(member.node.id)
         else:
             self._add_report(member, content)
 
@@ -108,15 +108,15 @@ class WorkerGroup:
         self.lost.append(failure)
         member.outcome = Outcome(ExitCode.FAILED)
 
-    def _add_report(self, member: Member, report: QuietReport) -> None:
+    def _add_report(self, member: Member, report: NodeReport) -> None:
         """Record that a member's ranks do not progress. The others are asked. When all have
         reported, all are told which rank the others wait for.
         """
-        if self.quiet.add(member.node.id, report):
+        if self.reports.add(member.node.id, report):
             for other in self.running:
                 if other is not member:
                     other.send("stall")
-        stall = self.quiet.explain({member.node.id: member.node.label for member in self.running})
+        stall = self.reports.explain({member.node.id: member.node.label for member in self.running})
         if stall is not None:
             for member in self.running:
                 member.send("stall", stall)
