@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launcher import console
-from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of
+from lockstep.launcher.console import Joiner, Lines, forwarded
+from lockstep.launcher.failures import rank_file
 from tests.launcher.conftest import Run
 
 _SPEAK = """
@@ -67,7 +68,7 @@ def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixtu
     with forwarded(tmp_path, range(3), window=60.0):
         for stream in ("out", "err"):
             for rank in (2, 0, 1):
-                pipe_of(tmp_path, rank, stream).write_text(
+                rank_file(tmp_path, rank, stream).write_text(
                     f"together on {stream}\nonly {rank % 2}\n"
                 )
     assert capfd.readouterr() == (

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launcher.failures import rank_file
 from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
 
@@ -63,16 +64,11 @@ def forwarded(
 def connect(directory: Path, rank: int) -> None:
     """In a rank: connect file descriptors 1 and 2 to its pipes, if the launcher has made them."""
     for name, descriptor in _STREAMS.items():
-        path = pipe_of(directory, rank, name)
+        path = rank_file(directory, rank, name)
         if path.exists():
             end = os.open(path, os.O_WRONLY)
             os.dup2(end, descriptor)
             os.close(end)
-
-
-def pipe_of(directory: Path, rank: int, stream: str) -> Path:
-    """Return the path of the pipe for a rank's stream ("out" or "err")."""
-    return directory / f"rank-{rank}.{stream}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +96,7 @@ class _Forwarding:
         for stream, descriptor in _STREAMS.items():
             writes_directly = cell is None and os.isatty(descriptor)
             for rank in ranks[1:] if writes_directly else ranks:
-                path = pipe_of(directory, rank, stream)
+                path = rank_file(directory, rank, stream)
                 os.mkfifo(path, 0o600)
                 # Opened for writing too: then the pipe has no end of file as long as this process
                 # holds it, whichever ranks open and close it.

@@ -25,7 +25,7 @@ from pathlib import Path
 from traceback import extract_stack
 
 from lockstep.launcher import processes
-from lockstep.launcher.failures import PACKAGE, named
+from lockstep.launcher.failures import PACKAGE, named, rank_file
 from lockstep.launcher.processes import Pids, format_stack
 from lockstep.launcher.stall_report import view_of, views_of
 from lockstep.launcher.stalls import stack_of
@@ -88,7 +88,7 @@ def watch_end_without_launcher(rank: int) -> None:
 
 def write_report(directory: Path, rank: int, blocker: Blocker) -> None:
     """Write the report for the launcher."""
-    write_whole(_file(directory, rank), json.dumps(asdict(blocker)))
+    write_whole(rank_file(directory, rank, "waits"), json.dumps(asdict(blocker)))
 
 
 def find_blocker() -> Blocker | None:
@@ -141,7 +141,7 @@ def _describe(function: object) -> str:
 
 def reported(directory: Path, rank: int) -> bool:
     """Whether this rank's program is over, and the report of what its process waits for exists."""
-    return _file(directory, rank).exists()
+    return rank_file(directory, rank, "waits").exists()
 
 
 class EndWatcher:
@@ -166,7 +166,7 @@ class EndWatcher:
         ranks_by_blocker: dict[Blocker, list[int]] = {}
         for rank in sorted(pids.keys() - self._reported):
             self._report_for(rank, pids[rank])
-            file = _file(self._directory, rank)
+            file = rank_file(self._directory, rank, "waits")
             if file.exists():
                 self._reported.add(rank)
                 blocker = Blocker(**json.loads(file.read_text(encoding="utf-8")))
@@ -200,10 +200,6 @@ class EndWatcher:
             reason = "native code, which lets no thread of Python say what it does"
             blocker = Blocker(reason, stack)
         write_report(self._directory, rank, blocker)
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.waits"
 
 
 def note_process_group() -> None:

@@ -99,6 +99,11 @@ class Failure:
         return self.kind in ("signal", "loader", "node")
 
 
+def rank_file(directory: Path, rank: int, kind: str) -> Path:
+    """Return the file of this kind that a rank and its launcher share in `directory`."""
+    return directory / f"rank-{rank}.{kind}"
+
+
 def note_time(error: BaseException) -> int:
     """Return the monotonic time at which `error` was first noted. Call it early where unwinding can
     be slow.
@@ -214,7 +219,7 @@ def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
 
 def write(failure: Failure, directory: Path) -> None:
     """Write the record to `directory`, complete or not at all."""
-    write_whole(directory / f"rank-{failure.rank}.json", json.dumps(asdict(failure)))
+    write_whole(rank_file(directory, failure.rank, "json"), json.dumps(asdict(failure)))
 
 
 def read_all(directory: Path) -> list[Failure]:
@@ -234,7 +239,7 @@ def of_ranks(
     recorded = {failure.rank for failure in failures}
     for rank, code in codes.items():
         if code and rank not in recorded:
-            stack = directory / f"rank-{rank}.stack"
+            stack = rank_file(directory, rank, "stack")
             dump = stack.read_text(errors="replace") if stack.exists() else ""
             failures.append(of_exit(code, rank, pids[rank], traceback=readable_stack(dump)))
     return failures

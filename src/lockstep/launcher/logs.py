@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from lockstep.launcher.console import COLOUR, connect
+from lockstep.launcher.failures import rank_file
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]
@@ -56,7 +57,7 @@ def redirect(
     if pipes is not None:
         connect(pipes, rank)
     whole_lines("backslashreplace" if escaped else None)
-    file = Path(os.devnull) if directory is None else log_of(directory, rank)
+    file = Path(os.devnull) if directory is None else rank_file(directory, rank, "log")
     if console == "first" and rank > 0:
         with open(file, "ab") as log:
             os.dup2(log.fileno(), 1)
@@ -163,11 +164,6 @@ def log_directory(path: Path | None) -> Iterator[LogDirectory]:
             shutil.rmtree(directory.path, ignore_errors=True)
 
 
-def log_of(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's log file."""
-    return directory / f"rank-{rank}.log"
-
-
 def tail(file: Path, lines: int = 15) -> str:
     """Return the last lines of a file, "" if there is none. Reads only the file's end."""
     try:
@@ -203,5 +199,5 @@ def switch_debug_on(rank: int, directory: Path) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
     if "NCCL_DEBUG" not in os.environ:
         os.environ["NCCL_DEBUG"] = "INFO"
-        os.environ.setdefault("NCCL_DEBUG_FILE", str(directory / f"rank-{rank}.nccl.log"))
-    os.environ.setdefault(COLLECTIVES, str(log_of(directory, rank)))
+        os.environ.setdefault("NCCL_DEBUG_FILE", str(rank_file(directory, rank, "nccl.log")))
+    os.environ.setdefault(COLLECTIVES, str(rank_file(directory, rank, "log")))

@@ -36,8 +36,9 @@ from lockstep.launcher.processes import Pids
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+mark = failures.rank_file
 HEEDS, ASKED = "heeds", "asked"
-"""Names of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
+"""Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
 "asked": it has been asked.
 """
 
@@ -64,11 +65,6 @@ def listen() -> Callable[[], None]:
 def to_stop() -> bool:
     """Whether this process was asked to stop."""
     return _requested
-
-
-def mark(directory: Path, rank: int, kind: str) -> Path:
-    """Return the file of this kind that a rank leaves for its launcher."""
-    return directory / f"rank-{rank}.{kind}"
 
 
 def _note_signal(number: int, frame: FrameType | None) -> None:

@@ -209,7 +209,7 @@ class Rank:
         sockets_into(records)
         status.open_page(records, self.rank)
         processes.stacks_into(stalls.stack_of(records, self.rank))
-        faulthandler.enable(processes.written_to(records / f"rank-{self.rank}.stack"))
+        faulthandler.enable(processes.written_to(failures.rank_file(records, self.rank, "stack")))
         torch_rendezvous.join_store_of(launched.remember_launcher(records))
         if not self.work.ours:
             torch_calls.install()

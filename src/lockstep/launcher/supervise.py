@@ -22,7 +22,7 @@ from lockstep.launcher.ending import EndWatcher
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.fork_server import Variables
-from lockstep.launcher.logs import Console, LogDirectory, log_directory, log_of, tail
+from lockstep.launcher.logs import Console, LogDirectory, log_directory, tail
 from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Program, Rank, Target
@@ -328,7 +328,7 @@ def _with_log(
     if failure.kind == "usage":
         return failure
     log_files.keep = True
-    file = log_of(log_files.path, failure.rank)
+    file = failures.rank_file(log_files.path, failure.rank, "log")
     log = "" if passing(failure) else str(file)
     hidden = console == "first" and failure.rank > 0
     return replace(failure, log=log, tail=tail(file) if hidden else "")
