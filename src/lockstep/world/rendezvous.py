@@ -303,7 +303,6 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
     """
     host, _ = endpoint(step)
     port = step.port
-    mark = f"lockstep/runtime/slurm/{step.name}"
     if step.rank == 0:
         listener = _listen(host, port, step)
         store = dist.TCPStore(
@@ -315,12 +314,12 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        store.set(mark, step.name)
+        store.set(_mark(step), step.name)
     else:
         _look_up(host)
         store = dist.TCPStore(host, port, step.size, is_master=False, timeout=timeout)
         deadline = time.monotonic() + _KNOWN_WITHIN.total_seconds()
-        while not store.check([mark]):
+        while not store.check([_mark(step)]):
             if time.monotonic() > deadline:
                 raise LockstepError(
                     "slurm-port-taken",
@@ -331,6 +330,10 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
                 )
             time.sleep(0.02)
     return dist.PrefixStore(f"slurm/{step.name}", store)
+
+
+def _mark(step: Step) -> str:
+    return f"lockstep/runtime/slurm/{step.name}"
 
 
 def _listen(host: str, port: int, step: Step) -> socket.socket:
