@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.launcher import processes
-from lockstep.launcher.stall_report import Snapshot, explain, suspects
+from lockstep.launcher.stall_report import RankSnapshot, explain, suspects
 from lockstep.launcher.stalls import Slowness, Watcher
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
@@ -26,7 +26,7 @@ W = sight(waits=True, number=8, texts={7: "x", 8: "y"})
 MESSAGES = sight(waits=True, messages=True, number=8, texts={8: "a replica check"})
 STOPPED = sight(state="stopped", phase="forward", number=8)
 BARRIER = plain("barrier at a.py:3", 3)
-EXPLAINED: dict[str, tuple[list[Snapshot], str]] = {
+EXPLAINED: dict[str, tuple[list[RankSnapshot], str]] = {
     "the one that never came": (
         [W, sight(phase="data", where="dataset.py:88 read_shard"), W],
         "ranks 0 and 2 wait in #8 (y), step 5. Rank 1 never issued it: in data, dataset.py:88 read_shard, for 31 s.",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stall_report import Snapshot, Stall
+from lockstep.launcher.stall_report import RankSnapshot, Stall
 from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports, OtherNodes
 from lockstep.runtime import status
@@ -23,7 +23,7 @@ WAITING: dict[str, Any] = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCK
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 
 
-def quiet(seconds: float, **ranks: Snapshot) -> NodeReport:
+def quiet(seconds: float, **ranks: RankSnapshot) -> NodeReport:
     return NodeReport(
         seconds,
         {int(rank.removeprefix("rank")): seen for rank, seen in ranks.items()},
@@ -41,7 +41,7 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
     told = NodeReports()
     assert told.add("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
     assert told.explain(LABELS) is None
-    late = Snapshot(
+    late = RankSnapshot(
         7,
         sight(phase="data").view,
         "S",

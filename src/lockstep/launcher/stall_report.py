@@ -1,5 +1,5 @@
 """The words of a stall: which rank the others wait for, and what that rank does. Pure: it knows only
-the `Snapshot` of each rank (stalls.py takes them).
+the `RankSnapshot` of each rank (stalls.py takes them).
 
 who            a rank that waits for others is not to blame. The rest are, above all those that have
                issued the fewest collectives. The collective that they lack is the one after their
@@ -45,7 +45,7 @@ _MESSAGES = "for messages of other ranks"
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RankSnapshot:
     """What is known of one rank from outside."""
 
     pid: int
@@ -65,7 +65,7 @@ class Snapshot:
         return self.view.waits and self.state not in _ABSENT
 
 
-Snapshots = Mapping[int, Snapshot]
+Snapshots = Mapping[int, RankSnapshot]
 Views = Mapping[int, View]
 
 

@@ -33,7 +33,7 @@ from lockstep.launcher.stall_report import (
     DOING,
     ENDED,
     SILENT,
-    Snapshot,
+    RankSnapshot,
     Stall,
     explain,
     suspects,
@@ -185,21 +185,21 @@ class Watcher:
         steps = [view.step for view in others] or [max(view.step for view in waiting)]
         return _LENIENT if min(steps) < 2 else 1
 
-    def _snapshots(self, pids: Pids) -> dict[int, Snapshot]:
+    def _snapshots(self, pids: Pids) -> dict[int, RankSnapshot]:
         snapshots = {}
         for rank, view in views_of(self._directory, pids).items():
-            snapshots[rank] = Snapshot(pids[rank], view, processes.state(pids[rank]))
+            snapshots[rank] = RankSnapshot(pids[rank], view, processes.state(pids[rank]))
         plain = any(snapshot.view.plain for snapshot in snapshots.values())
         if plain:
             for rank, view in views_of(self._directory, self._pids.keys() - pids).items():
                 if view.phase == "end":
-                    snapshots[rank] = Snapshot(self._pids[rank], view, ENDED)
+                    snapshots[rank] = RankSnapshot(self._pids[rank], view, ENDED)
         for rank in suspects(snapshots):
             if snapshots[rank].state not in (*SILENT, ENDED):
                 snapshots[rank] = self._inspect(rank, snapshots[rank], plain)
         return snapshots
 
-    def _inspect(self, rank: int, snapshot: Snapshot, plain: bool) -> Snapshot:
+    def _inspect(self, rank: int, snapshot: RankSnapshot, plain: bool) -> RankSnapshot:
         """Add to a snapshot what the rank does. `plain`: some rank calls torch.distributed itself."""
         pid = snapshot.pid
         activity = ""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.launcher.stall_report import Snapshot, Snapshots, Stall, explain
+from lockstep.launcher.stall_report import RankSnapshot, Snapshots, Stall, explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class NodeReports:
             return None
         self._explained = True
         quiet = 0.0
-        snapshots: dict[int, Snapshot] = {}
+        snapshots: dict[int, RankSnapshot] = {}
         nodes: dict[int, str] = {}
         for node, label in labels.items():
             report = self._reports[node]
