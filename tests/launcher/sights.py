@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import Sight, Stall, Watcher, explain
+from lockstep.launcher.stall_report import RankSnapshot, Stall, explain
+from lockstep.launcher.stalls import Watcher
 from lockstep.runtime import status
 from lockstep.runtime.status import View
 from lockstep.runtime.step_clock import PHASES
@@ -34,18 +35,20 @@ def view(
     return View(phase=phase, number=number, collectives=texts or {}, **{**values, **more})
 
 
-def sight(state: str = "S", where: str = "", **more: Any) -> Sight:
-    return Sight(100, view(**more), state, where)
+def sight(state: str = "S", where: str = "", **more: Any) -> RankSnapshot:
+    return RankSnapshot(100, view(**more), state, where)
 
 
-def plain(text: str = "", number: int = 0, among: tuple[int, ...] = (), **more: Any) -> Sight:
+def plain(
+    text: str = "", number: int = 0, among: tuple[int, ...] = (), **more: Any
+) -> RankSnapshot:
     """Return what is seen of a rank of a plain script that waits in `text`; "": elsewhere."""
     texts = {number: text} if number and text else {}
     values = {"phase": "start", "step": 0, "plain": True, "texts": texts, **more}
     return sight(waits=bool(text), call=text, number=number, among=frozenset(among), **values)
 
 
-def said(*sights: Sight) -> str:
+def said(*sights: RankSnapshot) -> str:
     """Return the sentence on ranks that have been seen like this for 31 seconds."""
     stall = explain(dict(enumerate(sights)), 31)
     assert stall is not None

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launcher import console
-from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of
+from lockstep.launcher.console import Joiner, Lines, forwarded
+from lockstep.launcher.failures import rank_file
 from tests.launcher.conftest import Run
 
 _SPEAK = """
@@ -67,7 +68,7 @@ def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixtu
     with forwarded(tmp_path, range(3), window=60.0):
         for stream in ("out", "err"):
             for rank in (2, 0, 1):
-                pipe_of(tmp_path, rank, stream).write_text(
+                rank_file(tmp_path, rank, stream).write_text(
                     f"together on {stream}\nonly {rank % 2}\n"
                 )
     assert capfd.readouterr() == (
@@ -143,16 +144,16 @@ def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
 def test_a_line_of_all_leaves_at_once_and_one_of_some_when_its_time_has_come() -> None:
     joiner = Joiner(3)
     for rank in (2, 0, 1):
-        assert joiner.take(rank, "epoch 1", now=0.0) == []
+        assert joiner.add(rank, "epoch 1", now=0.0) == []
     assert joiner.ready(now=0.0) == ["[0-2] epoch 1"]
     assert joiner.due() is None
     joiner = Joiner(8)
     for rank in (7, 3, 0, 1):
-        joiner.take(rank, "warning", now=1.0)
+        joiner.add(rank, "warning", now=1.0)
     assert joiner.due() == pytest.approx(1.1)
     assert joiner.ready(now=1.05) == []
     assert joiner.ready(now=1.1) == ["[0-1,3,7] warning"]
-    joiner.take(5, "warning", now=1.2)
+    joiner.add(5, "warning", now=1.2)
     assert joiner.end() == ["[5] warning"], "which comes after the window"
 
 
@@ -172,7 +173,7 @@ def test_a_line_of_all_leaves_at_once_and_one_of_some_when_its_time_has_come() -
 def test_what_is_joined(lines: list[tuple[int, str]], joined: list[str]) -> None:
     joiner = Joiner(2)
     for rank, line in lines:
-        joiner.take(rank, line, now=0.0)
+        joiner.add(rank, line, now=0.0)
     assert joiner.end() == joined
 
 
@@ -189,7 +190,7 @@ def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
     for rank, line, pause in heard:
         now += pause
         out += joiner.ready(now)
-        out += joiner.take(rank, line, now)
+        out += joiner.add(rank, line, now)
         due = joiner.due()
         assert due is None or now < due <= now + console.WINDOW
     out += joiner.end()
@@ -199,7 +200,7 @@ def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
 
 def test_a_flood_does_not_wait() -> None:
     joiner = Joiner(2)
-    left = sum(len(joiner.take(0, f"line {number}", now=0.0)) for number in range(5000))
+    left = sum(len(joiner.add(0, f"line {number}", now=0.0)) for number in range(5000))
     assert 5000 - left == len(joiner.end()) == console._MOST
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher import ending, processes
-from lockstep.launcher.ending import Endings, Held
+from lockstep.launcher.ending import Blocker, EndWatcher
 from lockstep.runtime import status
 from tests import pages
 from tests.ending import end
@@ -57,14 +57,14 @@ def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
             started.start()
             assert HERE.wait(60)
             HERE.clear()
-        held = ending.waits_for()
+        held = ending.find_blocker()
     finally:
         GO.set()
         thread.join()
         daemon.join()
         GO.clear()
     now = f"now at test_ending.py:{LINE + 2} upload"
-    assert held.what == f"the thread 'uploader' (runs {runs}; {now})"
+    assert held.reason == f"the thread 'uploader' (runs {runs}; {now})"
     assert held.stack.startswith("Stack of 'uploader':\n")
     assert f'  File "{__file__}", line {LINE + 2}, in upload\n    GO.wait()' in held.stack
 
@@ -72,16 +72,16 @@ def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
 def test_without_a_thread_it_is_an_exit_handler_or_lockstep_itself_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held: list[Held | None] = []
+    held: list[Blocker | None] = []
     for package in (ending.PACKAGE, threading.__file__):
         monkeypatch.setattr(ending, "PACKAGE", package)
-        watch = threading.Thread(target=lambda: held.append(ending.waits_for()), daemon=True)
+        watch = threading.Thread(target=lambda: held.append(ending.find_blocker()), daemon=True)
         watch.start()
         watch.join()
     handler, slow = held
     assert handler is not None
     assert slow is None
-    assert "exit handler" in handler.what
+    assert "exit handler" in handler.reason
     assert "test_without_a_thread_it_is_an_exit_handler" in handler.stack
 
 
@@ -90,27 +90,27 @@ class Launcher:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, 0.0
-        self.endings = Endings(folder, lambda: self.now)
+        self.endings = EndWatcher(folder, lambda: self.now)
 
     def over(self, rank: int) -> None:
         pages.enter(status.Page(status.file_of(self.folder, rank)), "end")
 
     def look(self) -> list[str]:
         self.now += 10
-        return self.endings.look({rank: os.getpid() for rank in range(3)})
+        return self.endings.check({rank: os.getpid() for rank in range(3)})
 
 
 def test_ranks_that_wait_for_the_same_are_named_together_and_once(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path)
     assert launcher.look() == []
     for rank, what in ((0, "the thread 'a'"), (1, "the thread 'b'"), (2, "the thread 'a'")):
-        ending.leave(tmp_path, rank, Held(what, "  File ..."))
+        ending.write_report(tmp_path, rank, Blocker(what, "  File ..."))
     first, second = launcher.look()
     assert "ranks 0 and 2 have finished" in first
     assert "the thread 'a'" in first
     assert f"rank 1 (pid {os.getpid()}) has finished" in second
     assert launcher.look() == []
-    assert ending.waits(tmp_path, 1)
+    assert ending.reported(tmp_path, 1)
 
 
 def test_a_rank_that_cannot_say_it_is_looked_at(
@@ -126,8 +126,8 @@ def test_a_rank_that_cannot_say_it_is_looked_at(
     launcher.over(0)
     (said,) = launcher.look()
     assert said.startswith(f"{stack}\nrank 1 (pid ")
-    assert ending.waits(tmp_path, 1)
-    assert not ending.waits(tmp_path, 0)
+    assert ending.reported(tmp_path, 1)
+    assert not ending.reported(tmp_path, 0)
 
 
 SCRIPT = """
@@ -170,12 +170,12 @@ def test_one_rank_that_had_a_group_or_left_without_a_word_is_enough_for_silence(
     page(tmp_path, 1, over=True, opened=False)
     page(tmp_path, 2, over=True, opened=True)
     page(tmp_path, 3, over=False, opened=False)
-    assert "2 ranks never joined" in ending.of_strangers(tmp_path, [0, 1], 2)
-    assert "4 ranks never joined" in ending.of_strangers(tmp_path, [0, 1], 4)
-    assert ending.of_strangers(tmp_path, [0], 1) == ""
-    assert ending.of_strangers(tmp_path, [0, 1, 2], 3) == ""
-    assert ending.of_strangers(tmp_path, [0, 1, 3], 3) == ""
-    assert ending.of_strangers(tmp_path, [0, 1, 9], 3) == ""
+    assert "2 ranks never joined" in ending.warning_if_never_joined(tmp_path, [0, 1], 2)
+    assert "4 ranks never joined" in ending.warning_if_never_joined(tmp_path, [0, 1], 4)
+    assert ending.warning_if_never_joined(tmp_path, [0], 1) == ""
+    assert ending.warning_if_never_joined(tmp_path, [0, 1, 2], 3) == ""
+    assert ending.warning_if_never_joined(tmp_path, [0, 1, 3], 3) == ""
+    assert ending.warning_if_never_joined(tmp_path, [0, 1, 9], 3) == ""
 
 
 ALONE = "import torch; torch.distributed.is_available()"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import logs as place_module
-from lockstep.launcher.logs import Tee, log_place, tail
+from lockstep.launcher.logs import MOST_DIRECTORIES, Tee, log_directory, tail
 
 _CODE = """
 import os, sys
@@ -112,33 +111,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_place_of_ones_own_goes_when_all_went_well_and_one_that_was_asked_for_stays(
     home: Path,
 ) -> None:
-    with log_place(None) as place:
+    with log_directory(None) as place:
         assert place.path.parent == home
         assert place.path.stat().st_mode & 0o077 == 0
         (place.path / "rank-0.log").write_text("fine")
     assert not list(home.iterdir())
     wanted = home.with_name("wanted")
     wanted.mkdir()
-    with log_place(wanted) as place:
+    with log_directory(wanted) as place:
         assert place.path == wanted
     assert wanted.exists()
 
 
 def test_it_stays_where_it_is_wanted_and_the_oldest_of_many_goes(home: Path) -> None:
     paths = []
-    for number in range(place_module.KEPT + 2):
-        with log_place(None) as place:
+    for number in range(MOST_DIRECTORIES + 2):
+        with log_directory(None) as place:
             place.keep = True
         os.utime(place.path / "kept", (number, number))
         paths.append(place.path)
-    assert [path.exists() for path in paths] == [False, False] + [True] * place_module.KEPT
+    assert [path.exists() for path in paths] == [False, False] + [True] * MOST_DIRECTORIES
 
 
 def test_what_a_killed_launcher_left_goes_and_what_a_living_one_has_stays(home: Path) -> None:
-    with log_place(None) as living:
+    with log_directory(None) as living:
         dead = home / "logs-4194399-12345-x"
         dead.mkdir()
-        with log_place(None):
+        with log_directory(None):
             assert living.path.exists()
             assert not dead.exists()
 
@@ -146,7 +145,7 @@ def test_what_a_killed_launcher_left_goes_and_what_a_living_one_has_stays(home: 
 def test_a_kept_directory_that_another_command_removes_meanwhile_is_no_error(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with log_place(None) as place:
+    with log_directory(None) as place:
         place.keep = True
     status = Path.stat
 
@@ -157,7 +156,7 @@ def test_a_kept_directory_that_another_command_removes_meanwhile_is_no_error(
         return result
 
     monkeypatch.setattr(Path, "stat", removed_after_the_first_look)
-    with log_place(None) as other:
+    with log_directory(None) as other:
         assert other.path.is_dir()
     assert not place.path.exists()
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher import failures, preemption
-from lockstep.launcher.preemption import HANDLED, Stop, noted
+from lockstep.launcher.preemption import HANDLED, Stop, note_signals
+from lockstep.runtime import preemption as flag
 from tests.ending import alive, end
 
 PIDS = {0: 100, 1: 101}
@@ -86,14 +87,14 @@ def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     restore = preemption.listen()
     try:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.heeds"]
-        assert not preemption.to_stop()
+        assert not flag.asked
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
-        assert preemption.to_stop()
+        assert flag.asked
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.asked", "rank-3.heeds"]
     finally:
         restore()
-    assert not preemption.to_stop()
+    assert not flag.asked
     assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
 
 
@@ -101,7 +102,7 @@ def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
     before = {number: signal.getsignal(number) for number in HANDLED}
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with noted() as stop:
+        with note_signals() as stop:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             signal.raise_signal(signal.SIGUSR1)
         assert stop.number == signal.SIGUSR1

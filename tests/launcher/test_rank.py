@@ -18,7 +18,7 @@ import pytest
 from lockstep.config.launching import Launch
 from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures, start
-from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, said
+from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, report_of
 from lockstep.runtime.environment import placement
 from tests.launcher.commands import python
 from tests.refused import refused
@@ -123,7 +123,7 @@ def test_an_exception_goes_into_the_record_at_once_and_is_not_printed(tmp_path: 
     text = "from lockstep.errors import UsageError\n\nraise UsageError('x=1: no')"
     done, (record,) = _fail(tmp_path, text)
     assert (done.returncode, record.kind, record.message) == (2, "usage", "x=1: no")
-    assert record.where == "script.py:3"
+    assert record.user_line == "script.py:3"
 
 
 def test_a_good_end_leaves_no_record_and_runs_exit_handlers(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
 
 def test_what_a_rank_says() -> None:
     def of(error: BaseException, rank: int = 1) -> str:
-        return said(failures.of_exception(error, rank))
+        return report_of(failures.of_exception(error, rank))
 
     assert of(UsageError("x=1: give 2")) == "error (rank 1): x=1: give 2\n"
     assert of(UsageError("x=1: give 2"), rank=0) == "error: x=1: give 2\n"

@@ -11,7 +11,8 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
+from lockstep.launcher.stall_report import RankSnapshot, explain, suspects
+from lockstep.launcher.stalls import Slowness, Watcher
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
 from tests import pages as other_pages
@@ -25,7 +26,7 @@ W = sight(waits=True, number=8, texts={7: "x", 8: "y"})
 MESSAGES = sight(waits=True, messages=True, number=8, texts={8: "a replica check"})
 STOPPED = sight(state="stopped", phase="forward", number=8)
 BARRIER = plain("barrier at a.py:3", 3)
-EXPLAINED: dict[str, tuple[list[Sight], str]] = {
+EXPLAINED: dict[str, tuple[list[RankSnapshot], str]] = {
     "the one that never came": (
         [W, sight(phase="data", where="dataset.py:88 read_shard"), W],
         "ranks 0 and 2 wait in #8 (y), step 5. Rank 1 never issued it: in data, dataset.py:88 read_shard, for 31 s.",
@@ -216,13 +217,13 @@ def slowness(
 ) -> tuple[Slowness, str | None]:
     """What is said after ten seconds, of which each rank has waited for so many."""
     slow = Slowness(10)
-    assert slow.look({rank: view(step=step) for rank in range(len(waited))}, 0) is None
+    assert slow.check({rank: view(step=step) for rank in range(len(waited))}, 0) is None
     totals = {**dict.fromkeys(PHASES, 0), **spent}
     views = {
         rank: view(step=step + 9, waited_ns=int(seconds * SECOND), totals_ns=totals)
         for rank, seconds in enumerate(waited)
     }
-    return slow, slow.look(views, 10)
+    return slow, slow.check(views, 10)
 
 
 def test_a_slow_rank_is_said_to_be_slow_and_alive_once() -> None:
@@ -233,7 +234,7 @@ def test_a_slow_rank_is_said_to_be_slow_and_alive_once() -> None:
     )
     waited = enumerate((15, 0.2, 15))
     views = {rank: view(step=30, waited_ns=int(seconds * SECOND)) for rank, seconds in waited}
-    assert slow.look(views, 20) is None
+    assert slow.check(views, 20) is None
 
 
 def test_nobody_is_slow_where_the_others_do_not_all_wait_for_one() -> None:
@@ -335,7 +336,7 @@ def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
         texts.append(text)
         (tmp_path / text.splitlines()[-1].split()[0].strip(":")).touch()
 
-    monkeypatch.setattr("lockstep.launcher.supervise.say", say)
+    monkeypatch.setattr("lockstep.launcher.supervise.print_line", say)
     waits = "while world.rank == 1 and stepper.steps == 4 and not Path('STALL').exists(): pass"
     slow = "time.sleep(0.2 * (world.rank == 1 and stepper.steps > 4 and not Path('SLOW').exists()))"
     code, _ = hung(forward=f"{waits}\n                {slow}", on_stall="wait")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.stalls import Sight, Stall, Watcher
-from lockstep.launcher.stalls_of_nodes import OtherNodes, Quiet, QuietNodes
+from lockstep.launcher.stall_report import RankSnapshot, Stall
+from lockstep.launcher.stalls import Watcher
+from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports, OtherNodes
 from lockstep.runtime import status
 from tests import pages
 from tests.launcher.sights import sight
@@ -22,44 +23,44 @@ WAITING: dict[str, Any] = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCK
 LABELS = {"a": "anna (10.0.0.1)", "b": "bert (10.0.0.2)"}
 
 
-def quiet(seconds: float, **ranks: Sight) -> Quiet:
-    return Quiet(
+def quiet(seconds: float, **ranks: RankSnapshot) -> NodeReport:
+    return NodeReport(
         seconds,
         {int(rank.removeprefix("rank")): seen for rank, seen in ranks.items()},
         time.monotonic_ns(),
     )
 
 
-def stall(told: QuietNodes) -> Stall:
-    found = told.verdict(LABELS)
+def stall(told: NodeReports) -> Stall:
+    found = told.explain(LABELS)
     assert found is not None
     return found
 
 
 def test_the_rank_of_another_node_is_named_with_it() -> None:
-    told = QuietNodes()
-    assert told.quiet("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
-    assert told.verdict(LABELS) is None
-    late = Sight(
+    told = NodeReports()
+    assert told.add("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
+    assert told.explain(LABELS) is None
+    late = RankSnapshot(
         7,
         sight(phase="data").view,
         "S",
         "dataset.py:88 read_shard",
         '  File "dataset.py", line 88, in read_shard',
     )
-    assert not told.quiet("b", quiet(30, rank2=sight(**WAITING), rank3=late))
+    assert not told.add("b", quiet(30, rank2=sight(**WAITING), rank3=late))
     found = stall(told)
     assert (found.rank, found.stack) == (3, late.stack)
     assert "ranks 0, 1 and 2 wait in #8" in found.message
     assert "dataset.py:88 read_shard" in found.message
     assert found.message.endswith("Rank 3 is on bert (10.0.0.2).")
-    assert told.verdict(LABELS) is None, "it is said once"
+    assert told.explain(LABELS) is None, "it is said once"
 
 
 def test_where_all_wait_for_each_other_it_is_the_network() -> None:
-    told = QuietNodes()
-    told.quiet("a", quiet(31, rank0=sight(**WAITING)))
-    told.quiet("b", quiet(31, rank1=sight(**WAITING)))
+    told = NodeReports()
+    told.add("a", quiet(31, rank0=sight(**WAITING)))
+    told.add("b", quiet(31, rank1=sight(**WAITING)))
     assert stall(told).message == (
         f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
         " look at the network."
@@ -67,13 +68,13 @@ def test_where_all_wait_for_each_other_it_is_the_network() -> None:
 
 
 def test_ranks_that_move_again_take_back_what_was_told() -> None:
-    told = QuietNodes()
-    told.quiet("a", quiet(31, rank0=sight(**WAITING)))
-    told.moving("a")
-    told.quiet("b", quiet(31, rank1=sight(phase="data")))
-    assert told.verdict(LABELS) is None
-    told.quiet("a", quiet(31, rank0=sight(**WAITING)))
-    assert told.verdict(LABELS) is not None
+    told = NodeReports()
+    told.add("a", quiet(31, rank0=sight(**WAITING)))
+    told.remove("a")
+    told.add("b", quiet(31, rank1=sight(phase="data")))
+    assert told.explain(LABELS) is None
+    told.add("a", quiet(31, rank0=sight(**WAITING)))
+    assert told.explain(LABELS) is not None
 
 
 def test_times_are_put_on_the_drivers_clock() -> None:
@@ -81,14 +82,14 @@ def test_times_are_put_on_the_drivers_clock() -> None:
     hour = 3600 * 10**9
     theirs = time.monotonic_ns() - hour
     seen = sight(phase="data")
-    told = QuietNodes()
-    told.quiet(
+    told = NodeReports()
+    told.add(
         "a",
-        Quiet(
+        NodeReport(
             31, {0: replace(seen, view=replace(seen.view, since_ns=theirs - 40 * 10**9))}, theirs
         ),
     )
-    found = told.verdict({"a": "anna"})
+    found = told.explain({"a": "anna"})
     assert found is not None
     assert "for 40 s" in found.message
 
@@ -116,4 +117,4 @@ def test_a_node_that_is_asked_tells_of_ranks_that_it_would_leave_alone(
     now = 102.0
     watcher.look({0: os.getpid()})
     assert sent == ["quiet", "moving"]
-    assert not asked.asked
+    assert not asked.waiting

@@ -133,7 +133,7 @@ dist.barrier()
         texts.append(text)
         (tmp_path / "said").touch()
 
-    monkeypatch.setattr("lockstep.launcher.supervise.say", say)
+    monkeypatch.setattr("lockstep.launcher.supervise.print_line", say)
     monkeypatch.setattr(processes, "cpu_seconds", lambda pid: 0.0)  # on a busy host: too few
     code, _, err = run(START + script, launch=Launch(stall_after=2))
     assert code == 0, err
@@ -226,7 +226,7 @@ def test_a_collective_that_has_ended_is_not_waited_for_though_it_was_counted_too
         {**common, "profiling_name": "gloo:all_reduce", "collective_seq_id": 3, "retired": False},
     ]
     frame = sys._getframe()
-    words = torch_calls._native_words({"entries": entries}, frame)
+    words = torch_calls._describe_native({"entries": entries}, frame)
     assert words.startswith(b"all_reduce f32[16] in test_a_collective_that_has_ended")
     entries[1]["retired"] = True
-    assert torch_calls._native_words({"entries": entries}, frame) == b""
+    assert torch_calls._describe_native({"entries": entries}, frame) == b""

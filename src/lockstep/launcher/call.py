@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import linecache
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -45,7 +46,7 @@ def anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def write_whole(file: int, data: bytes) -> None:
+def write_complete(file: int, data: bytes) -> None:
     """Write `data` to an anonymous file that is still empty, and mark it as complete."""
     with os.fdopen(os.dup(file), "wb") as stream:
         stream.write(b"\0")
@@ -53,18 +54,15 @@ def write_whole(file: int, data: bytes) -> None:
     os.pwrite(file, _COMPLETE, 0)
 
 
-def is_whole(file: int) -> bool:
+def is_complete(file: int) -> bool:
     """Whether the file has been written to the end."""
     return os.pread(file, 1, 0) == _COMPLETE
 
 
-def read_whole(file: int) -> bytes:
+def read_complete(file: int) -> bytes:
     """Return what was written, at whatever position other users of the file have read."""
-    parts, offset, size = [], 1, os.fstat(file).st_size
-    while offset < size:  # the system reads 2 GiB at most at once
-        parts.append(os.pread(file, size - offset, offset))
-        offset += len(parts[-1])
-    return b"".join(parts)
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as content:
+        return content[1:]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,16 +102,18 @@ class FunctionCall:
             "orig_dir": origin,
             "authkey": bytes(process.current_process().authkey),
         }
-        if (spec := getattr(main, "__spec__", None)) is not None:
-            program["init_main_from_name"] = spec.name
-        elif importable():
-            program["init_main_from_path"] = os.path.join(origin, str(main.__file__))
         by_value = not importable()
-        sources = {
-            name: entry
-            for name, entry in linecache.cache.items()
-            if by_value and len(entry) > 1 and _is_cell(name)
-        }
+        spec = getattr(main, "__spec__", None)
+        if spec is not None:
+            program["init_main_from_name"] = spec.name
+        elif not by_value:
+            program["init_main_from_path"] = os.path.join(origin, str(main.__file__))
+        sources = {}
+        if by_value:
+            for name, entry in linecache.cache.items():
+                # a cell's source is not in a file
+                if len(entry) > 1 and not os.path.exists(name) and not name.startswith("<frozen"):
+                    sources[name] = entry
         return cls(
             program=program,
             by_value=by_value,
@@ -133,7 +133,7 @@ class FunctionCall:
             _check_importable(fn)
         try:
             with _handing_over() as descriptors:
-                write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
+                write_complete(file, for_ranks((fn, tuple(args), dict(kwargs))))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError("call-not-sendable", error=str(error)) from error
         return descriptors
@@ -148,12 +148,12 @@ class FunctionCall:
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(dict(self.program))
-            fn, args, kwargs = pickle.loads(read_whole(question))
+            fn, args, kwargs = pickle.loads(read_complete(question))
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
         result = fn(*args, **kwargs)
         _close_world()
-        write_whole(answer, self._portable(result, rank))
+        write_complete(answer, self._portable(result, rank))
 
     def _portable(self, answer: object, rank: int) -> bytes:
         try:
@@ -175,11 +175,6 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         raise UsageError("function-not-importable", name=name)
 
 
-def _is_cell(name: str) -> bool:
-    """Whether `name` names a source that is not in a file."""
-    return not os.path.exists(name) and not name.startswith("<frozen")
-
-
 def importable() -> bool:
     """Whether other processes can import this one's main program: it is not a notebook, an
     interactive session, `python -c` or `python -`.
@@ -187,10 +182,11 @@ def importable() -> bool:
     if in_kernel():  # VS Code sets __file__ in the kernel of its interactive window
         return False
     main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:
+        return True
+    file = getattr(main, "__file__", None)
     origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
-    return getattr(main, "__spec__", None) is not None or os.path.exists(
-        os.path.join(origin, getattr(main, "__file__", "") or "\0")
-    )
+    return bool(file) and os.path.exists(os.path.join(origin, str(file)))
 
 
 def for_ranks(value: object) -> bytes:
@@ -208,20 +204,20 @@ class _Copying(ForkingPickler):
 def _by_value() -> type[pickle.Pickler]:
     import cloudpickle
 
-    theirs = cloudpickle.Pickler.dispatch_table
+    reducers = cloudpickle.Pickler.dispatch_table
 
     def code(value: CodeType) -> Any:
-        make, arguments = theirs[CodeType](value)
+        make, arguments = reducers[CodeType](value)
         return _code_of_file, (value.co_filename, make, arguments)
 
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         dispatch_table: ClassVar = ChainMap(
-            {CodeType: code}, theirs, ForkingPickler(io.BytesIO()).dispatch_table
+            {CodeType: code}, reducers, ForkingPickler(io.BytesIO()).dispatch_table
         )  # ForkingPickler can pickle queues and locks
 
         def reducer_override(self, value: Any) -> Any:
-            found = _copied(value)
-            return super().reducer_override(value) if found is NotImplemented else found
+            reduced = _copied(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     return ByValue
 
@@ -236,10 +232,10 @@ def _code_of_file(name: str, make: Callable[..., CodeType], arguments: Sequence[
 
 def _copied(value: Any) -> Any:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(
-        value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
-    ):
-        return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if torch is not None:
+        copied = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+        if isinstance(value, copied):
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return NotImplemented
 
 

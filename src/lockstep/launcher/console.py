@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launcher.failures import rank_file
 from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
 
@@ -35,7 +36,7 @@ WINDOW = 0.1
 _REDRAW = 0.2  # seconds between two updates of a cell's display
 _LONGEST = 2**16  # maximum bytes of a line; a longer one is split
 _MOST = 200  # maximum number of waiting lines; beyond it the first is printed at once
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager
@@ -63,115 +64,129 @@ def forwarded(
 def connect(directory: Path, rank: int) -> None:
     """In a rank: connect file descriptors 1 and 2 to its pipes, if the launcher has made them."""
     for name, descriptor in _STREAMS.items():
-        path = pipe_of(directory, rank, name)
+        path = rank_file(directory, rank, name)
         if path.exists():
             end = os.open(path, os.O_WRONLY)
             os.dup2(end, descriptor)
             os.close(end)
 
 
-def pipe_of(directory: Path, rank: int, stream: str) -> Path:
-    """Return the path of the pipe for a rank's stream ("out" or "err")."""
-    return directory / f"rank-{rank}.{stream}"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pipe:
+    """The launcher's end of one rank's pipe."""
+
+    descriptor: int
+    rank: int
+    stream: str
+    lines: Lines
 
 
 class _Forwarding:
     """The launcher's ends of all pipes, and the loop of its thread."""
 
     def __init__(self, directory: Path, ranks: range, window: float, cell: Cell | None) -> None:
-        self._cell, self._redraw_at = cell, 0.0
+        self._cell = cell
+        self._redraw_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._joiners = {name: Joiner(len(ranks), window) for name in _STREAMS}
+        self._joiners = {stream: Joiner(len(ranks), window) for stream in _STREAMS}
         self._open = set(_STREAMS)  # streams of this process that still have a reader
-        for name, descriptor in _STREAMS.items():
-            for rank in ranks[1 if cell is None and os.isatty(descriptor) else 0 :]:
-                path = pipe_of(directory, rank, name)
+        self._pipes: list[_Pipe] = []
+        for stream, descriptor in _STREAMS.items():
+            writes_directly = cell is None and os.isatty(descriptor)
+            for rank in ranks[1:] if writes_directly else ranks:
+                path = rank_file(directory, rank, stream)
                 os.mkfifo(path, 0o600)
                 # Opened for writing too: then the pipe has no end of file as long as this process
                 # holds it, whichever ranks open and close it.
                 end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-                self._selector.register(end, selectors.EVENT_READ, (rank, name, Lines()))
+                pipe = _Pipe(end, rank, stream, Lines())
+                self._pipes.append(pipe)
+                self._selector.register(end, selectors.EVENT_READ, pipe)
 
     def run(self) -> None:
         """Read, join and print until stopped. Then print what is left."""
-        pipes = [key for key in self._selector.get_map().values() if key.data is not None]
         stopped = False
         while not stopped:
-            due = [when for joiner in self._joiners.values() if (when := joiner.due()) is not None]
-            due += self._redraw(pipes)
-            for key, _ in self._selector.select(
-                max(0.0, min(due) - time.monotonic()) if due else None
-            ):
-                stopped = stopped or key.data is None
-                if key.data is not None:
-                    self._take(key)
-            for name, joiner in self._joiners.items():
-                self._print(name, joiner.ready(time.monotonic()))
-        for key in pipes:
-            while self._take(key):
+            for key, _ in self._selector.select(self._seconds_to_wait()):
+                if key.data is None:
+                    stopped = True
+                else:
+                    self._read(key.data)
+            for stream, joiner in self._joiners.items():
+                self._print(stream, joiner.ready(time.monotonic()))
+        for pipe in self._pipes:
+            while self._read(pipe):
                 pass
-        for rank, name, lines in (key.data for key in pipes):
-            self._join(rank, name, lines.end())
-        for name, joiner in self._joiners.items():
-            self._print(name, joiner.end())
+        for pipe in self._pipes:
+            self._join(pipe, pipe.lines.end())
+        for stream, joiner in self._joiners.items():
+            self._print(stream, joiner.end())
         self._redraw_at = 0.0
-        self._redraw(pipes)
+        self._redraw()
 
     def stop(self) -> None:
         os.write(self._waker, b"x")
 
     def close(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
         self._selector.close()
+        for pipe in self._pipes:
+            os.close(pipe.descriptor)
+        os.close(self._wake)
         os.close(self._waker)
 
-    def _take(self, key: selectors.SelectorKey) -> bool:
+    def _seconds_to_wait(self) -> float | None:
+        """Redraw the cell if it is time. Return when a line or the cell is due; None if nothing
+        waits.
+        """
+        times = [self._redraw()]
+        times += [joiner.due() for joiner in self._joiners.values()]
+        due = [moment for moment in times if moment is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _read(self, pipe: _Pipe) -> bool:
         """Read from one pipe once; False if it is empty."""
-        rank, name, lines = key.data
         try:
-            data = os.read(key.fd, _READ)
+            data = os.read(pipe.descriptor, _READ)
         except BlockingIOError:
             return False
-        self._join(rank, name, lines.feed(data))
+        self._join(pipe, pipe.lines.feed(data))
         return bool(data)
 
-    def _redraw(self, pipes: Iterable[selectors.SelectorKey]) -> list[float]:
+    def _redraw(self) -> float | None:
         """Show the ranks' unfinished lines in the cell. Return the time of the next update, if
         there is one.
         """
         if self._cell is None:
-            return []
-        states = (key.data for key in pipes)
-        unended = {rank: text for rank, _, lines in states if (text := lines.unended)}
+            return None
+        unended = {pipe.rank: pipe.lines.unended for pipe in self._pipes if pipe.lines.unended}
         now = time.monotonic()
         if not unended and not self._cell.shown:
             self._redraw_at = now + _REDRAW  # a line that ends by then is not shown twice
-            return []
+            return None
         if now >= self._redraw_at:
             self._cell.show(unended)
             self._redraw_at = now + _REDRAW
-        return [self._redraw_at]
+        return self._redraw_at
 
-    def _join(self, rank: int, name: str, lines: list[str]) -> None:
+    def _join(self, pipe: _Pipe, lines: list[str]) -> None:
         now = time.monotonic()
         for line in lines:
-            self._print(name, self._joiners[name].take(rank, line, now))
+            self._print(pipe.stream, self._joiners[pipe.stream].add(pipe.rank, line, now))
 
-    def _print(self, name: str, lines: list[str]) -> None:
+    def _print(self, stream: str, lines: list[str]) -> None:
         """Print `lines`. If the stream has lost its reader, only the printing ends, not the run."""
-        if not lines or name not in self._open:
+        if not lines or stream not in self._open:
             return
         text = "".join(f"{line}\n" for line in lines)
         try:
             if self._cell is None:
-                write_all(_STREAMS[name], text.encode(errors="replace"))
+                write_all(_STREAMS[stream], text.encode(errors="replace"))
             else:
-                self._cell.write(f"std{name}", text)
+                self._cell.write(f"std{stream}", text)
         except OSError:
-            self._open.discard(name)
+            self._open.discard(stream)
 
 
 class Lines:
@@ -184,33 +199,35 @@ class Lines:
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that `data` completes."""
-        *whole, rest = (self._rest + data).split(b"\n")
+        *lines, rest = (self._rest + data).split(b"\n")
         rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         while len(rest) > _LONGEST:
-            whole.append(rest[:_LONGEST])
+            lines.append(rest[:_LONGEST])
             rest = rest[_LONGEST:]
         self._rest = rest
-        return [_shown(line) for line in whole]
+        return [_last_version(line) for line in lines]
 
     @property
     def unended(self) -> str:
         """The unfinished line."""
-        return _shown(self._rest)
+        return _last_version(self._rest)
 
     def end(self) -> list[str]:
         """Return the unfinished line, if there is one."""
-        rest, self._rest = _shown(self._rest), b""
-        return [rest] if rest else []
+        line = self.unended
+        self._rest = b""
+        return [line] if line else []
 
 
-def _shown(line: bytes) -> str:
+def _last_version(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 @dataclass(slots=True, eq=False)
-class _Said:
+class _JoinedLine:
     text: str
     key: str
+    """The text without colours."""
     ranks: list[int]
     since: float
 
@@ -223,60 +240,68 @@ class Joiner:
     """
 
     def __init__(self, ranks: int, window: float = WINDOW) -> None:
-        self._count, self._window = ranks, window
-        self._waiting: list[_Said] = []
-        self._latest: dict[int, _Said] = {}  # by rank: its last waiting line
+        self._count = ranks
+        self._window = window
+        self._waiting: list[_JoinedLine] = []
+        self._latest: dict[int, _JoinedLine] = {}  # by rank: its last waiting line
 
-    def take(self, rank: int, line: str, now: float) -> list[str]:
-        """Take a line. Return the lines to print because too many are waiting."""
-        key = _COLOUR.sub("", line)
-        begin = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
-        said = next((each for each in self._waiting[begin:] if each.key == key), None)
-        if said is None:
+    def add(self, rank: int, text: str, now: float) -> list[str]:
+        """Add a rank's line. Return the lines to print because too many are waiting."""
+        key = COLOUR.sub("", text)
+        start = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
+        equal = [line for line in self._waiting[start:] if line.key == key]
+        if equal:
+            line = equal[0]
+            if rank < min(line.ranks):
+                line.text = text
+            line.ranks.append(rank)
+        else:
             # Insert it right after this rank's last line, not at the end: then this rank's next
             # lines can still be joined with lines that others have printed since.
-            said = _Said(line, key, [rank], now)
-            self._waiting.insert(begin, said)
-        else:
-            said.ranks.append(rank)
-            if rank == min(said.ranks):
-                said.text = line
-        self._latest[rank] = said
-        return self._leave(1) if len(self._waiting) > _MOST else []
+            line = _JoinedLine(text, key, [rank], now)
+            self._waiting.insert(start, line)
+        self._latest[rank] = line
+        return self._remove(1) if len(self._waiting) > _MOST else []
 
     def ready(self, now: float) -> list[str]:
         """Return the lines whose time has come, the lines before them, and lines that all ranks
         have printed.
         """
-        late = [
-            place for place, said in enumerate(self._waiting, 1) if said.since + self._window <= now
-        ]
-        count = late[-1] if late else 0
-        while count < len(self._waiting) and len(self._waiting[count].ranks) == self._count:
-            count += 1
-        return self._leave(count)
+        count = 0
+        for number, line in enumerate(self._waiting, 1):
+            late = line.since + self._window <= now
+            if late or (number == count + 1 and len(line.ranks) == self._count):
+                count = number
+        return self._remove(count)
 
     def due(self) -> float | None:
         """Return the time to ask again; None if nothing waits."""
-        return min(said.since for said in self._waiting) + self._window if self._waiting else None
+        oldest = min((line.since for line in self._waiting), default=None)
+        return None if oldest is None else oldest + self._window
 
     def end(self) -> list[str]:
         """Return all waiting lines."""
-        return self._leave(len(self._waiting))
+        return self._remove(len(self._waiting))
 
-    def _leave(self, count: int) -> list[str]:
-        gone, self._waiting = self._waiting[:count], self._waiting[count:]
-        for rank in [rank for rank, said in self._latest.items() if said in gone]:
-            del self._latest[rank]
-        return [f"[{spans(said.ranks)}] {said.text}".rstrip() for said in gone]
+    def _remove(self, count: int) -> list[str]:
+        removed = self._waiting[:count]
+        del self._waiting[:count]
+        for line in removed:
+            for rank in line.ranks:
+                if self._latest[rank] is line:
+                    del self._latest[rank]
+        return [f"[{spans(line.ranks)}] {line.text}".rstrip() for line in removed]
 
 
 def spans(ranks: Iterable[int]) -> str:
     """Write ranks as `0-7`, `3` or `0,2-5`."""
-    parts: list[list[int]] = []
+    parts: list[str] = []
+    first = last = -2
     for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
+        if rank == last + 1:
+            parts[-1] = f"{first}-{rank}"
         else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+            first = rank
+            parts.append(str(rank))
+        last = rank
+    return ",".join(parts)

@@ -5,8 +5,8 @@ Python ends a process when all non-daemon threads have ended, then processes of 
 then exit handlers. Ranks wait for them too, however long it takes: a thread may be writing the
 user's file. But no rank waits silently: after five seconds it reports what it waits for.
 
-    rank       announce(tell)   a separate thread, so that it also sees threads started meanwhile
-    launcher   Endings          prints the ranks' reports, and looks itself if a rank cannot report
+    rank       watch_end(report)  a separate thread, so that it also sees threads started meanwhile
+    launcher   EndWatcher         prints the ranks' reports, and looks itself if a rank cannot report
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import extract_stack
 
 from lockstep.launcher import processes
-from lockstep.launcher.failures import PACKAGE, named
-from lockstep.launcher.processes import shown
+from lockstep.launcher.failures import PACKAGE, named, rank_file
+from lockstep.launcher.processes import Pids, format_stack
+from lockstep.launcher.stall_report import view_of, views_of
 from lockstep.launcher.stalls import stack_of
 from lockstep.runtime import status
 from lockstep.runtime.disk import write_whole
@@ -44,91 +45,79 @@ _ADVICE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Blocker:
     """What a process waits for, in words, and the stack of the place."""
 
-    what: str
+    reason: str
     stack: str
 
-    def said_of(self, who: str, several: bool = False) -> str:
+    def describe(self, ranks: str, several: bool = False) -> str:
         """Return the report for the user: the stack, then the sentences."""
-        words = (
-            "finished, but their processes do not end: they wait"
-            if several
-            else "finished, but its process does not end: it waits"
-        )
-        sentence = f"{who} {'have' if several else 'has'} {words} for {self.what}. {_ADVICE}"
+        words = "has finished, but its process does not end: it waits"
+        if several:
+            words = "have finished, but their processes do not end: they wait"
+        sentence = f"{ranks} {words} for {self.reason}. {_ADVICE}"
         return f"{self.stack.rstrip()}\n{sentence}".lstrip("\n")
 
 
-def announce(tell: Callable[[Held], object]) -> None:
+def watch_end(report: Callable[[Blocker], object]) -> None:
     """Record that the program is over. If the process still runs after `PATIENCE` seconds, not
-    counting those in which it had no core, call `tell` once with what it waits for.
+    counting those in which it had no core, call `report` once with what it waits for.
     """
     queued = processes.queued_seconds(os.getpid())
 
     def watch() -> None:
-        held = None
-        while held is None:
+        blocker = None
+        while blocker is None:
             time.sleep(PATIENCE)
             time.sleep(processes.queued_seconds(os.getpid()) - queued)
-            held = waits_for()
-        tell(held)
+            blocker = find_blocker()
+        report(blocker)
 
     threading.Thread(target=watch, name="lockstep-ending", daemon=True).start()
 
 
-def announce_to_terminal(rank: int) -> None:
-    """`announce` for a rank without Lockstep's launcher: print to this process's stderr."""
-    announce(
-        lambda held: print(
-            held.said_of(f"rank {rank} (pid {os.getpid()})"), file=sys.stderr, flush=True
-        )
-    )
+def watch_end_without_launcher(rank: int) -> None:
+    """`watch_end` for a rank without Lockstep's launcher: print to this process's stderr."""
+
+    def report(blocker: Blocker) -> None:
+        print(blocker.describe(f"rank {rank} (pid {os.getpid()})"), file=sys.stderr, flush=True)
+
+    watch_end(report)
 
 
-def leave(directory: Path, rank: int, held: Held) -> None:
+def write_report(directory: Path, rank: int, blocker: Blocker) -> None:
     """Write the report for the launcher."""
-    write_whole(_file(directory, rank), json.dumps(asdict(held)))
+    write_whole(rank_file(directory, rank, "waits"), json.dumps(asdict(blocker)))
 
 
-def waits_for() -> Held | None:
+def find_blocker() -> Blocker | None:
     """Return what keeps this process from ending. In Python's order: threads, then processes, else
     an exit handler. None while Lockstep itself flushes files or collects objects: on a busy host
     that takes seconds.
     """
     frames = sys._current_frames()
-    stacks = {
-        thread: extract_stack(frames[thread.ident])
-        for thread in threading.enumerate()
-        if thread.ident in frames
-    }
-    main = stacks.pop(threading.main_thread())
-    threads = {thread: stack for thread, stack in stacks.items() if not thread.daemon}
-    if threads:
-        said = [
-            f"the thread {thread.name!r} (runs {_place(_function(thread))}; now at"
-            f" {processes.users_line(stack)})"
-            for thread, stack in threads.items()
-        ]
-        return Held(
-            " and ".join(said),
-            "\n".join(
-                f"Stack of {thread.name!r}:\n{shown(stack)}" for thread, stack in threads.items()
-            ),
-        )
-    children = [child for child in multiprocessing.active_children() if not child.daemon]
-    if children:
-        return Held(
-            " and ".join(
-                f"the process {child.name!r} (pid {child.pid}) that it has started"
-                for child in children
-            ),
-            shown(main),
-        )
+    main = extract_stack(frames[threading.main_thread().ident or 0])
+    reasons = []
+    stacks = []
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon and thread.ident in frames:
+            stack = extract_stack(frames[thread.ident])
+            line = processes.users_line(stack)
+            reasons.append(
+                f"the thread {thread.name!r} (runs {_describe(_function(thread))}; now at {line})"
+            )
+            stacks.append(f"Stack of {thread.name!r}:\n{format_stack(stack)}")
+    if reasons:
+        return Blocker(" and ".join(reasons), "\n".join(stacks))
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            reasons.append(f"the process {child.name!r} (pid {child.pid}) that it has started")
+    if reasons:
+        return Blocker(" and ".join(reasons), format_stack(main))
     if main[-1].filename.startswith(PACKAGE):
         return None
-    return Held("an exit handler, or the end of a library", shown(main))
+    return Blocker("an exit handler, or the end of a library", format_stack(main))
 
 
 def _function(thread: threading.Thread) -> object:
@@ -138,85 +127,82 @@ def _function(thread: threading.Thread) -> object:
     return getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
 
 
-def _place(function: object) -> str:
+def _describe(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return (
-        name
-        if code is None
-        else f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-    )
+    if callable(function):
+        function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    return f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def waits(directory: Path, rank: int) -> bool:
+def reported(directory: Path, rank: int) -> bool:
     """Whether this rank's program is over, and the report of what its process waits for exists."""
-    return _file(directory, rank).exists()
+    return rank_file(directory, rank, "waits").exists()
 
 
-class Endings:
+class EndWatcher:
     """The launcher's side: checks now and then whether a rank waits at its end, and returns a
     report, once for each rank.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._clock = directory, clock
-        self._looked = clock()
+        self._directory = directory
+        self._clock = clock
+        self._checked = clock()
         # by rank: when its program was first seen to be over, not counting seconds without a core
         self._over: dict[int, float] = {}
-        self._said: set[int] = set()
+        self._reported: set[int] = set()
 
-    def look(self, pids: Mapping[int, int]) -> list[str]:
-        """Return the reports to print now. `pids` are the living ranks' pids, by rank. Ranks that
-        wait for the same thing share a report.
-        """
+    def check(self, pids: Pids) -> list[str]:
+        """Return the reports to print now. Ranks that wait for the same thing share a report."""
         now = self._clock()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._checked < _LOOK_SECONDS:
             return []
-        self._looked = now
-        found: dict[Held, list[int]] = {}
-        for rank in sorted(set(pids) - self._said):
-            self._look_at(rank, pids[rank])
-            if (file := _file(self._directory, rank)).exists():
-                self._said.add(rank)
-                found.setdefault(Held(**json.loads(file.read_text(encoding="utf-8"))), []).append(
-                    rank
-                )
-        return [
-            held.said_of(
-                named(ranks) if len(ranks) > 1 else f"rank {ranks[0]} (pid {pids[ranks[0]]})",
-                len(ranks) > 1,
-            )
-            for held, ranks in found.items()
-        ]
+        self._checked = now
+        ranks_by_blocker: dict[Blocker, list[int]] = {}
+        for rank in sorted(pids.keys() - self._reported):
+            self._report_for(rank, pids[rank])
+            file = rank_file(self._directory, rank, "waits")
+            if file.exists():
+                self._reported.add(rank)
+                blocker = Blocker(**json.loads(file.read_text(encoding="utf-8")))
+                ranks_by_blocker.setdefault(blocker, []).append(rank)
+        reports = []
+        for blocker, ranks in ranks_by_blocker.items():
+            several = len(ranks) > 1
+            names = named(ranks)
+            if not several:
+                names += f" (pid {pids[ranks[0]]})"
+            reports.append(blocker.describe(names, several))
+        return reports
 
-    def _look_at(self, rank: int, pid: int) -> None:
+    def _report_for(self, rank: int, pid: int) -> None:
         """Report for a rank that should have reported by now: it is stopped, or native code holds
         its interpreter.
         """
-        view = status.read(status.file_of(self._directory, rank))
-        now = self._looked - processes.queued_seconds(pid)
+        view = view_of(self._directory, rank)
+        now = self._checked - processes.queued_seconds(pid)
         if view is None or view.phase != "end":
             return
         over = now - self._over.setdefault(rank, now)
         state = processes.state(pid)
         patience = _LAUNCHERS_PATIENCE * (_WORKS if state == processes.RUNNING else 1)
-        if over < patience or waits(self._directory, rank):
+        if over < patience or reported(self._directory, rank):
             return
         if state == processes.STOPPED:
-            held = Held("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
+            blocker = Blocker("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
         else:
             stack = processes.ask_for_stack(pid, stack_of(self._directory, rank))
-            held = Held("native code, which lets no thread of Python say what it does", stack)
-        leave(self._directory, rank, held)
+            reason = "native code, which lets no thread of Python say what it does"
+            blocker = Blocker(reason, stack)
+        write_report(self._directory, rank, blocker)
 
 
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.held"
-
-
-def note_groups() -> None:
+def note_process_group() -> None:
     """In a rank whose program is over: note whether torch has had a process group here, even if it
     is closed again.
 
@@ -243,10 +229,12 @@ def never_joined(size: int) -> str:
     )
 
 
-def of_strangers(directory: Path, ranks: Iterable[int], size: int) -> str:
+def warning_if_never_joined(directory: Path, ranks: Collection[int], size: int) -> str:
     """Return `never_joined` for ranks that have ended well. "" if one has opened a process group,
     or has not noted its end.
     """
-    views = [status.read(status.file_of(directory, rank)) for rank in ranks]
-    alone = all(view is not None and view.phase == "end" and not view.opened for view in views)
-    return never_joined(size) if alone and size > 1 else ""
+    views = views_of(directory, ranks).values()
+    if size == 1 or len(views) < len(ranks):
+        return ""
+    alone = all(view.phase == "end" and not view.opened for view in views)
+    return never_joined(size) if alone else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,9 @@ from dataclasses import dataclass
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.launcher import fork_server, processes
 from lockstep.launcher.failures import Failure, first
+from lockstep.launcher.fork_server import Variables
+from lockstep.launcher.preemption import print_line
+from lockstep.launcher.processes import Pids
 from lockstep.launcher.start import ForkServer
 from lockstep.runtime import private
 from lockstep.runtime.launched import LOOPBACK
@@ -34,16 +36,21 @@ _DYING_SECONDS = 20.0
 class Ended:
     """The state of this host's ranks at the end, before the launcher stopped any."""
 
-    pids: Mapping[int, int]
+    pids: Pids
     codes: Mapping[int, int | None]
     """The exit code by rank: -n if signal n killed it, None if it was still running."""
 
+    @property
+    def living(self) -> dict[int, int]:
+        """The pids of the ranks that were still running."""
+        return {rank: pid for rank, pid in self.pids.items() if self.codes[rank] is None}
 
-def explained(failures: Iterable[Failure], now: Ended) -> bool:
+
+def explained(failures: Iterable[Failure], state: Ended) -> bool:
     """Whether `failures` tell the cause."""
     cause = first(failures)
     if cause is not None and cause.code == ExitCode.PREEMPTED:
-        return None not in now.codes.values()  # wait for the other ranks, which are leaving too
+        return not state.living  # wait for the other ranks, which are leaving too
     return cause is not None and cause.standing == "cause"
 
 
@@ -80,20 +87,21 @@ class LocalRanks:
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that scripts and libraries read to find a rank's place."""
-        rank, size, local_size = str(self.first_rank + local_rank), str(self.size), str(self.count)
-        return {
+        rank = self.first_rank + local_rank
+        values = {
             "RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": local_size,
-            "GROUP_RANK": str(self.node),
-            "GROUP_WORLD_SIZE": str(self.nodes),
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": self.count,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
             "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": self.size,
             "ROLE_NAME": "lockstep",
             "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
+            "MASTER_PORT": self.port,
         }
+        return {name: str(value) for name, value in values.items()}
 
 
 class Ranks:
@@ -102,9 +110,14 @@ class Ranks:
     """
 
     def __init__(
-        self, server: ForkServer, place: LocalRanks, clock: Callable[[], float] = time.monotonic
+        self,
+        server: ForkServer,
+        local_ranks: LocalRanks,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._place, self._clock = server, place, clock
+        self._server = server
+        self._local_ranks = local_ranks
+        self._clock = clock
         self._pids: dict[int, int] = {}
         self._over = False
 
@@ -119,9 +132,7 @@ class Ranks:
 
     def start(
         self,
-        process: Callable[
-            [int, Mapping[str, str]], tuple[Callable[..., object], Mapping[str, str]]
-        ],
+        process: Callable[[int, Variables], tuple[Callable[..., object], Variables]],
         beside: Sequence[str] = (),
         descriptors: Callable[[int], Sequence[int]] = lambda rank: (),
         *,
@@ -133,14 +144,13 @@ class Ranks:
         Raises:
             ServerGone: a rank cannot be started; the others are then ended.
         """
-        for local in range(self._place.count):
-            rank = self._place.first_rank + local
-            work, environment = process(rank, self._place.variables(local))
+        for local_rank, rank in enumerate(self._local_ranks.numbers):
+            work, environment = process(rank, self._local_ranks.variables(local_rank))
             self._pids[rank] = self._server.fork(
                 work, descriptors(rank), environment, beside=beside, cold=cold
             )
 
-    def look(self) -> Ended:
+    def state(self) -> Ended:
         """Return the present state of the ranks."""
         codes = self._server.codes(self._pids.values())
         return Ended(self._pids, {rank: codes[pid] for rank, pid in self._pids.items()})
@@ -149,7 +159,7 @@ class Ranks:
         self,
         *,
         failures: Callable[[Ended], Iterable[Failure]],
-        stopping: Callable[[Mapping[int, int]], Farewell | None],
+        stopping: Callable[[Pids], Farewell | None],
         spared: Callable[[Ended], Collection[int]] = lambda now: (),
         called_off: Callable[[], bool] = lambda: False,
         farewell: Farewell = Farewell(),
@@ -172,61 +182,52 @@ class Ranks:
         """
         settled_at: float | None = None
         while True:
-            now = self.look()
-            living = {rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}
-            if living and (asked := stopping(living)) is not None:
-                self.end(asked)
+            state = self.state()
+            living = state.living
+            stop = stopping(living) if living else None
+            if stop is not None:
+                self.end(stop)
                 raise Stopped
-            failing = {rank for rank, code in now.codes.items() if code}
-            failed = bool(failing and failing.difference(spared(now)))
+            failed = {rank for rank, code in state.codes.items() if code}
             if called_off():
                 break
-            if failed:
+            if failed and failed.difference(spared(state)):
                 settled_at = settled_at or self._clock()
-                if (
-                    explained(failures(now), now)
-                    or not living
-                    or self._clock() - settled_at > self._patience(now)
-                ):
+                late = self._clock() - settled_at > self._patience(state)
+                if late or not living or explained(failures(state), state):
                     break
             elif not living:
                 self._end_left_over()
-                return now
+                return state
             self._server.wait(_LOOK_SECONDS)
         self.end(farewell)
-        return now
+        return state
 
-    def _patience(self, now: Ended) -> float:
+    def _patience(self, state: Ended) -> float:
         # Peers see that a process was killed when its first thread has ended. The system sees it
         # when the last one has, perhaps a thread of low priority.
-        dying = any(
-            code is None and self._server.state(now.pids[rank]) == processes.DEAD
-            for rank, code in now.codes.items()
-        )
+        states = [self._server.state(pid) for pid in state.living.values()]
+        dying = processes.DEAD in states
         # a rank leaves after its save; the others follow a moment later
-        leaving = ExitCode.PREEMPTED in now.codes.values()
+        leaving = ExitCode.PREEMPTED in state.codes.values()
         return _SETTLE_SECONDS + (_DYING_SECONDS if dying or leaving else 0)
 
-    def end(self, how: Farewell) -> None:
+    def end(self, farewell: Farewell) -> None:
         """End every rank's process group. A rank that has died is not reaped yet, so its pid still
         means its group.
         """
         self._over = True
-        if how.seconds:
-            self._signal(how.number)
-        deadline = self._clock() + how.seconds
+        if farewell.seconds:
+            self._signal(farewell.number)
+        deadline = self._clock() + farewell.seconds
         with suppress(LockstepError):  # the server has gone, and the ranks with it
-            while (
-                self._clock() < deadline
-                and None in self.look().codes.values()
-                and not how.hurried()
-            ):
+            while self._clock() < deadline and self.state().living and not farewell.hurried():
                 self._server.wait(0.01)
         # list them now: dead processes cannot be listed
-        members = {pid for found in self._groups().values() for pid in found}
+        members = set[int]().union(*self._groups().values())
         self._signal(signal.SIGKILL)
         with suppress(LockstepError):
-            while None in self.look().codes.values():
+            while self.state().living:
                 self._server.wait(_LOOK_SECONDS)
         deadline = self._clock() + _SETTLE_SECONDS
         while members and self._groups() and self._clock() < deadline:
@@ -240,33 +241,27 @@ class Ranks:
         """
         self._over = True
         deadline = self._clock() + _SETTLE_SECONDS
-        while left := self._groups():
-            # by then multiprocessing's helpers have ended by themselves
-            if self._clock() > deadline:
-                for rank, found in left.items():
-                    _say_left(rank, found)
-                self.end(Farewell())
-                return
+        # until the deadline multiprocessing's helpers end by themselves
+        while self._groups() and self._clock() <= deadline:
             time.sleep(0.01)
+        left_over = self._groups()
+        for rank, members in left_over.items():
+            listed = ", ".join(f"{name} (pid {pid})" for pid, name in members.items())
+            print_line(
+                f"rank {rank} has left {listed} running: Lockstep ended it. To keep a process after"
+                " the run, start it with start_new_session=True"
+            )
+        if left_over:
+            self.end(Farewell())
 
     def _groups(self) -> dict[int, dict[int, str]]:
         """Return the living processes of every rank's process group: their names by pid."""
-        found = self._server.groups(self._pids.values())
-        return {rank: found[pid] for rank, pid in self._pids.items() if pid in found}
+        members = self._server.groups(self._pids.values())
+        return {rank: members[pid] for rank, pid in self._pids.items() if pid in members}
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids.values():
             self._server.send_signal(pid, number)
-
-
-def _say_left(rank: int, found: Mapping[int, str]) -> None:
-    listed = ", ".join(f"{name} (pid {pid})" for pid, name in found.items())
-    print(
-        f"rank {rank} has left {listed} running: Lockstep ended it. To keep a process after the"
-        " run, start it with start_new_session=True",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 @contextmanager
@@ -283,12 +278,11 @@ def store(server: ForkServer, address: str = LOOPBACK, port: int = 0) -> Iterato
     try:
         listener = socket.create_server((address, port), family=family)
     except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise LockstepError("store-not-started", address=f"{address}:{port}", why=why) from None
+        reason = os.strerror(error.errno or 0)
+        raise LockstepError("store-not-started", address=f"{address}:{port}", why=reason) from None
     with listener:
         port = listener.getsockname()[1]
-        work = _StoreProcess(address, port)
-        pid = server.fork(work, [listener.fileno()])
+        pid = server.fork(_StoreProcess(address, port), [listener.fileno()])
     try:
         yield address, port
     finally:

@@ -14,10 +14,9 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from traceback import TracebackException, extract_tb
 from typing import Literal
@@ -80,7 +79,7 @@ class Failure:
     """
     traceback: str = ""
     """The exception with its frames, except the launcher's; "" if there is none to show."""
-    where: str = ""
+    user_line: str = ""
     """For a usage error or sys.exit: file and line in the user's code, if it came from there."""
     standing: Standing = "cause"
     doing: str = ""
@@ -100,17 +99,21 @@ class Failure:
         return self.kind in ("signal", "loader", "node")
 
 
+def rank_file(directory: Path, rank: int, kind: str) -> Path:
+    """Return the file of this kind that a rank and its launcher share in `directory`."""
+    return directory / f"rank-{rank}.{kind}"
+
+
 def note_time(error: BaseException) -> int:
     """Return the monotonic time at which `error` was first noted. Call it early where unwinding can
     be slow.
     """
-    known = getattr(error, _STAMP, None)
-    if isinstance(known, int):
-        return known
-    now = time.monotonic_ns()
-    with suppress(Exception):  # a class may refuse attributes
-        setattr(error, _STAMP, now)
-    return now
+    noted_at = getattr(error, _STAMP, None)
+    if noted_at is None:
+        noted_at = time.monotonic_ns()
+        with suppress(Exception):  # a class may refuse attributes
+            setattr(error, _STAMP, noted_at)
+    return int(noted_at)
 
 
 def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> Failure:
@@ -119,41 +122,48 @@ def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> F
     `may_exit`: the program is the user's own, and may end with sys.exit(0). Otherwise a sys.exit
     has interrupted Lockstep's own work: the run fails, whatever the code.
     """
-    record = partial(Failure, rank=rank, monotonic_ns=note_time(error))
-    if isinstance(error, UsageError):
-        shown, where = readable_traceback(error), _user_line(error)
-        return record(
-            kind="usage", message=_text(error), code=ExitCode.USAGE, traceback=shown, where=where
-        )
-    if type(error) is SystemExit and not may_exit:
-        return record(
-            kind="exit",
-            message=f"sys.exit({'' if error.code is None else repr(error.code)})",
-            code=exit_code(error)[0] or ExitCode.FAILED,
-            traceback=readable_traceback(error),
-            where=_user_line(error),
-        )
+    monotonic_ns = note_time(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code, message = exit_code(error)
-        return record(
-            kind="exit",
-            message=message,
-            code=code,
-            where=_user_line(error) if isinstance(error, SystemExit) else "",
+        failure = Failure(
+            rank=rank, kind="exit", message=message, code=code, monotonic_ns=monotonic_ns
         )
-    kind: Kind = "loader" if isinstance(error, LoaderWorkerKilled) else "exception"
-    standing = _standing(error)
+        if isinstance(error, KeyboardInterrupt):
+            return failure
+        failure = replace(failure, user_line=_user_line(error))
+        if may_exit or type(error) is not SystemExit:
+            return failure
+        return replace(
+            failure,
+            message=f"sys.exit({'' if error.code is None else repr(error.code)})",
+            code=code or ExitCode.FAILED,
+            traceback=readable_traceback(error),
+        )
+    failure = Failure(
+        rank=rank,
+        kind="exception",
+        message=_message(error),
+        code=ExitCode.FAILED,
+        monotonic_ns=monotonic_ns,
+        traceback=readable_traceback(error),
+        standing=_standing(error),
+    )
+    if isinstance(error, UsageError):
+        return replace(
+            failure,
+            kind="usage",
+            message=_text(error),
+            code=ExitCode.USAGE,
+            user_line=_user_line(error),
+            standing="cause",
+        )
+    if isinstance(error, LoaderWorkerKilled):
+        return replace(failure, kind="loader", code=128 + error.signal)
     if isinstance(error, CorruptResult) and len(error.ranks) == 1:
         # all ranks raise it, and one of them is corrupt
-        kind, standing = "corrupt", "cause" if rank in error.ranks else "consequence"
-    code = 128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED
-    return record(
-        kind=kind,
-        message=_message(error),
-        code=code,
-        traceback=readable_traceback(error),
-        standing=standing,
-    )
+        standing: Standing = "cause" if rank in error.ranks else "consequence"
+        return replace(failure, kind="corrupt", standing=standing)
+    return failure
 
 
 def _text(error: BaseException) -> str:
@@ -179,24 +189,21 @@ def _message(error: BaseException) -> str:
     caught = _IN_A_LOADER.search(text)
     if caught is None:
         return text
-    last = [line for line in text.splitlines() if line.startswith(f"{caught[1]}: ")]
-    return f"{last[-1]} (in loader worker {caught[2]})" if last else text
+    name, worker = caught.groups()
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}: ")]
+    return f"{lines[-1]} (in loader worker {worker})" if lines else text
 
 
 def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
     """Return the record of a rank that left none, from its exit code. A code below 0 is the signal
     that killed it.
     """
+    kind: Kind = "exit"
     if code < 0:
-        return Failure(
-            rank=rank,
-            kind="signal",
-            message=signal_name(-code),
-            code=128 - code,
-            pid=pid,
-            traceback=traceback,
-        )
-    return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, traceback=traceback)
+        kind = "signal"
+        message = signal_name(-code)
+        code = 128 - code
+    return Failure(rank=rank, kind=kind, message=message, code=code, pid=pid, traceback=traceback)
 
 
 def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
@@ -212,16 +219,14 @@ def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
 
 def write(failure: Failure, directory: Path) -> None:
     """Write the record to `directory`, complete or not at all."""
-    write_whole(directory / f"rank-{failure.rank}.json", json.dumps(asdict(failure)))
+    write_whole(rank_file(directory, failure.rank, "json"), json.dumps(asdict(failure)))
 
 
 def read_all(directory: Path) -> list[Failure]:
     """Return all records in `directory`, sorted by rank."""
-    found = [
-        Failure(**json.loads(file.read_text(encoding="utf-8")))
-        for file in directory.glob("rank-*.json")
-    ]
-    return sorted(found, key=lambda failure: failure.rank)
+    texts = [file.read_text(encoding="utf-8") for file in directory.glob("rank-*.json")]
+    failures = [Failure(**json.loads(text)) for text in texts]
+    return sorted(failures, key=lambda failure: failure.rank)
 
 
 def of_ranks(
@@ -230,13 +235,14 @@ def of_ranks(
     """Return the records that ranks left. For a rank that died without one, return what the system
     reports.
     """
-    found = {failure.rank: failure for failure in read_all(directory)}
+    failures = read_all(directory)
+    recorded = {failure.rank for failure in failures}
     for rank, code in codes.items():
-        if code and rank not in found:
-            stack = directory / f"rank-{rank}.stack"
+        if code and rank not in recorded:
+            stack = rank_file(directory, rank, "stack")
             dump = stack.read_text(errors="replace") if stack.exists() else ""
-            found[rank] = of_exit(code, rank, pids[rank], traceback=readable_stack(dump))
-    return list(found.values())
+            failures.append(of_exit(code, rank, pids[rank], traceback=readable_stack(dump)))
+    return failures
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
@@ -249,56 +255,56 @@ def render(failure: Failure) -> str:
     it. For a usage error: one sentence.
     """
     if failure.kind == "usage":
-        return plain(f"error: {failure.message}{f' ({failure.where})' if failure.where else ''}")
-    shown = f"the last that rank {failure.rank} printed:\n{failure.tail}" if failure.tail else ""
-    lines = [shown, failure.traceback.rstrip(), summary(failure), failure.note]
-    return plain("\n".join(line for line in lines if line))
+        return plain(f"error: {failure.message}{_in_brackets(failure.user_line)}")
+    output = ""
+    if failure.tail:
+        output = f"the last that rank {failure.rank} printed:\n{failure.tail}"
+    parts = (output, failure.traceback.rstrip(), summary(failure), failure.note)
+    return plain("\n".join(filter(None, parts)))
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def summary(failure: Failure) -> str:
     """Return one line: which rank, where it ran, what ended it."""
-    who = (
-        f"rank {failure.rank} (pid {failure.pid},"
-        f" {failure.host}{f', log {failure.log}' if failure.log else ''})"
-    )
     text, *more = failure.message.strip().splitlines() or [""]
     if more and text.endswith(": ") and text.count(" ") == 1:
         text += more[-1].strip()  # as of torch's spawn, whose text begins with an empty line
-    doing = f" {failure.doing}" if failure.doing else ""
     if failure.kind == "node":
         return f"node {failure.host} {text}"
-    if failure.kind == "signal":
-        hint = (
-            "; the system does this when memory runs out"
-            if failure.code == 128 + signal.SIGKILL
-            else ""
-        )
-        return f"{who} was killed by {text}{doing}{hint}"
     if failure.kind == "stall":
-        return failure.message + (f" Its log: {failure.log}" if failure.log else "")
-    if failure.kind == "exit":
-        where = f" ({failure.where})" if failure.where else ""
-        if failure.traceback:  # sys.exit has interrupted Lockstep's own work
-            return f"{who} was ended by {text}{doing}{where}: the other ranks cannot continue without it"
-        return f"{who} exited with code {failure.code}{doing}{where}" + (
-            f": {text}" if text else ""
-        )
-    return f"{who} failed{doing}: {text}"
+        return f"{failure.message} Its log: {failure.log}" if failure.log else failure.message
+    log = f", log {failure.log}" if failure.log else ""
+    rank = f"rank {failure.rank} (pid {failure.pid}, {failure.host}{log})"
+    doing = f" {failure.doing}" if failure.doing else ""
+    if failure.kind == "signal":
+        killed = failure.code == 128 + signal.SIGKILL
+        hint = "; the system does this when memory runs out" if killed else ""
+        return f"{rank} was killed by {text}{doing}{hint}"
+    if failure.kind != "exit":
+        return f"{rank} failed{doing}: {text}"
+    doing += _in_brackets(failure.user_line)
+    if failure.traceback:  # sys.exit has interrupted Lockstep's own work
+        return f"{rank} was ended by {text}{doing}: the other ranks cannot continue without it"
+    message = f": {text}" if text else ""
+    return f"{rank} exited with code {failure.code}{doing}{message}"
 
 
 def worker_failed(cause: Failure) -> WorkerFailed:
     """Return the error that `lockstep.launch` raises for `cause`. It keeps the code of the rank's
     own error.
     """
-    text = summary(cause) + (f"\n{cause.note}" if cause.note else "")
-    text += f"\n\n{cause.traceback.rstrip()}" if cause.traceback else ""
-    rank, traceback = cause.rank, cause.traceback
-    error = WorkerFailed(text, rank=rank, traceback=traceback)
-    return (
-        error
-        if entry_of(error.code)
-        else WorkerFailed("rank-failed", rank=rank, traceback=traceback, text=text)
-    )
+    text = summary(cause)
+    if cause.note:
+        text += f"\n{cause.note}"
+    if cause.traceback:
+        text += f"\n\n{cause.traceback.rstrip()}"
+    error = WorkerFailed(text, rank=cause.rank, traceback=cause.traceback)
+    if entry_of(error.code):
+        return error
+    return WorkerFailed("rank-failed", rank=cause.rank, traceback=cause.traceback, text=text)
 
 
 def readable_traceback(error: BaseException) -> str:
@@ -319,12 +325,12 @@ def readable_stack(dump: str) -> str:
     """Return a fatal signal's stack as faulthandler wrote it, without the launcher's frames and the
     list of extension modules.
     """
-    lines = dump.partition("\nExtension modules:")[0].splitlines()
-    return "\n".join(
-        line
-        for line in lines
-        if not (PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line
-    )
+    lines = []
+    for line in dump.partition("\nExtension modules:")[0].splitlines():
+        of_launcher = PACKAGE in line and "launcher" in line
+        if not of_launcher and "<frozen runpy>" not in line:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> None:
@@ -333,22 +339,34 @@ def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> N
     seen.add(id(shown))
     shown.stack[:] = [frame for frame in shown.stack if frame.filename != _TORCH_CALLS]
     files = [frame.filename for frame in shown.stack]
-    theirs = next((number for number, file in enumerate(files) if is_users(file)), None)
-    if theirs is None and hasattr(shown, "offset"):  # a SyntaxError or a subclass
-        theirs = len(files)  # the error itself names the file that cannot be parsed
-    if theirs is None:
-        theirs = next((number for number, file in enumerate(files) if not _is_ours(file)), 0)
+    first = _first_shown(files, not_parsed=hasattr(shown, "offset"))
     if isinstance(error, LockstepError):
         while files and not is_users(files[-1]):
             files.pop()
         del shown.stack[len(files) :]
-    del shown.stack[:theirs]
+    del shown.stack[:first]
     links = [(shown.__cause__, error.__cause__), (shown.__context__, error.__context__)]
     if isinstance(error, BaseExceptionGroup):
         links += zip(shown.exceptions or (), error.exceptions, strict=True)
-    for linked, its in links:
-        if linked is not None and its is not None:
-            _strip(linked, its, seen)
+    for linked, linked_error in links:
+        if linked is not None and linked_error is not None:
+            _strip(linked, linked_error, seen)
+
+
+def _first_shown(files: Sequence[str], *, not_parsed: bool) -> int:
+    """Return the index of the first frame to show: the first of the user's own code.
+
+    `not_parsed`: the error is a SyntaxError, which itself names the file.
+    """
+    for index, file in enumerate(files):
+        if is_users(file):
+            return index
+    if not_parsed:
+        return len(files)
+    for index, file in enumerate(files):
+        if not _is_ours(file):
+            return index
+    return 0
 
 
 def _is_ours(file: str) -> bool:
@@ -372,29 +390,28 @@ def is_users(file: str) -> bool:
 
 def _user_line(error: BaseException) -> str:
     """Return "file:line" of the innermost frame in the user's code; "" if there is none."""
-    theirs = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _standing(error: BaseException) -> Standing:
-    text, cause = _text(error), error.__cause__
+    text = _text(error)
     if isinstance(error, PeerFailed | ConnectionError) or _PEER_GONE.search(text):
         return "consequence"
+    cause = error.__cause__
     if cause is not None and _standing(cause) == "consequence":
         return "consequence"
-    timed_out = isinstance(error, RuntimeError) and _TIMED_OUT.search(text)
-    return (
-        "timeout"
-        if timed_out or isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
-        else "cause"
-    )
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        return "timeout"
+    return "timeout" if isinstance(error, RuntimeError) and _TIMED_OUT.search(text) else "cause"
 
 
 def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
     """Return the note for a cause that is only a complaint, if some ranks had ended well before:
     the other ranks missed them.
     """
-    cause, ranks = first(failures), named(finished)
+    cause = first(failures)
+    ranks = named(finished)
     if cause is None or cause.standing == "cause" or not ranks:
         return ""
     return f"{ranks} had finished before that: do all ranks take the same number of steps?"
@@ -402,17 +419,17 @@ def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
 
 def named(ranks: Iterable[int]) -> str:
     """Return "rank 3", or "ranks 0, 1 and 3"."""
-    listed = [str(rank) for rank in sorted(ranks)]
-    if len(listed) < 2:
-        return f"rank {listed[0]}" if listed else ""
-    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+    *others, last = [str(rank) for rank in sorted(ranks)] or [""]
+    if not others:
+        return f"rank {last}" if last else ""
+    return f"ranks {', '.join(others)} and {last}"
 
 
 def _precedence(failure: Failure) -> tuple[int, int, int]:
+    order = 1 + ("cause", "timeout", "consequence").index(failure.standing)
     if failure.killed or failure.kind == "usage":
-        return 0, failure.monotonic_ns, failure.rank
-    order = ("cause", "timeout", "consequence").index(failure.standing)
-    return 1 + order, failure.monotonic_ns, failure.rank
+        order = 0
+    return order, failure.monotonic_ns, failure.rank
 
 
 def signal_name(number: int) -> str:

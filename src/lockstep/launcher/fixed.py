@@ -9,7 +9,6 @@ never trains alone because a number was missing.
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import check_rank
-from lockstep.runtime.interfaces import towards
+from lockstep.runtime.interfaces import address_of, towards
 from lockstep.runtime.process_lifetime import PARENT
 
 _KNOWN_WITHIN = 300.0  # seconds
@@ -60,17 +59,19 @@ class Nodes:
             "--rdzv-endpoint": endpoint,
         }
         per_node = None
-        if not any(value is not None for value in values.values()):
+        if not _set_values(values):
             if PARENT in env:  # a command that a rank starts is about the rank's own node
                 return None
-            values, per_node = _variables(env), _ranks_per_node(env)
-        lacking = [name for name, value in values.items() if value is None]
-        if len(lacking) == len(values):
+            values = _variables(env)
+            per_node = _ranks_per_node(env)
+        is_set = _set_values(values)
+        if not is_set:
             return None
+        lacking = [name for name in values if name not in is_set]
         if lacking:
-            raise UsageError(
-                "incomplete-settings", given=_first(values), lacking=" and ".join(lacking)
-            )
+            name, value = next(iter(is_set.items()))
+            written = f"{name} {value}" if name.startswith("-") else f"{name}={value}"
+            raise UsageError("incomplete-settings", given=written, lacking=" and ".join(lacking))
         (nodes_name, count), (rank_name, rank), (endpoint_name, address) = values.items()
         check_rank(rank_name, rank, nodes_name, count)
         share = _share(workers, count, nodes_name)
@@ -96,13 +97,13 @@ class Nodes:
         Raises UsageError if there is no way within `seconds` (default: 300).
         """
         within = seconds or _KNOWN_WITHIN
-        until = time.monotonic() + within
+        deadline = time.monotonic() + within
         while True:
             try:
-                node_0 = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]
-                return str(node_0) if self.rank == 0 else towards(str(node_0))
+                address = address_of(self.host, self.port)
+                return address if self.rank == 0 else towards(address)
             except OSError as error:
-                if self.rank == 0 or time.monotonic() > until:
+                if self.rank == 0 or time.monotonic() > deadline:
                     raise UsageError(
                         "node-0-unreachable",
                         node=self.rank,
@@ -115,9 +116,12 @@ class Nodes:
 
 def _variables(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the number of nodes, the node's rank and the endpoint, by the variables' names."""
-    nodes, rank, host = (env.get(name, "").strip() for name in (_NODES, _RANK, _HOST))
+    nodes = env.get(_NODES, "").strip()
+    rank = env.get(_RANK, "").strip()
+    host = env.get(_HOST, "").strip()
     if nodes == "1":
-        rank, host = rank or "0", host or "127.0.0.1"
+        rank = rank or "0"
+        host = host or "127.0.0.1"
     return {
         _NODES: whole(_NODES, value_of(nodes)) if nodes else None,
         _RANK: whole(_RANK, value_of(rank), -math.inf) if rank else None,
@@ -133,10 +137,9 @@ def _ranks_per_node(env: Mapping[str, str]) -> int | None:
     return cores() if text == "cpu" else whole(_PER_NODE, value_of(text))
 
 
-def _first(values: Mapping[str, object]) -> str:
-    """Return the first option or variable that is set, as the user wrote it."""
-    name, value = next((name, value) for name, value in values.items() if value is not None)
-    return f"{name} {value}" if name.startswith("-") else f"{name}={value}"
+def _set_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the options or variables that are set."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _share(workers: str | int | None, nodes: int, name: str) -> int | None:

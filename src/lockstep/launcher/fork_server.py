@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -48,7 +48,9 @@ _MALLOCS = ("jemalloc_bg_thd",)
 pyarrow starts one, and pandas, scikit-learn and datasets import pyarrow.
 """
 
-Settings = tuple[bytes, Mapping[str, str], str]
+Variables = Mapping[str, str]
+"""Environment variables."""
+Settings = tuple[bytes, Variables, str]
 """A new process's pickled work, environment and working directory."""
 
 _set_by_imports: dict[str, str] = {}
@@ -71,10 +73,12 @@ def serve(control: socket.socket, modules: Sequence[str] = ()) -> Callable[[], N
             os._exit(0)  # the kernel ends the children
         answer: object = None
         if kind == "ready":
-            answer = why_cold = why_cold or _import(*content)
+            why_cold = why_cold or _import(*content)
+            answer = why_cold
         elif kind == "fork":
             settings, count, beside, cold = content
-            server, descriptors = os.getpid(), socket.recv_fds(control, 1, count)[1]
+            server = os.getpid()
+            _, descriptors, _, _ = socket.recv_fds(control, 1, count)
             cold = cold or bool(why_cold) or any(name in sys.modules for name in beside)
             answer = _fork(descriptors, count)
             if answer == 0:
@@ -101,10 +105,10 @@ def _import(modules: Sequence[str]) -> str:
             before = set(os.environ)
             with suppress(Exception):
                 importlib.import_module(name)
-            _set_by_imports.update(
-                {variable: os.environ[variable] for variable in os.environ.keys() - before}
-            )
-            if reason := _unsafe():
+            for variable in os.environ.keys() - before:
+                _set_by_imports[variable] = os.environ[variable]
+            reason = _unsafe()
+            if reason:
                 return f"importing {name} has {reason}"
     return ""
 
@@ -121,7 +125,8 @@ def _unsafe() -> str:
             os.waitpid(pid, 0)
         if _has_threads():
             return "started a thread"
-    for file in map(os.path.realpath, Path("/proc/self/fd").glob("*")):
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        file = os.path.realpath(descriptor)
         if file.startswith(_DEVICES):
             return f"opened {file}"
     return ""
@@ -129,21 +134,21 @@ def _unsafe() -> str:
 
 def _has_threads() -> bool:
     """Whether this process has other threads than the calling one and those of `_MALLOCS`."""
-    names = []
-    for thread in os.listdir("/proc/self/task"):
+    count = 0
+    for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended meanwhile
-            names.append(Path("/proc/self/task", thread, "comm").read_text().strip())
-    return sum(name not in _MALLOCS for name in names) > 1
+            count += (thread / "comm").read_text().strip() not in _MALLOCS
+    return count > 1
 
 
-def _fork(descriptors: Iterable[int], count: int) -> int | str:
+def _fork(descriptors: Sequence[int], count: int) -> int | str:
     """Fork this process. Return the child's pid, in the child 0, or why the system forks none. The
     server closes the descriptors.
     """
     result: int | str
     gc.freeze()
     try:
-        if len(list(descriptors)) < count:
+        if len(descriptors) < count:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         result = os.fork()
     except OSError as error:
@@ -163,10 +168,10 @@ def _wait_for_child(seconds: float) -> None:
 
 def _exit_code(pid: int) -> int | None:
     """Return a child's exit code, -n if signal n killed it, None while it runs."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 # -- in the new process ----------------------------------------------------------------------------
@@ -181,9 +186,11 @@ def _begin(server: int, settings: Settings, descriptors: Sequence[int], *, cold:
         _execute(server, settings, descriptors)
     # what a fresh process would have of its own; `random` has already reseeded itself
     multiprocessing.current_process().authkey = os.urandom(32)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.default_generator.seed()
     gc.enable()
     _run(server, settings, descriptors)
@@ -228,15 +235,16 @@ def flags() -> list[str]:
     adds it if the program needs it.
     """
     # as multiprocessing does
-    known: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    options = [
-        name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()
-    ]
-    known = [flag for flag in known if flag != "-P"]
-    return [*known, *(part for option in options if option not in known for part in ("-X", option))]
+    python_flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    result = [flag for flag in python_flags if flag != "-P"]
+    for name, value in sys._xoptions.items():
+        option = name if value is True else f"{name}={value}"
+        if option not in result:
+            result += ["-X", option]
+    return result
 
 
-def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+def with_huge_pages(environment: Variables) -> dict[str, str]:
     """Return an environment for a new interpreter in which glibc asks the kernel for huge pages.
     Every step allocates its gradients anew, and pages of 4 KiB, each cleared at its first use, cost
     a third of a small step.

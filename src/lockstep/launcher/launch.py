@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,11 +22,14 @@ from typing import Any, TypeVar
 from lockstep.config.knob import whole
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
-from lockstep.launcher.call import FunctionCall, anonymous_file, is_whole, read_whole
+from lockstep.launcher.call import FunctionCall, anonymous_file, is_complete, read_complete
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.notebook import Cell, in_kernel
+from lockstep.launcher.preemption import print_line
+from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Rank
 from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
@@ -96,8 +98,8 @@ def start_ranks(
     *,
     timeout: timedelta | None,
     imports: Sequence[str] = (),
-    variables: Callable[[int], Mapping[str, str]] | None = None,
-    place: LocalRanks | None = None,
+    variables: Callable[[int], Variables] | None = None,
+    local_ranks: LocalRanks | None = None,
 ) -> list[R]:
     """`launch` with further options.
 
@@ -105,69 +107,57 @@ def start_ranks(
         imports: modules to import before ranks are forked.
         variables: returns further environment variables of a rank. With it each rank is a fresh
             interpreter.
-        place: the place of these `workers` ranks among those of several nodes. Only their results
-            are returned.
+        local_ranks: these `workers` ranks among those of several nodes. Only their results are
+            returned.
     """
     __tracebackhide__ = True
     _check(workers)
-    deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+    began = time.monotonic()
     with ExitStack() as at_end:
         server = fork_server((*FOR_SCRIPTS, *imports), cold=variables is not None)
         call = FunctionCall.here()
-        question, *answers = (_file(at_end) for _ in range(1 + workers))
+        question = _open_file(at_end)
+        answers = [_open_file(at_end) for _ in range(workers)]
         handed_over = call.write(question, fn, args, kwargs)
         records = at_end.enter_context(run_directory())
         server.ready()
-        if place is None:
-            place = at_end.enter_context(alone(server, workers))
-        left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
-        watcher, waiting = Watcher(records), ""
-        late: set[int] = set()
-        if cell := Cell() if in_kernel() else None:
-            at_end.enter_context(forwarded(records, place.numbers, cell=cell))
+        if local_ranks is None:
+            local_ranks = at_end.enter_context(alone(server, workers))
+        results = _Results(records, dict(zip(local_ranks.numbers, answers, strict=True)))
+        watch = _Watch(records, timeout, began)
+        cell = Cell() if in_kernel() else None
+        if cell is not None:
+            at_end.enter_context(forwarded(records, local_ranks.numbers, cell=cell))
+        pipes = None if cell is None else records
 
-        def process(rank: int, of_place: Mapping[str, str]) -> tuple[Rank, Mapping[str, str]]:
-            env = {
-                **os.environ,
-                **of_place,
-                **(variables(rank) if variables else {}),
-                failures.DIRECTORY: str(records),
-            }
+        def process(rank: int, placement: Variables) -> tuple[Rank, Variables]:
+            environment = {**os.environ, **placement}
+            if variables is not None:
+                environment.update(variables(rank))
+            environment[failures.DIRECTORY] = str(records)
             # with it, libraries would take this process for one of torchrun's
-            env.pop("TORCHELASTIC_RUN_ID", None)
-            pipes = str(records) if cell else None
-            return Rank(rank=rank, work=call, records=str(records), pipes=pipes), env
+            environment.pop("TORCHELASTIC_RUN_ID", None)
+            return Rank(rank=rank, work=call, records=str(records), pipes=pipes), environment
 
-        def stopping(living: Mapping[int, int]) -> Farewell | None:
-            nonlocal waiting
-            if (stall := watcher.look(living)) is not None:
-                print(stall.message, file=sys.stderr, flush=True)
-            if time.monotonic() < deadline:
-                return None
-            late.update(living)
-            stall = watcher.present(living)
-            waiting = "" if stall is None else stall.message
-            return _AT_ONCE
-
-        ranks = at_end.enter_context(Ranks(server, place))
+        ranks = at_end.enter_context(Ranks(server, local_ranks))
         try:
             ranks.start(
                 process,
                 call.beside(),
-                descriptors=lambda rank: (question, left.answers[rank], *handed_over),
+                descriptors=lambda rank: (question, results.files[rank], *handed_over),
             )
             ended = ranks.run(
-                failures=left.failures,
-                stopping=stopping,
-                spared=lambda now: left.answered,
+                failures=results.failures,
+                stopping=watch.must_end,
+                spared=lambda now: results.complete,
                 farewell=_AT_ONCE,
             )
         except Stopped:
-            assert timeout is not None
-            raise _late(late, workers, timeout, waiting) from None
-        if found := left.failures(ended):
-            raise _explained(found, left.answered)
-        return [pickle.loads(read_whole(file)) for file in answers]
+            raise watch.timed_out(workers) from None
+        failed = results.failures(ended)
+        if failed:
+            raise _error_of(failed, results.complete)
+        return [pickle.loads(read_complete(file)) for file in answers]
 
 
 def _check(workers: object) -> None:
@@ -176,64 +166,77 @@ def _check(workers: object) -> None:
     whole("workers", workers, unit="ranks")
 
 
-def _file(at_end: ExitStack) -> int:
+def _open_file(at_end: ExitStack) -> int:
     file = anonymous_file()
     at_end.callback(os.close, file)
     return file
 
 
+class _Watch:
+    """Prints stalls of the ranks, and ends the ranks at the deadline."""
+
+    def __init__(self, records: Path, timeout: timedelta | None, began: float) -> None:
+        self._watcher = Watcher(records)
+        self._seconds = math.inf if timeout is None else timeout.total_seconds()
+        self._deadline = began + self._seconds
+        self._late: list[int] = []
+        self._waiting = ""
+
+    def must_end(self, living: Pids) -> Farewell | None:
+        stall = self._watcher.look(living)
+        if stall is not None:
+            print_line(stall.message)
+        if time.monotonic() < self._deadline:
+            return None
+        self._late = sorted(living)
+        stall = self._watcher.present(living)
+        if stall is not None:
+            self._waiting = stall.message
+        return _AT_ONCE
+
+    def timed_out(self, size: int) -> LaunchTimeout:
+        return LaunchTimeout(
+            "launch-timeout",
+            who=failures.named(self._late),
+            size=size,
+            seconds=self._seconds,
+            running=self._late,
+            waiting=self._waiting or "Give a longer timeout.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _Results:
     """What ranks have left: results, and the records of failures."""
 
     records: Path
-    answers: Mapping[int, int]
+    files: Mapping[int, int]
     """The result files, by rank."""
 
     @property
-    def answered(self) -> set[int]:
+    def complete(self) -> set[int]:
         """The ranks that have left a result. After that, how their process ends does not matter."""
-        return {rank for rank, file in self.answers.items() if is_whole(file)}
+        return {rank for rank, file in self.files.items() if is_complete(file)}
 
     def failures(self, now: Ended) -> list[Failure]:
         """Return the failures of ranks that have ended without a result."""
-        answered = self.answered
-        codes = {
-            rank: code
-            for rank, code in now.codes.items()
-            if code is not None and rank not in answered
-        }
-        early = [
-            failures.of_exit(0, rank, now.pids[rank], message="before it returned a result")
-            for rank, code in codes.items()
-            if code == 0
+        codes = {rank: now.codes[rank] for rank in now.codes.keys() - self.complete}
+        result = [
+            failure
+            for failure in failures.of_ranks(self.records, codes, now.pids)
+            if codes.get(failure.rank) is not None
         ]
-        return [
-            *(
-                failure
-                for failure in failures.of_ranks(self.records, codes, now.pids)
-                if failure.rank in codes
-            ),
-            *early,
-        ]
+        for rank, code in codes.items():
+            if code == 0:
+                text = "before it returned a result"
+                result.append(failures.of_exit(0, rank, now.pids[rank], message=text))
+        return result
 
 
-def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:
-    cause = failures.first(found)
+def _error_of(failed: Sequence[Failure], finished: Iterable[int]) -> Exception:
+    cause = failures.first(failed)
     assert cause is not None
     if UsageError(cause.message).code == "launch-not-guarded":
         return UsageError(cause.message)
-    note = failures.finished_early(found, finished)
+    note = failures.finished_early(failed, finished)
     return failures.worker_failed(replace(cause, note=note))
-
-
-def _late(ranks: Iterable[int], size: int, timeout: timedelta, waiting: str) -> LaunchTimeout:
-    late = sorted(ranks)
-    return LaunchTimeout(
-        "launch-timeout",
-        who=failures.named(late),
-        size=size,
-        seconds=timeout.total_seconds(),
-        running=late,
-        waiting=waiting or "Give a longer timeout.",
-    )

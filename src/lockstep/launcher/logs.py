@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
-from lockstep.launcher.console import connect
+from lockstep.launcher.console import COLOUR, connect
+from lockstep.launcher.failures import rank_file
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]
@@ -29,7 +30,6 @@ COLLECTIVES = "LOCKSTEP_DEBUG_FILE"
 (collectives/group.py, Record).
 """
 _REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def redirect(
@@ -57,15 +57,13 @@ def redirect(
     if pipes is not None:
         connect(pipes, rank)
     whole_lines("backslashreplace" if escaped else None)
-    on_console = console != "first" or rank == 0
-    if not on_console:
-        handle = _opened(os.devnull if directory is None else log_of(directory, rank))
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        os.close(handle)
+    file = Path(os.devnull) if directory is None else rank_file(directory, rank, "log")
+    if console == "first" and rank > 0:
+        with open(file, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     elif directory is not None:
-        log = _opened(log_of(directory, rank))
-        copy = open(log, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - stays open
+        copy = open(file, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - stays open
         if c_to_log:
             sys.stderr.flush()
             encoding = sys.stderr.encoding
@@ -73,10 +71,6 @@ def redirect(
             os.dup2(copy.fileno(), 2)
         sys.stdout = cast(TextIO, Tee(sys.stdout, copy))
         sys.stderr = cast(TextIO, Tee(sys.stderr, copy))
-
-
-def _opened(file: str | Path) -> int:
-    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def whole_lines(errors: str | None = None) -> None:
@@ -115,7 +109,7 @@ class Tee:
         self.stream.write(text)
         if not _REDRAW.search(text):
             with suppress(OSError):  # full disk: the text is on the terminal
-                self.copy.write(_COLOUR.sub("", text))
+                self.copy.write(COLOUR.sub("", text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -134,13 +128,13 @@ class Tee:
         return getattr(self.stream, name)
 
 
-KEPT = 10
-"""How many directories of failed runs are kept; older ones are removed."""
+MOST_DIRECTORIES = 10
+"""How many directories of failed runs stay; older ones are removed."""
 _MARK = "kept"
 
 
 @dataclass(slots=True)
-class LogPlace:
+class LogDirectory:
     """The directory of one run. Set `keep` if a user will want to read its files."""
 
     path: Path
@@ -148,31 +142,26 @@ class LogPlace:
 
 
 @contextmanager
-def log_place(asked: Path | None) -> Iterator[LogPlace]:
-    """Yield the directory `asked`, which stays. Without one yield a new directory of this user's
+def log_directory(path: Path | None) -> Iterator[LogDirectory]:
+    """Yield the directory `path`, which stays. Without one yield a new directory of this user's
     own, which stays if `keep` was set.
 
-    Before that, remove what killed launchers left, and the oldest kept directories, so that ten
-    stay.
+    Before that, remove what killed launchers left, and the oldest directories that stayed, so that
+    ten stay.
     """
-    if asked is not None:
-        yield LogPlace(asked)
+    if path is not None:
+        yield LogDirectory(path)
         return
     home = user_directory()
     _sweep(home)
-    place = LogPlace(new_directory(home, "logs"))
+    directory = LogDirectory(new_directory(home, "logs"))
     try:
-        yield place
+        yield directory
     finally:
-        if place.keep:
-            (place.path / _MARK).touch()
+        if directory.keep:
+            (directory.path / _MARK).touch()
         else:
-            shutil.rmtree(place.path, ignore_errors=True)
-
-
-def log_of(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's log file."""
-    return directory / f"rank-{rank}.log"
+            shutil.rmtree(directory.path, ignore_errors=True)
 
 
 def tail(file: Path, lines: int = 15) -> str:
@@ -188,15 +177,15 @@ def tail(file: Path, lines: int = 15) -> str:
 
 
 def _sweep(home: Path) -> None:
-    kept = {}
+    marked = {}
     for folder in home.glob("logs-*"):
         try:
-            kept[folder] = (folder / _MARK).stat().st_mtime
+            marked[folder] = (folder / _MARK).stat().st_mtime
         except FileNotFoundError:  # no mark, or another command has just removed the directory
             if not owner_lives(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-    oldest_first = sorted(kept, key=lambda folder: kept[folder])
-    for folder in oldest_first[: max(0, len(kept) - KEPT + 1)]:
+    newest_first = sorted(marked, key=marked.__getitem__, reverse=True)
+    for folder in newest_first[MOST_DIRECTORIES - 1 :]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -210,5 +199,5 @@ def switch_debug_on(rank: int, directory: Path) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
     if "NCCL_DEBUG" not in os.environ:
         os.environ["NCCL_DEBUG"] = "INFO"
-        os.environ.setdefault("NCCL_DEBUG_FILE", str(directory / f"rank-{rank}.nccl.log"))
-    os.environ.setdefault(COLLECTIVES, str(log_of(directory, rank)))
+        os.environ.setdefault("NCCL_DEBUG_FILE", str(rank_file(directory, rank, "nccl.log")))
+    os.environ.setdefault(COLLECTIVES, str(rank_file(directory, rank, "log")))

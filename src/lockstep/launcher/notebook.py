@@ -34,7 +34,8 @@ class Cell:
         text = "\n".join(f"[{rank}] {line}" for rank, line in sorted(unended.items()))
         if text == self.shown:
             return
-        self.shown, data = text, {"text/plain": text}
+        self.shown = text
+        data = {"text/plain": text}
         if self._handle is None:
             ipython: Any = sys.modules["IPython"]
             self._handle = ipython.display.display(data, raw=True, display_id=True)

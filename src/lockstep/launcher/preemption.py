@@ -32,12 +32,14 @@ from typing import Any
 from lockstep.errors import ExitCode
 from lockstep.launcher import ending, failures
 from lockstep.launcher.failures import signal_name
+from lockstep.launcher.processes import Pids
 from lockstep.runtime import preemption as flag
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+mark = failures.rank_file
 HEEDS, ASKED = "heeds", "asked"
-"""Names of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
+"""Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
 "asked": it has been asked.
 """
 
@@ -48,38 +50,32 @@ def listen() -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, _note) for number in SIGNALS}
-    _tell(HEEDS)
+    before = {number: signal.signal(number, _note_signal) for number in SIGNALS}
+    _leave_mark(HEEDS)
 
     def restore() -> None:
         flag.asked = False
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _restore(before)
 
     return restore
 
 
-def to_stop() -> bool:
-    """Whether this process was asked to stop."""
-    return flag.asked
-
-
-def mark(directory: Path, rank: int, what: str) -> Path:
-    """Return the file by which a rank tells its launcher `what`."""
-    return directory / f"rank-{rank}.{what}"
-
-
-def _note(number: int, frame: FrameType | None) -> None:
+def _note_signal(number: int, frame: FrameType | None) -> None:
     if not flag.asked:
         flag.asked = True
-        _tell(ASKED)
+        _leave_mark(ASKED)
 
 
-def _tell(what: str) -> None:
+def _leave_mark(kind: str) -> None:
     directory = os.environ.get(failures.DIRECTORY)
     if directory is not None:
         with suppress(OSError):
-            mark(Path(directory), int(os.environ.get("RANK", "0")), what).touch()
+            mark(Path(directory), int(os.environ.get("RANK", "0")), kind).touch()
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Stop:
@@ -89,52 +85,47 @@ class Stop:
 
     def __init__(self, *, speaks: bool = True, kill: Callable[[int, int], None] = os.kill) -> None:
         self.number: int | None = None
-        self._speaks, self._kill = speaks, kill
-        self._again = False
-        self._told = False
+        self.times = 0
+        """How often it was asked to stop; 2 stands for more, too."""
+        self._speaks = speaks
+        self._kill = kill
+        self._forwarded = False  # whether ranks that heed signals know of it
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
-            self.number = number
-        else:
-            self._again = True
+        self.number = self.number or number
+        self.times = min(self.times + 1, 2)
 
-    def now(self, directory: Path, pids: Mapping[int, int]) -> bool:
-        """Whether the ranks (`pids`, by rank) are to be ended at once. If they can stop by
-        themselves, it tells them to. Called many times.
+    def now(self, directory: Path, pids: Pids) -> bool:
+        """Whether the ranks (`pids`) are to be ended at once. If they can stop by themselves, it
+        tells them to. Called many times.
         """
-        asked = self.number is not None
-        if not asked and not any(mark(directory, rank, ASKED).exists() for rank in pids):
+        signalled = self.number is not None
+        if not signalled and not any(mark(directory, rank, ASKED).exists() for rank in pids):
             return False
         if self.at_once:
             return True
-        pids = {rank: pid for rank, pid in pids.items() if not ending.waits(directory, rank)}
-        if not pids or not all(mark(directory, rank, HEEDS).exists() for rank in pids):
+        working = [rank for rank in pids if not ending.reported(directory, rank)]
+        if not working or not all(mark(directory, rank, HEEDS).exists() for rank in working):
             # if one rank was asked alone, before the others heed signals, it waits for them
-            return asked or self._told
-        if not self._told:
-            self._told = True
-            if asked:
-                self.speak("stopping after this step")
-            for pid in pids.values():
+            return signalled or self._forwarded
+        if not self._forwarded:
+            self._forwarded = True
+            if signalled:
+                self.announce("stopping after this step")
+            for rank in working:
                 with suppress(ProcessLookupError):
-                    self._kill(pid, signal.SIGUSR1)
+                    self._kill(pids[rank], signal.SIGUSR1)
         return False
 
     @property
     def at_once(self) -> bool:
         """Whether nobody is to be waited for: after a second signal, and after SIGQUIT."""
-        return self._again or self.number == signal.SIGQUIT
+        return self.times > 1 or self.number == signal.SIGQUIT
 
-    def speak(self, what: str) -> None:
+    def announce(self, effect: str) -> None:
         """Print what the signal leads to, unless this process is silent."""
         if self._speaks and self.number is not None:
-            say(f"{self.name}: {what}; repeat it to stop at once")
-
-    @property
-    def times(self) -> int:
-        """How often it was asked to stop; 2 stands for more, too."""
-        return 0 if self.number is None else 1 + self._again
+            print_line(f"{self.name}: {effect}; repeat it to stop at once")
 
     @property
     def name(self) -> str:
@@ -150,22 +141,18 @@ class Stop:
         return ExitCode.PREEMPTED if saved and self.number in SIGNALS else 128 + self.number
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print to stderr while ranks run. On a terminal, overwrite the current row: a rank's bar or
     what Ctrl-C has left, which have no end of line.
     """
-    print(f"{cleared_row()}{text}", file=sys.stderr, flush=True)
-
-
-def cleared_row() -> str:
-    """Return what clears the cursor's row; "" if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        return ""
-    return "\n" if os.environ.get("TERM", "dumb") == "dumb" else "\r\x1b[K"
+    clear = ""
+    if sys.stderr.isatty():
+        clear = "\n" if os.environ.get("TERM", "dumb") == "dumb" else "\r\x1b[K"
+    print(f"{clear}{text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def noted(*, speaks: bool = True) -> Iterator[Stop]:
+def note_signals(*, speaks: bool = True) -> Iterator[Stop]:
     """Note signals instead of dying from them, except those that were ignored before (nohup,
     background jobs).
     """
@@ -177,5 +164,4 @@ def noted(*, speaks: bool = True) -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _restore(before)

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
@@ -17,6 +17,9 @@ from traceback import FrameSummary, StackSummary
 import psutil
 
 from lockstep.launcher.failures import is_users
+
+Pids = Mapping[int, int]
+"""The pids of ranks, by rank."""
 
 STACK_SIGNAL = signal.SIGUSR2
 RUNNING: str = psutil.STATUS_RUNNING
@@ -42,7 +45,7 @@ _ASLEEP_IN = {
     "flock": "wait for a lock on a file",
 }
 """What the names of the kernel's functions mean. The first key that is part of a name counts."""
-_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_FRAME = re.compile(r'^\s+File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -54,7 +57,12 @@ def name_this(name: str) -> None:
     with suppress(OSError):
         before = file.read_text()
         file.write_text(name)
-        os.register_at_fork(after_in_child=lambda: _rename(file, before))
+
+        def restore() -> None:
+            with suppress(OSError):
+                file.write_text(before)
+
+        os.register_at_fork(after_in_child=restore)
 
 
 def queued_seconds(pid: int) -> float:
@@ -62,14 +70,10 @@ def queued_seconds(pid: int) -> float:
     had them all. 0 if the system does not say.
     """
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError):
+        _, nanoseconds, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+        return int(nanoseconds) / 1e9
+    except (OSError, ValueError):
         return 0.0
-
-
-def _rename(file: Path, name: str) -> None:
-    with suppress(OSError):
-        file.write_text(name)
 
 
 def stacks_into(file: Path) -> None:
@@ -94,7 +98,8 @@ def ask_for_stack(pid: int, file: Path) -> str:
     """
     if not file.exists() or not _answers(pid):
         return ""
-    before = size = file.stat().st_size
+    before = file.stat().st_size
+    size = before
     with suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + _PATIENCE
@@ -110,46 +115,42 @@ def ask_for_stack(pid: int, file: Path) -> str:
 def _answers(pid: int) -> bool:
     """Whether process `pid` handles STACK_SIGNAL. Without a handler, the signal would end it."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return not Path("/proc/self/status").exists()  # not Linux
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
-    return bool(int(caught, 16) >> (STACK_SIGNAL - 1) & 1)
+    # the caught signals: bit n - 1 is for signal n
+    mask = re.search(r"^SigCgt:\s*(\w+)$", text, re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def main_thread(dump: str) -> list[FrameSummary]:
     """Return the main thread's frames, outermost first. `dump` lists the main thread last."""
     linecache.checkcache()
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
-    found = [
-        FrameSummary(match[1], int(match[2]), match[3])
-        for line in threads[-1].splitlines()
-        if (match := _FRAME.match(line))
-    ]
-    return found[::-1]
+    frames = _FRAME.findall(threads[-1])
+    return [FrameSummary(file, int(line), name) for file, line, name in reversed(frames)]
 
 
-def shown(frames: Sequence[FrameSummary]) -> str:
+def format_stack(frames: Sequence[FrameSummary]) -> str:
     """Format the frames as in a traceback, from the first frame of the user's code on, if there is
     one.
     """
-    first = next((place for place, frame in enumerate(frames) if is_users(frame.filename)), 0)
-    return "".join(StackSummary.from_list(frames[first:]).format())
+    for index, frame in enumerate(frames):
+        if is_users(frame.filename):
+            frames = frames[index:]
+            break
+    return "".join(StackSummary.from_list(list(frames)).format())
 
 
 def users_line(frames: Sequence[FrameSummary]) -> str:
     """Return "dataset.py:88 read_shard": the innermost frame in the user's own code, else the
     innermost frame of all.
     """
-    inwards = frames[::-1]
-    theirs = next((frame for frame in inwards if is_users(frame.filename)), None) or next(
-        iter(inwards), None
-    )
-    return (
-        ""
-        if theirs is None
-        else f"{os.path.basename(theirs.filename)}:{theirs.lineno} {theirs.name}"
-    )
+    if not frames:
+        return ""
+    users = [frame for frame in frames if is_users(frame.filename)]
+    frame = (users or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
 
 
 def state(pid: int) -> str:
@@ -170,11 +171,13 @@ def activity(pid: int) -> str:
     """
     if state(pid) != psutil.STATUS_SLEEPING:
         return "running"
-    place = ""
+    function = "0"
     with suppress(OSError):
-        place = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8")
-    what = next((words for part, words in _ASLEEP_IN.items() if part in place), place)
-    return f"in a system call ({what})" if what not in ("", "0") else "in a system call"
+        function = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8")
+    if function in ("", "0"):
+        return "in a system call"
+    meanings = [meaning for part, meaning in _ASLEEP_IN.items() if part in function]
+    return f"in a system call ({meanings[0] if meanings else function})"
 
 
 def cpu_seconds(pid: int) -> float:
@@ -182,9 +185,9 @@ def cpu_seconds(pid: int) -> float:
     used = 0.0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
-        for each in (parent, *parent.children(recursive=True)):
+        for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.Error):
-                used += sum(each.cpu_times()[:4])
+                used += sum(process.cpu_times()[:4])
     return used
 
 
@@ -192,13 +195,13 @@ def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
     """Return the living processes of the leaders' process groups: by leader, their names by pid.
     Empty groups are left out.
     """
-    found: dict[int, dict[int, str]] = {}
+    members: dict[int, dict[int, str]] = {}
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
             group = os.getpgid(process.pid)
             if group in leaders and process.status() not in (DEAD, psutil.STATUS_DEAD):
-                found.setdefault(group, {})[process.pid] = process.name()
-    return found
+                members.setdefault(group, {})[process.pid] = process.name()
+    return members
 
 
 def children(pid: int) -> list[int]:
@@ -212,14 +215,10 @@ def oom_kills(of: Path = Path("/proc/self/cgroup"), groups: Path = _CONTROL_GROU
     """Return how many processes of this process's control group were killed for lack of memory; 0
     if the system does not count.
     """
-    try:
-        path = (
-            next(line for line in of.read_text().splitlines() if line.startswith("0::"))
-            .removeprefix("0::")
-            .strip("/")
-        )
-        events = (groups / path / "memory.events").read_text()
-    except (OSError, StopIteration):
-        return 0
-    found = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
-    return int(found[1]) if found else 0
+    with suppress(OSError):
+        group = re.search(r"^0::/*(.*)$", of.read_text(), re.MULTILINE)
+        if group is not None:
+            events = (groups / group[1] / "memory.events").read_text()
+            count = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
+            return 0 if count is None else int(count[1])
+    return 0

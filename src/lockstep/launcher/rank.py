@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -86,11 +87,8 @@ class Target:
 
     def beside(self) -> Sequence[str]:
         if self.ours:
-            return (
-                ()
-                if self.task is None or not self.task.endswith(".py")
-                else modules_in(Path(self.task))
-            )
+            is_file = self.task is not None and self.task.endswith(".py")
+            return modules_in(Path(self.task or "")) if is_file else ()
         return modules_in(Path.cwd() if self.script is None else Path(self.script).resolve())
 
     def run(self, *descriptors: int) -> None:
@@ -128,10 +126,12 @@ def _run_file(script: str) -> None:
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")
     if file.endswith(".pyc"):
-        main.__loader__ = sourceless = SourcelessFileLoader("__main__", file)
+        sourceless = SourcelessFileLoader("__main__", file)
+        main.__loader__ = sourceless
         code = sourceless.get_code("__main__")
     else:
-        main.__loader__ = source = SourceFileLoader("__main__", file)
+        source = SourceFileLoader("__main__", file)
+        main.__loader__ = source
         code = compile(source.get_data(file), script, "exec", dont_inherit=True)
     assert code is not None
     main.__dict__.update(__file__=file, __cached__=None, __builtins__=builtins, __annotations__={})
@@ -139,18 +139,16 @@ def _run_file(script: str) -> None:
     exec(code, main.__dict__)
 
 
-def modules_in(place: Path) -> Sequence[str]:
+def modules_in(path: Path) -> Sequence[str]:
     """Return the names under which the contents of a folder (or of a file's folder) can be
     imported.
     """
+    names = []
     with suppress(OSError):
-        entries = os.scandir(place if place.is_dir() else place.parent)
-        return [
-            entry.name.partition(".")[0]
-            for entry in entries
-            if entry.name.endswith((".py", ".so")) or Path(entry, "__init__.py").exists()
-        ]
-    return ()
+        for entry in os.scandir(path if path.is_dir() else path.parent):
+            if entry.name.endswith((".py", ".so")) or Path(entry, "__init__.py").exists():
+                names.append(entry.name.partition(".")[0])
+    return names
 
 
 def _look_first_in(folder: str) -> None:
@@ -183,9 +181,9 @@ class Rank:
     """The launcher's directory for what ranks leave."""
     console: Console = "all"
     """Which ranks write to the terminal."""
-    pipes: str | None = None
+    pipes: Path | None = None
     """For "joined": the directory with the launcher's pipes."""
-    logs: str | None = None
+    logs: Path | None = None
     """The directory for rank-N.log."""
     heeds: bool = False
     """Whether to note SIGTERM and SIGUSR1 from the start: the work asks whether they came."""
@@ -195,23 +193,23 @@ class Rank:
     def __call__(self, *descriptors: int) -> NoReturn:
         """Run the rank until its process ends."""
         processes.name_this(f"rank {self.rank}")
-        records, place = Path(self.records), None if self.logs is None else Path(self.logs)
+        records = Path(self.records)
         if self.heeds:
             preemption.listen()
-        if self.debug and place is not None:
-            logs.switch_debug_on(self.rank, place)
+        if self.debug and self.logs is not None:
+            logs.switch_debug_on(self.rank, self.logs)
         logs.redirect(
             self.rank,
             self.console,
-            place,
-            pipes=None if self.pipes is None else Path(self.pipes),
+            self.logs,
+            pipes=self.pipes,
             c_to_log=self.debug,
             escaped=self.work.ours,
         )
         sockets_into(records)
         status.open_page(records, self.rank)
         processes.stacks_into(stalls.stack_of(records, self.rank))
-        faulthandler.enable(processes.written_to(records / f"rank-{self.rank}.stack"))
+        faulthandler.enable(processes.written_to(failures.rank_file(records, self.rank, "stack")))
         torch_rendezvous.join_store_of(launched.remember_launcher(records))
         if not self.work.ours:
             torch_calls.install()
@@ -224,15 +222,15 @@ class Rank:
                 error.__traceback__ = None  # the traceback keeps the program's objects alive
                 _end()
             failures.write(failure, records)
-            _leave(failure.code)
+            _exit_now(failure.code)
         self._over(records)
         _end()
 
     def _over(self, records: Path) -> None:
         """Record that the target has ended well. Python still waits for what it left running."""
-        ending.note_groups()
+        ending.note_process_group()
         status.enter("end")
-        ending.announce(lambda held: ending.leave(records, self.rank, held))
+        ending.watch_end(partial(ending.write_report, records, self.rank))
 
 
 def _end() -> NoReturn:
@@ -250,7 +248,7 @@ def _end() -> NoReturn:
     sys.modules.pop("__main__", None)
     gc.collect()  # collects what the program has left, and runs its __del__
     _flush_files()
-    _leave(ExitCode.OK)
+    _exit_now(ExitCode.OK)
 
 
 def _keep_operators() -> None:
@@ -267,13 +265,13 @@ def _keep_operators() -> None:
 
 def _flush_files() -> None:
     """Flush files that were left open, so that what was written to them is kept."""
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+    for value in gc.get_objects():
+        if issubclass(type(value), io.IOBase):
             with suppress(Exception):
-                each.flush()
+                value.flush()
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Exit at once: threads of a communication library must not keep the process alive."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -288,41 +286,43 @@ def _leave(code: int) -> NoReturn:
 
 
 def rank_here(workers: str | int | None) -> Placement | None:
-    """Return this process's place if another launcher has started it as one of several ranks.
+    """Return this process's placement if another launcher has started it as one of several ranks.
     `workers` is the number that the command was given.
 
     Raises UsageError if `workers` differs from the launcher's number. It also raises it in a job's
     shell whose tasks were not started, unless `workers` is given.
     """
     try:
-        place = started_by_others(os.environ)
+        placement = started_by_others(os.environ)
     except UsageError:
         if workers is not None:  # then this command starts them
             return None
         raise
-    if place is not None and workers is not None and str(workers) != str(place.size):
-        sizes = place.source.split(" and ")[1]
+    if placement is not None and workers is not None and str(workers) != str(placement.size):
         raise UsageError(
             "workers-differ-from-launcher",
             workers=workers,
-            size_name=sizes,
-            size=place.size,
-            rank=place.rank,
+            size_name=placement.source.split(" and ")[1],
+            size=placement.size,
+            rank=placement.rank,
         )
-    return place
+    return placement
 
 
-def refuse_watching(place: Placement, launch: Launch) -> None:
+def refuse_watching(placement: Placement, launch: Launch) -> None:
     """Raise UsageError if an option was given that needs Lockstep's launcher, which starts its
     ranks and watches them.
     """
     if replace(launch, timeout=None) != Launch():
         raise UsageError(
-            "options-of-a-launcher", source=place.source, rank=place.rank, size=place.size
+            "options-of-a-launcher",
+            source=placement.source,
+            rank=placement.rank,
+            size=placement.size,
         )
 
 
-def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
+def work_as(placement: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
     """Do the rank's work. If it fails, the process reports that and ends at once, with the exit
     code that `lockstep run` would pass on.
 
@@ -332,34 +332,30 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
     try:
         work()
     except BaseException as error:
-        failure = failures.of_exception(error, place.rank)
+        failure = failures.of_exception(error, placement.rank)
         if failure.code == ExitCode.OK and not may_exit:
-            failure = failures.of_exception(error, place.rank, may_exit=False)
+            failure = failures.of_exception(error, placement.rank, may_exit=False)
         if failure.code == ExitCode.OK:
-            ending.announce_to_terminal(place.rank)
+            ending.watch_end_without_launcher(placement.rank)
             raise
         with suppress(OSError):
-            write_all(terminal, said(failure).encode())
-        _leave(failure.code)
+            write_all(terminal, report_of(failure).encode())
+        _exit_now(failure.code)
     else:
-        ending.note_groups()
-        if place.rank == 0 and place.size > 1 and not status.was_opened():
-            write_all(terminal, f"{ending.never_joined(place.size)}\n".encode())
-        ending.announce_to_terminal(place.rank)
+        ending.note_process_group()
+        if placement.rank == 0 and placement.size > 1 and not status.was_opened():
+            write_all(terminal, f"{ending.never_joined(placement.size)}\n".encode())
+        ending.watch_end_without_launcher(placement.rank)
     finally:
         os.close(terminal)
 
 
-def said(failure: failures.Failure) -> str:
+def report_of(failure: failures.Failure) -> str:
     """Return a rank's report of its failure; "" for a sys.exit without a message."""
     if failure.kind == "exit" and not failure.message:
         return ""
-    if failure.kind == "usage":
-        return (
-            f"error (rank {failure.rank}): {failure.message}\n"
-            if failure.rank
-            else f"{failures.render(failure)}\n"
-        )
-    if failure.standing == "consequence":
+    if failure.kind == "usage" and failure.rank:
+        return f"error (rank {failure.rank}): {failure.message}\n"
+    if failure.kind != "usage" and failure.standing == "consequence":
         return f"{failures.summary(failure)}\n"
     return f"{failures.render(failure)}\n"

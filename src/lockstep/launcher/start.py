@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from lockstep.errors import LockstepError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import signal_name
-from lockstep.launcher.fork_server import flags, interpreter, with_huge_pages
+from lockstep.launcher.fork_server import Variables, flags, interpreter, with_huge_pages
 from lockstep.runtime.streams import open_closed_streams
 
 FOR_SCRIPTS = (
@@ -93,20 +93,23 @@ class ForkServer:
         self._connection = Connection(os.dup(control.fileno()))
         self._process = process
         self._cold = cold
-        self._why_cold = ""
+        self._cold_reason = ""
         self._lock = threading.Lock()
 
     @classmethod
     def start(
-        cls, modules: Sequence[str], environment: Mapping[str, str], *, cold: bool = False
+        cls, modules: Sequence[str], environment: Variables, *, cold: bool = False
     ) -> ForkServer:
         """Start a server, which begins to import the modules, or fork the one that `WARM` names."""
         open_closed_streams()
-        if not cold and (served := _fork_of_warm_server(environment)) is not None:
-            return served
+        if not cold:
+            server = _fork_of_warm_server(environment)
+            if server is not None:
+                return server
         # 0: the server does not die with this process. Otherwise the kernel would kill it when this
         # thread ends.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if in_main_thread else 0
         local, remote = socket.socketpair()
         with remote:
             process = subprocess.Popen(
@@ -124,24 +127,21 @@ class ForkServer:
             return not self._connection.poll()  # without a request there is only the end to read
         return False
 
-    def ready(self, look: Callable[[], object] = lambda: None) -> None:
-        """Wait until everything is imported. `look` is called meanwhile, and may raise. If ranks
+    def ready(self, check: Callable[[], object] = lambda: None) -> None:
+        """Wait until everything is imported. `check` is called meanwhile, and may raise. If ranks
         cannot be forked from the server, print why.
         """
-        why_cold = self._ask("ready", self.modules, look=look)
-        if why_cold and not self._why_cold:
-            print(
-                f"lockstep: ranks start without preloaded modules, which takes longer: {why_cold}",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._why_cold = why_cold
+        reason = self._ask("ready", self.modules, check=check)
+        if reason and not self._cold_reason:
+            text = f"lockstep: ranks start without preloaded modules, which takes longer: {reason}"
+            print(text, file=sys.stderr, flush=True)
+        self._cold_reason = reason
 
     def fork(
         self,
         work: Callable[..., object],
         descriptors: Sequence[int] = (),
-        environment: Mapping[str, str] = os.environ,
+        environment: Variables = os.environ,
         *,
         streams: Sequence[int] = (0, 1, 2),
         beside: Collection[str] = (),
@@ -240,7 +240,7 @@ class ForkServer:
         kind: str,
         *content: object,
         descriptors: Sequence[int] = (),
-        look: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> Any:
         """Return the server's answer to a request. If this is interrupted, for example by Ctrl-C in
         a notebook, the server is ended: otherwise the next request would get this answer.
@@ -251,7 +251,7 @@ class ForkServer:
                 if descriptors:
                     socket.send_fds(self._socket, [b"."], descriptors)
                 while not self._connection.poll(_LOOK_SECONDS):
-                    look()
+                    check()
                 return self._connection.recv()
         except (EOFError, ConnectionError):
             raise self._gone() from None
@@ -262,13 +262,14 @@ class ForkServer:
             raise
 
     def _gone(self) -> ServerGone:
-        if self._process is None:  # its exit code is its parent's to know
-            how = "has ended"
-        elif (code := self._process.wait()) < 0:
-            how = f"was killed by {signal_name(-code)}"
-        else:
-            how = f"ended with exit code {code}"
-        return ServerGone("fork-server-gone", pid=self.pid, how=how)
+        reason = "has ended"
+        if self._process is not None:  # else its exit code is its parent's to know
+            code = self._process.wait()
+            killed = code < 0
+            reason = (
+                f"was killed by {signal_name(-code)}" if killed else f"ended with exit code {code}"
+            )
+        return ServerGone("fork-server-gone", pid=self.pid, how=reason)
 
 
 # -- the fork servers of this process --------------------------------------------------------------
@@ -278,7 +279,7 @@ _servers: dict[tuple[object, ...], ForkServer] = {}
 
 def fork_server(
     modules: Sequence[str] = FOR_SCRIPTS,
-    environment: Mapping[str, str] = os.environ,
+    environment: Variables = os.environ,
     *,
     cold: bool = False,
 ) -> ForkServer:
@@ -327,7 +328,7 @@ def _count_gpus(descriptor: int) -> None:
     os.write(descriptor, str(count).encode())
 
 
-def alike(environment: Mapping[str, str]) -> str:
+def alike(environment: Variables) -> str:
     """Return what a launcher must have in common with a server that another process has started:
     flags, variables, and namespaces of the kernel.
     """
@@ -338,16 +339,16 @@ def alike(environment: Mapping[str, str]) -> str:
 @contextmanager
 def own_servers() -> Iterator[None]:
     """End the servers that are started in the block with the block."""
-    known = dict(_servers)
+    earlier = dict(_servers)
     try:
         yield
     finally:
         for key, server in list(_servers.items()):
-            if known.get(key) is not server:
+            if earlier.get(key) is not server:
                 _servers.pop(key).close()
 
 
-def _fork_of_warm_server(environment: Mapping[str, str]) -> ForkServer | None:
+def _fork_of_warm_server(environment: Variables) -> ForkServer | None:
     """Return a fork of the server that `WARM` names. None if there is none, or if it cannot replace
     a server of this process's own.
     """
@@ -356,7 +357,8 @@ def _fork_of_warm_server(environment: Mapping[str, str]) -> ForkServer | None:
         control = socket.socket(socket.AF_UNIX)
         with suppress(OSError):
             control.connect(path)
-            if pid := control.recv(32):
+            pid = control.recv(32)
+            if pid:
                 return ForkServer(control, int(pid))
         control.close()
     return None
@@ -365,11 +367,13 @@ def _fork_of_warm_server(environment: Mapping[str, str]) -> ForkServer | None:
 # -- what takes effect when a library starts -------------------------------------------------------
 
 
-def acting(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+def acting(environment: Variables) -> list[tuple[str, str]]:
     """Return the variables that take effect when an interpreter or a library starts. Other values
     of them need another server.
     """
-    return sorted(item for item in environment.items() if _ACTS_AT_START.match(item[0]))
+    return sorted(
+        (name, value) for name, value in environment.items() if _ACTS_AT_START.match(name)
+    )
 
 
 def set_by(script: Path) -> str:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,18 +16,20 @@ from pathlib import Path
 from lockstep.config.knob import whole
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import ending, failures, processes, stalls
+from lockstep.launcher import ending, failures, processes
 from lockstep.launcher.console import forwarded
-from lockstep.launcher.ending import Endings
+from lockstep.launcher.ending import EndWatcher
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
-from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
-from lockstep.launcher.preemption import Stop, noted, say
+from lockstep.launcher.fork_server import Variables
+from lockstep.launcher.logs import Console, LogDirectory, log_directory, tail
+from lockstep.launcher.preemption import Stop, note_signals, print_line
+from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Program, Rank, Target
-from lockstep.launcher.stalls import Stall, Watcher
+from lockstep.launcher.stall_report import DOING, difference, view_of
+from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpus, set_by
-from lockstep.runtime import status
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.private import run_directory
 
@@ -62,7 +63,7 @@ def supervise(
     *,
     logs: Path | None = None,
     console: Console = "all",
-    environment: Mapping[str, str] | None = None,
+    environment: Variables | None = None,
     heeds: bool = False,
     launch: Launch | None = None,
     share: Share | None = None,
@@ -98,41 +99,36 @@ def supervise(
     """
     if workers is not None:
         whole("workers", workers)
-    with noted(speaks=reports) as stop, run_directory() as directory, log_place(logs) as place:
-        launch = launch or Launch()
-        elsewhere = None if share is None else share.elsewhere
+    launch = launch or Launch()
+    elsewhere = None if share is None else share.elsewhere
+    with (
+        note_signals(speaks=reports) as stop,
+        run_directory() as directory,
+        log_directory(logs) as log_files,
+    ):
         watch = Watch(directory, stop, launch, elsewhere)
         rank = Rank(
             rank=0,
             work=target,
             records=str(directory),
             console=console,
-            logs=str(place.path),
+            logs=log_files.path,
             heeds=heeds,
             debug=launch.debug,
         )
         variables = {**(environment or {}), **timeout_for_ranks(launch.timeout)}
-        start = _Start(
-            rank=rank,
-            watch=watch,
-            environment=variables,
-            share=share,
-            cold=launch.cold or launch.debug,
-        )
+        cold = launch.cold or launch.debug
         try:
-            outcome = start.run(workers)
+            outcome = _run_ranks(rank, watch, variables, share, workers, cold=cold)
         except Stopped:
-            outcome = (
-                Outcome(128 + (stop.number or 0))
-                if watch.failure is None
-                else Outcome(watch.failure.code, watch.failure)
-            )
-        if (
-            outcome.failure is not None
-            and outcome.exit_code != ExitCode.PREEMPTED
-            and stop.number is None
-        ):
-            outcome = replace(outcome, failure=_with_log(outcome.failure, place, console, passing))
+            outcome = Outcome(128 + (stop.number or 0))
+            if watch.failure is not None:
+                outcome = Outcome(watch.failure.code, watch.failure)
+        failure = outcome.failure
+        preempted = outcome.exit_code == ExitCode.PREEMPTED
+        if failure is not None and not preempted and stop.number is None:
+            failure = _with_log(failure, log_files, console, passing)
+            outcome = replace(outcome, failure=failure)
         return conclude(outcome, stop, heeds=heeds) if reports else outcome
 
 
@@ -140,16 +136,16 @@ def conclude(outcome: Outcome, stop: Stop, *, heeds: bool) -> Outcome:
     """Print how a run ended, if it did not end well. Return its outcome; a run that was asked to
     stop, and did, gets the exit code for that.
     """
-    killed = outcome.failure if outcome.failure is not None and outcome.failure.killed else None
-    if stop.number is not None and (
-        killed is not None or outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number)
-    ):
-        if killed is not None:  # killed while it was stopping: that causes no restart
-            say(failures.summary(killed))
-        outcome = Outcome(stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
-        say(f"stopped by {stop.name}; all ranks have ended")
-    elif outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED:
-        say(failures.render(outcome.failure))
+    failure = outcome.failure
+    preempted = outcome.exit_code == ExitCode.PREEMPTED
+    killed = failure is not None and failure.killed
+    if stop.number is not None and (killed or preempted or outcome.exit_code == 128 + stop.number):
+        if failure is not None and killed:  # while it was stopping: that causes no restart
+            print_line(failures.summary(failure))
+        outcome = Outcome(stop.exit_code(saved=heeds or preempted))
+        print_line(f"stopped by {stop.name}; all ranks have ended")
+    elif failure is not None and not preempted:
+        print_line(failures.render(failure))
     return outcome
 
 
@@ -167,198 +163,175 @@ class Watch:
         self._launch = launch
         self._elsewhere = elsewhere
         self._watcher = Watcher(directory, launch.stall_after, elsewhere=elsewhere)
-        self._endings = Endings(directory)
+        self._end_watcher = EndWatcher(directory)
         self._oom_kills = processes.oom_kills()
         self.failure: Failure | None = None
         """The failure of a rank that the others waited for, once the ranks are to be ended because
         of it.
         """
 
-    def must_end(self, pids: Mapping[int, int]) -> Farewell | None:
-        """Return how to end the ranks now, None if they go on. `pids` are the living ranks' pids,
-        by rank.
-        """
+    def must_end(self, pids: Pids) -> Farewell | None:
+        """Return how to end the living ranks now, None if they go on."""
         if self.stop.now(self.directory, pids):
             return self._farewell()
-        for text in self._endings.look(pids):
-            say(text)
+        for report in self._end_watcher.check(pids):
+            print_line(report)
         stall = self._watcher.look(pids)
         if self._elsewhere is not None:
-            stall = self._elsewhere.verdict()
+            stall = self._elsewhere.pop_stall()
         if stall is not None:
-            if self._launch.on_stall != "wait" and not stall.works:
-                if stall.rank not in pids and self._elsewhere is not None:
-                    return None  # its own host ends the run
-                self.failure = _failure(stall, pids)
+            if self._launch.on_stall == "wait" or stall.works:
+                print_line("\n".join(filter(None, (stall.stack, stall.message))))
+            elif stall.rank not in pids and self._elsewhere is not None:
+                return None  # its own host ends the run
+            else:
+                self.failure = Failure(
+                    rank=stall.rank,
+                    kind="stall",
+                    message=stall.message,
+                    code=ExitCode.HANG,
+                    pid=pids.get(stall.rank, 0),
+                    traceback=stall.stack,
+                )
                 return Farewell()
-            say("\n".join(part for part in (stall.stack, stall.message) if part))
-        if (slow := self._watcher.slow(pids)) is not None:
-            say(slow)
+        slow = self._watcher.slow(pids)
+        if slow is not None:
+            print_line(slow)
         return None
 
     def _farewell(self) -> Farewell:
         """Return how ranks that do not stop by themselves are ended: their own handlers have the
         launch's grace period, until a second signal.
         """
-        stop, number = self.stop, signal.SIGTERM
-        if stop.number == signal.SIGUSR1:
-            number = signal.SIGUSR1
-        spoken_at = time.monotonic() + _SILENT_SECONDS
+        stop = self.stop
+        number = signal.SIGUSR1 if stop.number == signal.SIGUSR1 else signal.SIGTERM
+        grace = self._launch.grace
+        announce_at = time.monotonic() + _SILENT_SECONDS
 
         def hurried() -> bool:
-            nonlocal spoken_at
-            if time.monotonic() > spoken_at:
-                spoken_at = math.inf
-                stop.speak(f"the ranks have {self._launch.grace:.0f} s to end")
+            nonlocal announce_at
+            if time.monotonic() > announce_at:
+                announce_at = math.inf
+                stop.announce(f"the ranks have {grace:.0f} s to end")
             return stop.at_once
 
-        return Farewell(number, self._launch.grace, hurried)
+        return Farewell(number, grace, hurried)
 
     def explained(self, failure: Failure, ranks: Iterable[int] = ()) -> Failure:
         """Add to `failure` what the rank did last, in what `ranks` differed if it was aborted, and
         whether the kernel killed processes for lack of memory.
         """
-        view = status.read(status.file_of(self.directory, failure.rank))
-        doing = (
-            ""
-            if view is None or not view.step
-            else f"at step {view.step}, {stalls.DOING[view.phase]}"
-        )
-        aborted = failure.code == 128 + signal.SIGABRT
-        apart = stalls.difference(self.directory, ranks) if aborted else ""
-        killed = processes.oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
-        return replace(
-            failure,
-            doing=doing,
-            note=(
-                f"cgroup oom_kill +{killed}: the host's memory ran out"
-                if killed > 0
-                else apart or failure.note
-            ),
-        )
+        view = view_of(self.directory, failure.rank)
+        doing = ""
+        if view is not None and view.step:
+            doing = f"at step {view.step}, {DOING[view.phase]}"
+        note = failure.note
+        if failure.code == 128 + signal.SIGABRT:
+            note = difference(self.directory, ranks) or note
+        elif failure.code == 128 + signal.SIGKILL:
+            killed = processes.oom_kills() - self._oom_kills
+            if killed > 0:
+                note = f"cgroup oom_kill +{killed}: the host's memory ran out"
+        return replace(failure, doing=doing, note=note)
 
 
-def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
-    return Failure(
-        rank=stall.rank,
-        kind="stall",
-        message=stall.message,
-        code=ExitCode.HANG,
-        pid=pids.get(stall.rank, 0),
-        traceback=stall.stack,
-    )
+def _run_ranks(
+    rank: Rank,
+    watch: Watch,
+    variables: Variables,
+    share: Share | None,
+    workers: int | None,
+    *,
+    cold: bool,
+) -> Outcome:
+    """Run this host's ranks from their start to their end. `rank` is the work of each, except for
+    its number. Raises Stopped if they were ended because of a signal or a stall.
+    """
 
-
-@dataclass(kw_only=True, slots=True)
-class _Start:
-    """This host's ranks from their start to their end."""
-
-    rank: Rank
-    """The work of each rank, except for its number."""
-    watch: Watch
-    environment: Mapping[str, str]
-    share: Share | None
-    cold: bool
-
-    def run(self, workers: int | None) -> Outcome:
-        """Run the ranks. Raises Stopped if they were ended because of a signal or a stall."""
-        self._heed()
-        server = fork_server(
-            FOR_TRAININGS if self.rank.work.ours else FOR_SCRIPTS,
-            {**os.environ, **self.environment},
-            cold=self.cold,
-        )
-        server.ready(self._heed)
-        count, share = gpus() or 1 if workers is None else workers, self.share
-        with (
-            alone(server, count) if share is None else nullcontext(share.ranks) as place,
-            self._console(place.numbers) as pipes,
-            Ranks(server, place) as ranks,
-        ):
-
-            def process(
-                number: int, variables: Mapping[str, str]
-            ) -> tuple[Rank, Mapping[str, str]]:
-                work = replace(self.rank, rank=number, pipes=pipes)
-                own = {
-                    **variables,
-                    **self.environment,
-                    failures.DIRECTORY: str(self.watch.directory),
-                }
-                return work, {**os.environ, **own}
-
-            def of_ranks(ended: Ended) -> Sequence[Failure]:
-                return failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
-
-            called_off = (lambda: False) if share is None else share.called_off
-            ranks.start(
-                process,
-                cold=_sets_variables(self.rank.work),
-                beside=self.rank.work.beside(),
-            )
-            ended = ranks.run(
-                failures=of_ranks,
-                stopping=self.watch.must_end,
-                called_off=called_off,
-            )
-        return self._outcome(ended, of_ranks(ended), place.size)
-
-    def _heed(self) -> None:
-        if self.watch.must_end({}) is not None:
+    def check_stop() -> None:
+        if watch.must_end({}) is not None:
             raise Stopped
 
-    @contextmanager
-    def _console(self, ranks: range) -> Iterator[str | None]:
-        """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
-        the directory with their pipes, or None.
-        """
-        if self.rank.console != "joined" or ranks == range(1):
-            yield None
-            return
-        with forwarded(self.watch.directory, ranks):
-            yield str(self.watch.directory)
+    check_stop()
+    directory = watch.directory
+    modules = FOR_TRAININGS if rank.work.ours else FOR_SCRIPTS
+    server = fork_server(modules, {**os.environ, **variables}, cold=cold)
+    server.ready(check_stop)
+    if workers is None:
+        workers = gpus() or 1
+    called_off = (lambda: False) if share is None else share.called_off
+    with (
+        alone(server, workers) if share is None else nullcontext(share.ranks) as local_ranks,
+        _joined_console(directory, rank.console, local_ranks.numbers) as pipes,
+        Ranks(server, local_ranks) as ranks,
+    ):
 
-    def _outcome(self, ended: Ended, found: Sequence[Failure], size: int) -> Outcome:
-        cause = failures.first(found)
-        if cause is None:
-            if text := ending.of_strangers(self.watch.directory, ended.pids, size):
-                _say(text)
-            return Outcome(ExitCode.OK)
-        note = failures.finished_early(
-            found, [rank for rank, code in ended.codes.items() if code == 0]
-        )
-        return Outcome(cause.code, self.watch.explained(replace(cause, note=note), ended.pids))
+        def process(number: int, placement: Variables) -> tuple[Rank, Variables]:
+            environment = {**os.environ, **placement, **variables}
+            environment[failures.DIRECTORY] = str(directory)
+            return replace(rank, rank=number, pipes=pipes), environment
+
+        def known(ended: Ended) -> Sequence[Failure]:
+            return failures.of_ranks(directory, ended.codes, ended.pids)
+
+        ranks.start(process, cold=_sets_variables(rank.work), beside=rank.work.beside())
+        ended = ranks.run(failures=known, stopping=watch.must_end, called_off=called_off)
+    failed = known(ended)
+    cause = failures.first(failed)
+    if cause is None:
+        warning = ending.warning_if_never_joined(directory, ended.pids, local_ranks.size)
+        if warning:
+            print_line(warning)
+        return Outcome(ExitCode.OK)
+    finished = [number for number, code in ended.codes.items() if code == 0]
+    note = failures.finished_early(failed, finished)
+    return Outcome(cause.code, watch.explained(replace(cause, note=note), ended.pids))
+
+
+@contextmanager
+def _joined_console(directory: Path, console: Console, ranks: range) -> Iterator[Path | None]:
+    """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
+    the directory with their pipes, or None.
+    """
+    if console != "joined" or ranks == range(1):
+        yield None
+        return
+    with forwarded(directory, ranks):
+        yield directory
 
 
 def _sets_variables(work: Program) -> bool:
     """Whether the script sets a variable that takes effect when a library starts: too late for a
     warm rank. If so, print that.
     """
-    script = work.script if isinstance(work, Target) else None
-    name = "" if script is None else set_by(Path(script))
+    if not isinstance(work, Target) or work.script is None:
+        return False
+    name = set_by(Path(work.script))
     if name:
-        what = f"{script} sets {name}, which acts as torch is imported"
-        _say(
-            f"lockstep: ranks start without preloaded modules, which takes longer: {what}; set it"
-            " in the command's environment instead"
+        print_line(
+            "lockstep: ranks start without preloaded modules, which takes longer:"
+            f" {work.script} sets {name}, which acts as torch is imported; set it in the command's"
+            " environment instead"
         )
     return bool(name)
 
 
 def _with_log(
-    failure: Failure, place: LogPlace, console: Console, passing: Callable[[Failure], bool]
+    failure: Failure,
+    log_files: LogDirectory,
+    console: Console,
+    passing: Callable[[Failure], bool],
 ) -> Failure:
     """Add to `failure` its rank's log file, and the end of that file if it was not on the terminal.
     A usage error needs neither.
     """
     if failure.kind == "usage":
         return failure
-    file = log_of(place.path, failure.rank)
-    place.keep = True
+    log_files.keep = True
+    file = failures.rank_file(log_files.path, failure.rank, "log")
     log = "" if passing(failure) else str(file)
-    return replace(
-        failure, log=log, tail=tail(file) if console == "first" and failure.rank > 0 else ""
-    )
+    hidden = console == "first" and failure.rank > 0
+    return replace(failure, log=log, tail=tail(file) if hidden else "")
 
 
 RESTARTS = 3
@@ -400,29 +373,24 @@ def run_with_restarts(
     `stopped_to_grow()` returns whether ranks that ended well did so at a checkpoint, to continue
     with more workers.
     """
-    count, left = workers.most, restarts
+    count = workers.most
+    left = restarts
     while True:
         outcome = start(count)
         if outcome.exit_code == 0 and stopped_to_grow():
             count = workers.most
-            _say(f"restart: {_counted(count)} again, from the newest checkpoint")
+            print_line(f"restart: {_counted(count)} again, from the newest checkpoint")
             continue
         failure = outcome.failure
-        if (
-            failure is None
-            or left == 0
-            or not (failure.killed or (after_stalls and failure.kind == "stall"))
-        ):
+        if failure is None or left == 0:
+            return outcome
+        if not failure.killed and not (after_stalls and failure.kind == "stall"):
             return outcome
         left -= 1
         count = max(workers.least, count - 1)
-        _say(
+        print_line(
             f"restart {restarts - left} of {restarts}: {_counted(count)}, from the newest checkpoint"
         )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _counted(count: int) -> str:

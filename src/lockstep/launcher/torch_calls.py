@@ -69,22 +69,23 @@ class _Calls:
     """Replaces the functions of `c10d`, and notes their calls."""
 
     def __init__(self, page: Page, c10d: Any) -> None:
-        self._page, self._c10d = page, c10d
+        self._page = page
+        self._c10d = c10d
         self._inside = False  # within another call, which has been noted
         self._works: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
         package = sys.modules.get("torch.distributed")
         for name in c10d.__all__:
-            if not (_OF_ALL.fullmatch(name) or _OF_SOME.fullmatch(name)):
-                continue
-            original = getattr(c10d, name)
-            replacement = self._noted(original, _Describer(name, original, c10d))
-            setattr(c10d, name, replacement)
-            if getattr(package, name, None) is original:
-                setattr(package, name, replacement)
+            if _OF_ALL.fullmatch(name) or _OF_SOME.fullmatch(name):
+                original = getattr(c10d, name)
+                replacement = self._noted(original, _Describer(name, original, c10d))
+                setattr(c10d, name, replacement)
+                if getattr(package, name, None) is original:
+                    setattr(package, name, replacement)
         c10d.Work.wait = self._noted(c10d.Work.wait, self._of_work)
 
     def _noted(self, original: Any, describe: Callable[..., _Call | None]) -> Any:
-        torch, page = sys.modules["torch"], self._page  # torch may be only partly imported
+        torch = sys.modules["torch"]  # it may be only partly imported
+        page = self._page
         starts = getattr(original, "__name__", "") == "init_process_group"
 
         @functools.wraps(original)
@@ -96,7 +97,8 @@ class _Calls:
                 or page.thread != threading.get_ident()
             ):
                 return original(*args, **keywords)
-            self._inside, call = True, None
+            self._inside = True
+            call = None
             try:
                 frame = sys._getframe(1)
                 if not frame.f_globals.get("__name__", "").startswith("lockstep."):
@@ -124,73 +126,78 @@ class _Calls:
                 self._works[work] = call._replace(numbered=False)
 
     def _of_work(self, frame: FrameType, args: Sequence[Any], _: object) -> _Call:
-        return self._works.get(args[0]) or _Call(
-            _words("Work.wait", "", None, (), _place(frame)), status.EVERYBODY, False
-        )
+        call = self._works.get(args[0])
+        if call is None:
+            text = _describe("Work.wait", "", None, (), _call_site(frame))
+            call = _Call(text, status.EVERYBODY, False)
+        return call
 
 
 class _Describer:
     """Describes the calls of one function."""
 
     def __init__(self, name: str, function: Callable[..., Any], c10d: Any) -> None:
-        self._name, self._c10d = name, c10d
+        self._name = name
+        self._c10d = c10d
         self._of_all = _OF_ALL.fullmatch(name) is not None
         self._names = tuple(inspect.signature(function).parameters)
-        self._tensor = next((each for each in _TENSORS if each in self._names), "")
+        self._tensor = next(filter(self._names.__contains__, _TENSORS), "")
         self._shaped = not name.startswith("all_to_all")  # ranks' parts may differ in all_to_all
         self._reduces = "op" in self._names
-        self._peers = [each for each in _PEERS if each in self._names]
+        self._peers = [name for name in _PEERS if name in self._names]
 
     def __call__(
         self, frame: FrameType, args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> _Call | None:
         """Describe a call; None in a rank that is no member of the group."""
-        given: Callable[[str], Any] = {**dict(zip(self._names, args, strict=False)), **keywords}.get
-        group, numbered, ranks = given("group"), self._of_all, None
+        arguments = {**dict(zip(self._names, args, strict=False)), **keywords}
+        group = arguments.get("group")
+        ranks = None
         if self._name == "batch_isend_irecv":
-            ranks = sorted({each.peer for each in given("p2p_op_list")})
-        elif given("use_local_synchronization"):
-            ranks = given("ranks")
+            ranks = sorted({operation.peer for operation in arguments["p2p_op_list"]})
+        elif arguments.get("use_local_synchronization"):
+            ranks = arguments.get("ranks")
         if group is not None and group is not self._c10d.group.WORLD:
             if not isinstance(group, self._c10d.ProcessGroup):
                 return None
             ranks = ranks or self._c10d.get_process_group_ranks(group)
-        of, among = ("", status.EVERYBODY) if ranks is None else _members(tuple(ranks))
+        members = ""
+        among = status.EVERYBODY
+        if ranks is not None:
+            members, among = _members(tuple(ranks))
         peer = ""
         for name in self._peers:
-            if (rank := given(name)) is not None:
+            rank = arguments.get(name)
+            if rank is not None:
                 if name.startswith("group_"):
                     rank = self._c10d.get_global_rank(group or self._c10d.group.WORLD, rank)
                 peer = f"{_PEERS[name]} rank {rank}"
-                if not numbered:  # it waits only for this rank
-                    ranks, among = [rank], _members((rank,))[1]
-        tensor = given(self._tensor)
+                if not self._of_all:  # it waits only for this rank
+                    _, among = _members((rank,))
+        tensor = arguments.get(self._tensor)
         if isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
-        op = _name_of(given("op") or "sum") if self._reduces else ""
-        text = _words(
-            self._name,
-            op,
-            getattr(tensor, "dtype", None),
-            tuple(getattr(tensor, "shape", ())) if self._shaped else ("...",),
-            peer,
-            of,
-            _place(frame),
-        )
-        return _Call(text, among, numbered and ranks is None)
+        shape = tuple(getattr(tensor, "shape", ())) if self._shaped else ("...",)
+        op = _name_of(arguments.get("op") or "sum") if self._reduces else ""
+        dtype = getattr(tensor, "dtype", None)
+        text = _describe(self._name, op, dtype, shape, peer, members, _call_site(frame))
+        return _Call(text, among, self._of_all and ranks is None)
 
 
 # cached, because a program repeats its calls
 @functools.lru_cache(maxsize=1024)
-def _words(name: str, op: str, dtype: object, shape: tuple[object, ...], *more: str) -> bytes:
-    what = "" if dtype is None else f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
-    return status.shortened(" ".join(filter(None, (name, op, what, *more))))
+def _describe(name: str, op: str, dtype: object, shape: tuple[object, ...], *more: str) -> bytes:
+    tensor = ""
+    if dtype is not None:
+        tensor = f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
+    return status.shortened(" ".join(filter(None, (name, op, tensor, *more))))
 
 
 @functools.lru_cache(maxsize=1024)
 def _members(ranks: tuple[int, ...]) -> tuple[str, bytes]:
     """Return the ranks in words, and as a mask."""
-    return f"of {named(ranks) if len(ranks) <= 8 else f'{len(ranks)} ranks'}", status.mask(ranks)
+    members = named(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+    return f"of {members}", status.mask(ranks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -198,18 +205,17 @@ def _name_of(op: object) -> str:
     return str(getattr(op, "name", op)).lower()
 
 
-@functools.lru_cache(maxsize=1024)
-def _at(file: str, line: int) -> str:
-    return f"at {os.path.basename(file)}:{line}" if is_users(file) else ""
-
-
-def _place(frame: FrameType | None) -> str:
+def _call_site(frame: FrameType | None) -> str:
     """Return the nearest line of the user's code: "at train.py:20"; "" if there is none."""
-    place = ""
-    while frame is not None and not place:
-        place = _at(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f"at {os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
-    return place
+    return ""
+
+
+_is_users = functools.lru_cache(maxsize=1024)(is_users)
 
 
 # -- native code ---------------------------------------------------------------------------------
@@ -225,7 +231,7 @@ def _watch_native(page: Page) -> None:
         return
     over = threading.Event()
     thread = threading.Thread(
-        target=_look, args=(page, dump, over), name="lockstep-native", daemon=True
+        target=_watch_main_thread, args=(page, dump, over), name="lockstep-native", daemon=True
     )
 
     def end() -> None:  # native code must not run while Python ends
@@ -237,11 +243,11 @@ def _watch_native(page: Page) -> None:
     atexit.register(end)
 
 
-def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None:
+def _watch_main_thread(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None:
     # signals are for the main thread
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     home = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
-    main = threading.main_thread()
+    main = threading.main_thread().ident or 0
     task = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's id is the process's
     before: object = None
     while not over.wait(_LOOK_SECONDS):
@@ -251,13 +257,13 @@ def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None
                 before = now
                 page.moved()
                 continue
-            frame = sys._current_frames().get(main.ident or 0)
+            frame = sys._current_frames().get(main)
             if _pending(now or {}) and frame is not None and not page.waiting:
-                asleep = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SD"
-                if asleep and frame.f_code.co_filename.startswith(home):
-                    page.in_native(_native_words(json.loads(dump(True, False)), frame))
-                else:
-                    page.in_native(b"")
+                text = b""
+                state = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+                if state in "SD" and frame.f_code.co_filename.startswith(home):
+                    text = _describe_native(json.loads(dump(True, False)), frame)
+                page.in_native(text)
             page.looked()
 
 
@@ -266,23 +272,27 @@ def _pending(groups: Mapping[str, Mapping[str, str]]) -> bool:
     end together in the wrong order, so this may stay true.
     """
     return any(
-        int(each["last_completed_collective"]) < int(each["last_enqueued_collective"])
-        for each in groups.values()
+        int(group["last_completed_collective"]) < int(group["last_enqueued_collective"])
+        for group in groups.values()
     )
 
 
-def _native_words(recorded: Mapping[str, Any], frame: FrameType) -> bytes:
+def _describe_native(recorded: Mapping[str, Any], frame: FrameType) -> bytes:
     """Return the first collective that has not ended, in words; b"" if all have."""
     function = frame.f_code.co_name
-    where = "in a backward" if function == "_engine_run_backward" else f"in {function}"
+    if function == "_engine_run_backward":
+        function = "a backward"
+    position = f"in {function} {_call_site(frame)}"
     entries: Sequence[Mapping[str, Any]] = recorded.get("entries", ())
+    if not entries:
+        return status.shortened(f"a collective {position}")
     for entry in entries:
         if not entry["retired"] and not entry["is_p2p"]:
             kind = entry["profiling_name"].rpartition(":")[2]
-            dtypes, shapes = entry["input_dtypes"], entry["input_sizes"]
-            what = "".join(
-                f" {_NATIVE_DTYPES.get(dtype, dtype.lower())}[{','.join(map(str, shape))}]"
-                for dtype, shape in list(zip(dtypes, shapes, strict=False))[:1]
-            )
-            return status.shortened(f"{kind}{what} {where} {_place(frame)}")
-    return b"" if entries else status.shortened(f"a collective {where} {_place(frame)}")
+            tensor = ""
+            if entry["input_dtypes"] and entry["input_sizes"]:
+                dtype = entry["input_dtypes"][0]
+                shape = ",".join(map(str, entry["input_sizes"][0]))
+                tensor = f" {_NATIVE_DTYPES.get(dtype, dtype.lower())}[{shape}]"
+            return status.shortened(f"{kind}{tensor} {position}")
+    return b""

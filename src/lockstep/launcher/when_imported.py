@@ -24,7 +24,8 @@ def when_imported(name: str, change: Callable[[ModuleType], object]) -> None:
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
-        self._name, self._change = name, change
+        self._name = name
+        self._change = change
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -52,8 +52,9 @@ def _limit(group: Path) -> float:
     for files in names:
         with suppress(OSError, ValueError):  # no such file; no limit: "max 100000"
             words = " ".join((group / file).read_text(encoding="ascii") for file in files).split()
-            if (microseconds := int(words[0])) > 0:
-                return microseconds / int(words[1])
+            limit, period = (int(word) for word in words[:2])
+            if limit > 0:
+                return limit / period
     return math.inf
 
 
@@ -87,24 +88,22 @@ def running(own: int = 1) -> int:
 
 def busy() -> str | None:
     """Return "3 other programs run on 2 cores" if these are at least as many. Else None."""
-    programs, cores = running(), os.cpu_count() or 1
+    programs = running()
+    cores = os.cpu_count() or 1
     if programs < cores:
         return None
-    return (
-        f"{programs} other program{'s run' if programs > 1 else ' runs'} on {cores}"
-        f" core{'s' * (cores != 1)}"
-    )
+    run = "programs run" if programs > 1 else "program runs"
+    return f"{programs} other {run} on {cores} core{'s' * (cores != 1)}"
 
 
 def warn_if_busy() -> None:
     """Print a warning to stderr if the host is busy. Commands that measure call it before they
     start anything.
     """
-    found = busy()
-    if found is not None:
-        print(
-            f"warning: {found}: other programs slow down the measurement. Measure again on an idle"
-            " host",
-            file=sys.stderr,
-            flush=True,
+    others = busy()
+    if others is not None:
+        text = (
+            f"warning: {others}: other programs slow down the measurement. Measure again on an idle"
+            " host"
         )
+        print(text, file=sys.stderr, flush=True)

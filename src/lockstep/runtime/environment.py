@@ -53,33 +53,37 @@ class _Spelling:
     node: str | None = None
 
     def read(self, env: Mapping[str, str]) -> Placement | None:
-        rank, size = number_of(env, self.rank), number_of(env, self.size)
+        rank = number_of(env, self.rank)
+        size = number_of(env, self.size)
         if rank is None and size is None:
             return None
         if rank is None or size is None:
-            have, lack = (self.size, self.rank) if rank is None else (self.rank, self.size)
-            raise UsageError("incomplete-settings", given=f"{have}={env[have]}", lacking=lack)
+            names = [self.rank, self.size]
+            if rank is None:
+                names.reverse()
+            present, lacking = names
+            written = f"{present}={env[present]}"
+            raise UsageError("incomplete-settings", given=written, lacking=lacking)
         check_rank(self.rank, rank, self.size, size)
         local_rank, local_size = self._local(env, rank, size)
         node = number_of(env, self.node) if self.node else None
-        source = f"{self.rank} and {self.size}"
-        return Placement(
-            rank, size, local_rank, local_size, rank // local_size if node is None else node, source
-        )
+        if node is None:
+            node = rank // local_size
+        return Placement(rank, size, local_rank, local_size, node, f"{self.rank} and {self.size}")
 
     def _local(self, env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
         """Return (local rank, local size). Assume one host if the launcher sets no local numbers,
         and one rank per pod in a PyTorchJob.
         """
-        local_rank, local_size = number_of(env, self.local_rank), number_of(env, self.local_size)
+        local_rank = number_of(env, self.local_rank)
+        local_size = number_of(env, self.local_size)
         if local_rank is None and local_size is None and env.get("PET_NNODES"):
-            local_rank, local_size = _of_pod(env, size)
+            _check_pod(env, size)
+            local_rank, local_size = 0, 1
         if local_size is None:
-            local_size = (
-                size
-                if local_rank is None
-                else max(size if local_rank == rank else 1, local_rank + 1)
-            )
+            local_size = size
+            if local_rank not in (None, rank):  # several hosts
+                local_size = max(1, local_rank + 1)
         elif not 1 <= local_size <= size:
             raise UsageError(
                 "local-size-out-of-range",
@@ -95,15 +99,13 @@ class _Spelling:
 
 
 _FIRST = _Spelling("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-_MPI = (
-    _Spelling(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Spelling("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+_OPEN_MPI = _Spelling(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
+_MPICH = _Spelling("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def placement(env: Mapping[str, str]) -> Placement | None:
@@ -117,20 +119,18 @@ def placement(env: Mapping[str, str]) -> Placement | None:
         UsageError: one of a pair is missing, a value is not an integer, a rank is not below its
         size, or SLURM's numbers contradict each other.
     """
-    place = _FIRST.read(env)
-    if place is not None:
-        return place
-    mpi = next(
-        (place for place in (spelling.read(env) for spelling in _MPI) if place is not None), None
-    )
+    first = _FIRST.read(env)
+    if first is not None:
+        return first
+    mpi = _OPEN_MPI.read(env) or _MPICH.read(env)
     if mpi is None:
         return _of_slurm(env)
     # srun --mpi=pmi2 sets PMI_* too, without local numbers. An mpirun inside a job sets its own
     # numbers; SLURM's then describe mpirun's daemons.
     with suppress(UsageError):
-        place = _of_slurm(env)
-        if place is not None and (place.rank, place.size) == (mpi.rank, mpi.size):
-            return place
+        slurm = _of_slurm(env)
+        if slurm is not None and (slurm.rank, slurm.size) == (mpi.rank, mpi.size):
+            return slurm
     return mpi
 
 
@@ -142,8 +142,8 @@ def started_by_others(env: Mapping[str, str]) -> Placement | None:
     """
     if PARENT in env:
         return None
-    place = placement(env)
-    return place if place is not None and place.size > 1 else None
+    started = placement(env)
+    return started if started is not None and started.size > 1 else None
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -158,13 +158,12 @@ def rank_and_size() -> tuple[int, int]:
 
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place = placement(os.environ)
-    if place is None or place.size == 1:
+    started = placement(os.environ)
+    if started is None or started.size == 1:
         return 0, 1
-    names = place.source.split(" and ")
-    raise UsageError(
-        "no-world-open", why=f" but {names[0]}={place.rank} and {names[1]}={place.size} are set"
-    )
+    rank_name, size_name = started.source.split(" and ")
+    text = f" but {rank_name}={started.rank} and {size_name}={started.size} are set"
+    raise UsageError("no-world-open", why=text)
 
 
 def _of_slurm(env: Mapping[str, str]) -> Placement | None:
@@ -183,14 +182,14 @@ def _of_slurm(env: Mapping[str, str]) -> Placement | None:
     )
 
 
-def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return (local rank, local size) in a PyTorchJob's pod. PET_* are for torchrun, which would
+def _check_pod(env: Mapping[str, str], size: int) -> None:
+    """Raise UsageError in a PyTorchJob's pod of several ranks. PET_* are for torchrun, which would
     have set local numbers.
     """
-    each = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
-    if each != "1" or env["PET_NNODES"].strip() != str(size):
-        raise UsageError("pod-without-torchrun", nodes=env["PET_NNODES"], each=each, size=size)
-    return 0, 1
+    per_node = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
+    nodes = env["PET_NNODES"]
+    if per_node != "1" or nodes.strip() != str(size):
+        raise UsageError("pod-without-torchrun", nodes=nodes, each=per_node, size=size)
 
 
 def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
@@ -207,20 +206,20 @@ def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
         )
 
 
-def step_of(place: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
-    """Return the SLURM job step that `place` is a task of. None if there is none, or if MASTER_ADDR
-    or MASTER_PORT name another rendezvous.
+def step_of(this_rank: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
+    """Return the SLURM job step that this rank is a task of. None if there is none, or if
+    MASTER_ADDR or MASTER_PORT name another rendezvous.
     """
-    if place.source == "arguments":
+    if this_rank.source == "arguments":
         return None
     try:
         step = slurm_step.step(env)
     except UsageError:  # ranks of another launcher, started in a job's shell
         return None
-    if step is None or (step.rank, step.size) != (place.rank, place.size):
+    if step is None or (step.rank, step.size) != (this_rank.rank, this_rank.size):
         return None
-    given = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
-    return step if given in ((None, None), slurm_step.address(step)) else None
+    rendezvous = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+    return step if rendezvous in ((None, None), slurm_step.endpoint(step)) else None
 
 
 def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
@@ -228,19 +227,18 @@ def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
     return {} if seconds is None else {TIMEOUT: str(seconds)}
 
 
-def exported(place: Placement, env: Mapping[str, str]) -> dict[str, str]:
+def exported(this_rank: Placement, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that scripts for torchrun read and `env` lacks. For a rank that another
     launcher started.
     """
-    found = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "GROUP_RANK": place.node,
+    values = {
+        "RANK": str(this_rank.rank),
+        "WORLD_SIZE": str(this_rank.size),
+        "LOCAL_RANK": str(this_rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(this_rank.local_size),
+        "GROUP_RANK": str(this_rank.node),
     }
-    values = {name: str(value) for name, value in found.items()}
-    step = step_of(place, env)
+    step = step_of(this_rank, env)
     if step is not None:
-        values["MASTER_ADDR"], values["MASTER_PORT"] = slurm_step.address(step)
+        values["MASTER_ADDR"], values["MASTER_PORT"] = slurm_step.endpoint(step)
     return {name: value for name, value in values.items() if name not in env}

@@ -20,15 +20,15 @@ def install(extra: str) -> str:
     return f"pip install {_wanted(extra, Path(__file__).parents[3], _origin())}"
 
 
-def missing(what: str, package: str, extra: str) -> UsageError:
+def missing(feature: str, package: str, extra: str) -> UsageError:
     """Return the error for a missing optional package.
 
     Args:
-        what: the feature that needs the package.
+        feature: what needs the package.
         package: the package's common name.
         extra: the extra of pyproject.toml that installs it.
     """
-    return UsageError("missing-extra", what=what, package=package, install=install(extra))
+    return UsageError("missing-extra", what=feature, package=package, install=install(extra))
 
 
 def warn_untested(package: str, first: str, last: str) -> None:
@@ -50,17 +50,18 @@ def warn_untested(package: str, first: str, last: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", version)[:2])
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _wanted(extra: str, above: Path, origin: str | None) -> str:
     """Return the quoted requirement for pip. `above` is the folder that contains src/ in a
     checkout. `origin` is the URL of this installation, or None if it came from a package index.
     """
-    if above.joinpath("pyproject.toml").is_file() and above.joinpath("src", "lockstep").is_dir():
-        place = "." if above.resolve() == Path.cwd() else str(above)
-        return f"-e '{place}[{extra}]'"
-    return f"'{_NAME}[{extra}]'" if origin is None else f"'{_NAME}[{extra}] @ {origin}'"
+    if (above / "pyproject.toml").is_file() and (above / "src/lockstep").is_dir():
+        folder = "." if above.resolve() == Path.cwd() else str(above)
+        return f"-e '{folder}[{extra}]'"
+    source = "" if origin is None else f" @ {origin}"
+    return f"'{_NAME}[{extra}]{source}'"
 
 
 def _origin() -> str | None:

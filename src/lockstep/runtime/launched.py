@@ -32,8 +32,10 @@ class Launcher:
         """Whether the launcher's TCPStore is at this address. False in a process that the rank has
         forked: it is no rank of the launcher.
         """
-        names = (LOOPBACK, "localhost") if self.address == LOOPBACK else (self.address,)
-        return os.getpid() == self.rank_pid and address in names and str(port) == self.port
+        same_address = address == self.address
+        if self.address == LOOPBACK and address == "localhost":
+            same_address = True
+        return same_address and str(port) == self.port and os.getpid() == self.rank_pid
 
 
 _launcher: Launcher | None = None
@@ -52,5 +54,7 @@ def launcher(env: Mapping[str, str]) -> Launcher | None:
     """Return the launcher of this rank. None if this process was not started as a rank, or if
     MASTER_ADDR and MASTER_PORT are no longer the launcher's.
     """
-    named = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    return _launcher if _launcher is not None and _launcher.holds(*named) else None
+    if _launcher is None:
+        return None
+    unchanged = _launcher.holds(env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+    return _launcher if unchanged else None

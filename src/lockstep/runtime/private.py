@@ -31,8 +31,9 @@ def user_directory() -> Path:
     """
     path = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not private or status.st_uid != os.getuid():
         raise LockstepError("directory-not-private", path=str(path))
     return path
 
@@ -58,8 +59,8 @@ def _remove_run(directory: Path) -> None:
     ended. Each loader worker has a file in it, with its pid in the name (stalls.stack_of).
     """
     with suppress(FileNotFoundError):  # another launcher removes it, too
-        files = list(directory.glob("rank-*.worker-*.now"))
-        remove_torch_names([int(file.suffixes[-2].removeprefix(".worker-")) for file in files])
+        names = [file.suffixes[-2] for file in directory.glob("rank-*.worker-*.now")]
+        remove_torch_names([int(name.removeprefix(".worker-")) for name in names])
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -71,10 +72,11 @@ def remove_torch_names(pids: Collection[int]) -> None:
     """
     if sys.platform != "linux":
         return
-    dead = {pid for pid in pids if start_time(pid) == 0}
-    for file in _SHARED_MEMORY.glob("torch_*_*") if dead else ():
-        maker = file.name.split("_")[1]
-        if maker.isdigit() and int(maker) in dead:
+    dead = {str(pid) for pid in pids if start_time(pid) == 0}
+    if not dead:
+        return
+    for file in _SHARED_MEMORY.glob("torch_*_*"):
+        if file.name.split("_")[1] in dead:
             with suppress(OSError):  # it belongs to another user, or is already removed
                 file.unlink()
 
@@ -110,8 +112,11 @@ def sockets_into(directory: Path) -> None:
 
 def owner_lives(path: Path) -> bool:
     """Whether the process that created `path` with `new_directory` or `new_file` still runs."""
-    _, pid, started, *_ = [*path.name.split("-"), "", ""]
-    return pid.isdigit() and str(start_time(int(pid))) == started
+    try:
+        _, pid, started, *_ = path.name.split("-")
+        return start_time(int(pid)) == int(started)
+    except ValueError:  # another name
+        return False
 
 
 def start_time(pid: int) -> int:

@@ -75,7 +75,10 @@ def step(env: Mapping[str, str]) -> Step | None:
     if rank is None or number in _SHELLS:
         return None
     size = number_of(env, "SLURM_STEP_NUM_TASKS") or number_of(env, SIZE)
-    spread = next((_counts(name, env[name]) for name in _SPREAD if env.get(name)), None)
+    spread = None
+    for name in _SPREAD:
+        if spread is None and env.get(name):
+            spread = _counts(name, env[name])
     if size is not None:
         _refuse_fewer(env, size, spread)
     if number is None and env.get("ENVIRONMENT") == "BATCH":
@@ -109,16 +112,16 @@ def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -
     """Raise UsageError if the fullest host runs fewer tasks than --ntasks-per-node. `srun -n 1` and
     `--ntasks=1` beside it cause that.
     """
-    asked = number_of(env, _ASKED_PER_NODE)
+    per_node = number_of(env, _ASKED_PER_NODE)
     nodes = _nodes(env)
-    fullest = max(spread) if spread else -(-size // nodes)
-    if asked is not None and fullest < asked:
+    fullest = max(spread) if spread else math.ceil(size / nodes)
+    if per_node is not None and fullest < per_node:
         raise UsageError(
             "fewer-tasks-than-asked",
             size_name=SIZE,
             size=size,
-            per_node=asked,
-            expected=asked * nodes,
+            per_node=per_node,
+            expected=per_node * nodes,
             fullest=fullest,
         )
 
@@ -130,11 +133,11 @@ def _nodes(env: Mapping[str, str]) -> int:
 def _counts(name: str, text: str) -> list[int]:
     """Parse `2(x3),1` as 2, 2, 2, 1."""
     counts: list[int] = []
-    for each in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(\(x(\d+)\))?\s*", each)
-        if found is None:
+    for entry in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(\(x(\d+)\))?\s*", entry)
+        if match is None:
             raise UsageError("slurm-list-unreadable", name=name, value=text, form="2(x3),1")
-        counts += [int(found[1])] * int(found[3] or 1)
+        counts += [int(match[1])] * int(match[3] or 1)
     return counts
 
 
@@ -148,7 +151,7 @@ def number_of(env: Mapping[str, str], name: str) -> int | None:
     return whole(name, value_of(text), -math.inf)
 
 
-def address(step: Step) -> tuple[str, str]:
+def endpoint(step: Step) -> tuple[str, str]:
     """Return MASTER_ADDR and MASTER_PORT of a step. Raises UsageError if SLURM names no hosts."""
     if step.local_size == step.size:
         return "127.0.0.1", str(step.port)

@@ -32,24 +32,31 @@ def owners(connections: Sequence[Connection]) -> list[set[int]]:
     Only ports are compared. If other addresses have a connection between the same two ports, the
     set has their users too.
     """
-    wanted = [(f"{there[1]:04X}", f"{here[1]:04X}") for there, here in connections]
+    port_pairs = [(remote[1], local[1]) for remote, local in connections]
     for _ in range(_TRIES):
-        found: dict[tuple[str, str], set[int]] = {ports: set() for ports in wanted}
+        users: dict[tuple[int, int], set[int]] = {ports: set() for ports in port_pairs}
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with suppress(OSError):
-                for line in Path(table).read_text().splitlines()[1:]:
-                    _, there, here, _, _, _, _, user, _, inode, *_ = line.split()
-                    ports = there.rpartition(":")[2], here.rpartition(":")[2]
-                    if inode != _GONE and ports in found:
-                        found[ports].add(int(user))
-        if all(found.values()):
+                _, *lines = Path(table).read_text().splitlines()
+                for line in lines:
+                    # seen from the other end: its own address comes first
+                    _, remote, local, _, _, _, _, user, _, inode, *_ = line.split()
+                    ports = (_port(remote), _port(local))
+                    if inode != _GONE and ports in users:
+                        users[ports].add(int(user))
+        if all(users.values()):
             break
-    return [found[ports] for ports in wanted]
+    return [users[ports] for ports in port_pairs]
+
+
+def _port(address: str) -> int:
+    """Return the port of "0100007F:1F90"."""
+    return int(address.rpartition(":")[2], 16)
 
 
 @contextmanager
-def no_strangers(what: str) -> Iterator[None]:
-    """At the block's end, check which users of this host have connected to the ports that `what`
+def no_strangers(library: str) -> Iterator[None]:
+    """At the block's end, check which users of this host have connected to the ports that `library`
     opened in the block.
 
     Raises:
@@ -64,22 +71,25 @@ def no_strangers(what: str) -> Iterator[None]:
     yield
     sockets = process.net_connections("tcp")
     ports = _listening(sockets) - before
-    callers = [
-        (each.raddr, each.laddr)
-        for each in sockets
-        if each.raddr and each.laddr.port in ports and _on_this_host(each)
-    ]
-    for users in owners(callers) if callers else ():
+    callers = []
+    for socket in sockets:
+        if socket.raddr and socket.laddr.port in ports and _on_this_host(socket):
+            callers.append((socket.raddr, socket.laddr))
+    if not callers:
+        return
+    own = os.geteuid()
+    for users in owners(callers):
         if not users:
-            raise PeerFailed("caller-gone", what=what)
-        for user in users - {os.geteuid()}:
-            raise LockstepError("caller-of-another-user", user=user, own=os.geteuid(), what=what)
+            raise PeerFailed("caller-gone", what=library)
+        for user in users - {own}:
+            raise LockstepError("caller-of-another-user", user=user, own=own, what=library)
 
 
 def _listening(sockets: Sequence[Any]) -> set[int]:
-    return {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+    return {socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
-def _on_this_host(connection: Any) -> bool:
-    there, here = (each.ip.removeprefix("::ffff:") for each in (connection.raddr, connection.laddr))
-    return there == here or ip_address(there).is_loopback
+def _on_this_host(socket: Any) -> bool:
+    remote = socket.raddr.ip.removeprefix("::ffff:")
+    local = socket.laddr.ip.removeprefix("::ffff:")
+    return bool(remote == local or ip_address(remote).is_loopback)

@@ -21,14 +21,15 @@ def open_closed_streams() -> None:
             # os.open returns the lowest free number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # Python found it closed
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
 
 
 def plain(text: str) -> str:
     """Return a text with its control characters escaped, apart from tabs and ends of lines. What
     another program has written must not draw on the terminal.
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def escape_what_is_not_printable() -> None:

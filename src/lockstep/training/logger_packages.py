@@ -172,7 +172,7 @@ class TensorBoard:
         self._summary = Summary
         name = (
             f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-            f".{next(_NUMBERS)}"
+            f".{next(_NUMBERS):06d}"  # TensorBoard reads the files in the order of their names
         )
         self._file = TelemetryFile(run.path / name)
         self._records = RecordWriter(self._file)

@@ -39,7 +39,7 @@ class WorldGroups:
     def __init__(
         self,
         store: dist.Store,
-        place: Placement,
+        placement: Placement,
         device: torch.device,
         *,
         timeout: timedelta,
@@ -48,10 +48,13 @@ class WorldGroups:
     ) -> None:
         self.made: list[Group] = []
         """All groups that were set up, including twins."""
-        self._store, self._device = store, device
-        self._local_size, self._node = place.local_size, place.node
-        self.on_one_host = place.local_size == place.size
-        self._timeout, self._tags = timeout, tags
+        self._store = store
+        self._device = device
+        self._local_size = placement.local_size
+        self._node = placement.node
+        self.on_one_host = placement.local_size == placement.size
+        self._timeout = timeout
+        self._tags = tags
         self._subgroup = subgroup
         self._turns: dict[str, int] = {}  # number of groups made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
@@ -64,13 +67,16 @@ class WorldGroups:
         with loopback(self.on_one_host):
             group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         assert group is not None
-        return self.take(Group.of(group))
+        return self.set_up(Group.of(group))
 
-    def take(self, group: Group) -> Group:
+    def set_up(self, group: Group) -> Group:
         """Set up a group that exists already."""
         self.made.append(group)
         group.within = dist.group.WORLD
-        self._describe(group)
+        first = group.ranks[0] // self._local_size
+        on_first_node = [rank for rank in group.ranks if rank // self._local_size == first]
+        group.ranks_per_node = len(on_first_node)
+        group.find_hosts = lambda: self._hosts(group)
         self._compare(group, tensors=self._device.type == "cpu")
         self._have_twin(group)
         return group
@@ -94,34 +100,23 @@ class WorldGroups:
         """
         count = len(dist.distributed_c10d._world.pg_names)
         key = f"subgroup/{'-'.join(map(str, ranks))}"
-        self._turns[key] = turn = self._turns.get(key, 0) + 1
+        turn = self._turns.get(key, 0) + 1
+        self._turns[key] = turn
         self._store.set(f"{key}/{turn}/{rank}", str(count))
-        counts = {each: int(self._store.get(f"{key}/{turn}/{each}")) for each in ranks}
+        counts = {member: int(self._store.get(f"{key}/{turn}/{member}")) for member in ranks}
         if len(set(counts.values())) > 1:
             raise UsageError("subgroups-out-of-step", ranks=list(ranks), counts=counts)
-
-    def _describe(self, group: Group) -> None:
-        """Set what the schedule of an algorithm depends on: the number of consecutive ranks that
-        share a host, and the hosts.
-        """
-        first = group.ranks[0] // self._local_size
-        group.ranks_per_node = sum(rank // self._local_size == first for rank in group.ranks)
-        group.find_hosts = lambda: self._hosts(group)
 
     def _hosts(self, group: Group) -> Hosts | None:
         """Return the group's hosts, which are found once for each group. None on one host, with
         tensors that are not on the CPU, and without tags.
         """
+        if self.on_one_host or group.size == 1:
+            return None
+        if self._device.type != "cpu" or self._tags == "off":
+            return None
         if group not in self._hosts_of:
-            several = (
-                not self.on_one_host
-                and self._device.type == "cpu"
-                and group.size > 1
-                and self._tags != "off"
-            )
-            self._hosts_of[group] = (
-                find_hosts(group, self._node, self._subgroup) if several else None
-            )
+            self._hosts_of[group] = find_hosts(group, self._node, self._subgroup)
         return self._hosts_of[group]
 
     def _compare(self, group: Group, *, tensors: bool) -> None:
@@ -130,7 +125,8 @@ class WorldGroups:
         that memory too.
         """
         group.waits = tensors
-        before, group.opened = group.opened, True
+        before = group.opened
+        group.opened = True
         if before or group.size == 1 or self._tags == "off":
             return
         name = group.process_group.group_name
@@ -163,31 +159,23 @@ def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Grou
     `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher places on different
     nodes count as ranks on different hosts.
     """
-    mine = torch.tensor([_number_of(node) if possible() else _UNABLE])
-    numbers: list[int] = group.all_gather(
-        mine, place="to find out which ranks share a host"
-    ).tolist()
-    members = {
-        number: [rank for rank, other in zip(group.ranks, numbers, strict=True) if other == number]
-        for number in numbers
-    }
-    counts = {len(ranks) for ranks in members.values()}
-    if _UNABLE in members or len(members) == 1 or max(counts) == 1:
+    local_number = _UNABLE
+    if possible():
+        digest = hashlib.sha256(f"{node} {this_host()}".encode()).digest()
+        local_number = 1 + int.from_bytes(digest[:8], "big") // 4  # 62 bits, and never _UNABLE
+    gathered = group.all_gather(
+        torch.tensor([local_number]), place="to find out which ranks share a host"
+    )
+    ranks_by_host: dict[int, list[int]] = {}
+    for rank, number in zip(group.ranks, gathered.tolist(), strict=True):
+        ranks_by_host.setdefault(number, []).append(rank)
+    counts = {len(ranks) for ranks in ranks_by_host.values()}
+    if _UNABLE in ranks_by_host or len(ranks_by_host) == 1 or max(counts) == 1:
         return None
     owners = min(counts) if len(counts) == 1 else 1
-    here = members[numbers[group.rank]]
-    local = subgroup(here)
-    partners = (
-        [ranks[local.rank] for ranks in members.values()]
-        if local.rank < owners
-        else [here[local.rank]]
-    )
+    local_ranks = ranks_by_host[local_number]
+    local = subgroup(local_ranks)
+    partners = [local_ranks[local.rank]]
+    if local.rank < owners:
+        partners = [ranks[local.rank] for ranks in ranks_by_host.values()]
     return Hosts(local, subgroup(partners), owners)
-
-
-def _number_of(node: int) -> int:
-    """Return a number for this host, of 62 bits and never `_UNABLE`."""
-    return (
-        1
-        + int.from_bytes(hashlib.sha256(f"{node} {this_host()}".encode()).digest()[:8], "big") // 4
-    )

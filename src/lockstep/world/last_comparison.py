@@ -23,18 +23,23 @@ class LastComparison:
     """What this rank compares with the others at the end. Every rank makes it alike."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._methods: list[WeakMethod[Digests]] = []
 
     def add(self, digests: Digests) -> None:
         """Compare what the method `digests` returns then, unless its object has been freed."""
         self._methods.append(WeakMethod(digests))
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Write this rank's answers."""
+        if self._size == 1:
+            return
         with suppress(dist.DistError):  # the store ends with the rank that hosts it
-            for number, method in enumerate(self._methods if self._size > 1 else ()):
-                if (digests := method()) is not None:
+            for number, method in enumerate(self._methods):
+                digests = method()
+                if digests is not None:
                     self._store.set(f"end/{number}/{self._rank}", json.dumps(digests()))
 
     def compare(self) -> None:
@@ -52,7 +57,7 @@ class LastComparison:
                         for name, value in json.loads(self._store.get(key)).items():
                             answers.setdefault(name, {})[rank] = value
         for name, by_rank in answers.items():
-            usual = Counter(by_rank.values()).most_common(1)[0][0]
+            [(usual, _)] = Counter(by_rank.values()).most_common(1)
             others = [rank for rank, value in by_rank.items() if value != usual]
             if others:
                 raise ReplicaDivergence("replicas-differ-at-end", parameter=name, ranks=others)

@@ -29,61 +29,68 @@ from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import TIMEOUT, Placement, step_of
+from lockstep.runtime.interfaces import address_of
 from lockstep.runtime.launched import launcher
 from lockstep.runtime.private import new_file, owner_lives, start_time, user_directory
-from lockstep.runtime.slurm_step import Step, address
+from lockstep.runtime.slurm_step import Step, endpoint
 from lockstep.runtime.strangers import no_strangers
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _PAUSE_SECONDS = 0.25  # between two attempts to connect
 
 
-def choose_backend(asked: str | None, place: Placement) -> str:
+def choose_backend(backend: str | None, placement: Placement) -> str:
     """Return the backend that was asked for, or the one that fits the hardware. Raises UsageError
     for one that cannot work here.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = asked or ("nccl" if gpus else "gloo")
+    if not backend:
+        backend = "nccl" if gpus else "gloo"
     chosen("backend", backend, _BACKENDS)
     if backend == "mpi" and not dist.is_mpi_available():
         raise UsageError("torch-without-mpi")
     if backend == "nccl" and not gpus:
         raise UsageError("no-gpu-visible")
-    if backend == "nccl" and place.local_rank >= gpus:
-        raise UsageError("more-ranks-than-gpus", local_rank=place.local_rank, gpus=gpus)
+    if backend == "nccl" and placement.local_rank >= gpus:
+        raise UsageError("more-ranks-than-gpus", local_rank=placement.local_rank, gpus=gpus)
     return backend
 
 
 def find_store(
-    place: Placement, init_method: str | None, timeout: timedelta | None, at_end: ExitStack
+    placement: Placement, init_method: str | None, timeout: timedelta | None, at_end: ExitStack
 ) -> dist.Store:
     """Return the key-value store through which the ranks find each other. `at_end` receives what
     must be closed after the last use of the store.
     """
     if init_method is not None:
-        return _store_of_torch(place, init_method, timeout)
-    if place.size == 1:
+        return _store_of_torch(placement, init_method, timeout)
+    if placement.size == 1:
         return dist.HashStore()
-    step, on_one_host = step_of(place, os.environ), place.local_size == place.size
+    step = step_of(placement, os.environ)
+    on_one_host = placement.local_size == placement.size
     if step is None and "MASTER_ADDR" in os.environ:
-        own = launcher(os.environ)
-        if own is not None and on_one_host:
-            return _file_store(own.directory / "store", timeout or dist.default_pg_timeout)
-        if not on_one_host and (place.rank > 0 or own is not None):
-            _wait_for_node_0(place, timeout or dist.default_pg_timeout)
-        return _store_of_torch(place, "env://", timeout)
-    if step is not None and not on_one_host:
-        return across_hosts(step, timeout or timedelta(minutes=5))
-    if not on_one_host:
-        raise UsageError("rank-0-host-unknown", source=place.source, size=place.size)
-    key = siblings_key(os.environ) if step is None else f"slurm-{step.name}"
-    return _store_among_siblings(place, key, timeout or timedelta(minutes=5), at_end)
+        patience = timeout or dist.default_pg_timeout
+        starter = launcher(os.environ)
+        if starter is not None and on_one_host:
+            return _file_store(starter.directory / "store", patience)
+        if not on_one_host and (placement.rank > 0 or starter is not None):
+            _wait_for_node_0(placement, patience)
+        return _store_of_torch(placement, "env://", timeout)
+    patience = timeout or timedelta(minutes=5)
+    if on_one_host:
+        key = siblings_key(os.environ) if step is None else f"slurm-{step.name}"
+        return _store_among_siblings(placement, key, patience, at_end)
+    if step is None:
+        raise UsageError("rank-0-host-unknown", source=placement.source, size=placement.size)
+    return across_hosts(step, patience)
 
 
-def _store_of_torch(place: Placement, url: str, timeout: timedelta | None) -> dist.Store:
-    kwargs = {} if timeout is None else {"timeout": timeout}
-    with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
-        store: dist.Store = next(iter(dist.rendezvous(url, place.rank, place.size, **kwargs)))[0]
+def _store_of_torch(placement: Placement, url: str, timeout: timedelta | None) -> dist.Store:
+    options = {} if timeout is None else {"timeout": timeout}
+    rank, size = placement.rank, placement.size
+    with _environment(RANK=str(rank), WORLD_SIZE=str(size)):
+        store: dist.Store
+        store, _, _ = next(iter(dist.rendezvous(url, rank, size, **options)))
     return store
 
 
@@ -94,34 +101,36 @@ def _file_store(file: Path, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _wait_for_node_0(place: Placement, timeout: timedelta) -> None:
+def _wait_for_node_0(placement: Placement, timeout: timedelta) -> None:
     """Return when something listens at the rendezvous address. torch's own client prints a stack of
     C++ frames for each of its tries.
     """
-    address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
-    deadline = time.monotonic() + timeout.total_seconds()
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ.get("MASTER_PORT", "")
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while True:
+        left = max(0.1, deadline - time.monotonic())
         try:
-            socket.create_connection(
-                (address, int(port)), timeout=max(0.1, deadline - time.monotonic())
-            ).close()
+            socket.create_connection((address, int(port)), timeout=left).close()
             return
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline or isinstance(error, ValueError):
+                reason = getattr(error, "strerror", None) or str(error)
                 raise LockstepError(
                     "node-0-unreachable",
-                    node=place.node,
+                    node=placement.node,
                     address=f"{address}:{port}",
-                    why=f"{getattr(error, 'strerror', None) or error}",
-                    seconds=timeout.total_seconds(),
+                    why=reason,
+                    seconds=seconds,
                 ) from None
         time.sleep(_PAUSE_SECONDS)
 
 
 def _store_among_siblings(
-    place: Placement, key: str, timeout: timedelta, at_end: ExitStack
+    placement: Placement, key: str, timeout: timedelta, at_end: ExitStack
 ) -> dist.Store:
-    if place.rank > 0:
+    if placement.rank > 0:
         store = _file_store(find_store_file(key, timeout), timeout)
         store.add("found", 1)
         return store
@@ -134,7 +143,7 @@ def _store_among_siblings(
     at_end.push(remove)
     store = _file_store(file, timeout)
     try:
-        store_barrier.wait_for_count(store, "found", place.size - 1, timeout)
+        store_barrier.wait_for_count(store, "found", placement.size - 1, timeout)
     finally:
         withdraw_store_file(key)
     return store
@@ -200,8 +209,10 @@ def loopback(one_host: bool) -> Iterator[None]:
     """On one host, make gloo listen on loopback. Then no host name is looked up, and nothing is
     open to the network or to other users of the host.
     """
-    closed = one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
-    with _environment(**{"GLOO_SOCKET_IFNAME": "lo"} if closed else {}), no_strangers("gloo"):
+    variables = {}
+    if one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    with _environment(**variables), no_strangers("gloo"):
         yield
 
 
@@ -212,17 +223,14 @@ class SharedCores:
 
     def __init__(self, local_size: int) -> None:
         self._before = torch.get_num_threads()
-        if not _threads_set_by_user():
+        threads = os.environ.get("OMP_NUM_THREADS")
+        # torchrun sets it to 1 where the user did not, which wastes cores on CPUs
+        set_by_torchrun = threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+        if threads is None or set_by_torchrun:
             torch.set_num_threads(max(1, cores() // local_size))
 
     def close(self) -> None:
         torch.set_num_threads(self._before)
-
-
-def _threads_set_by_user() -> bool:
-    value = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
-    return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_PORT", "OMPI_MCA_ess_base_jobid")
@@ -265,11 +273,13 @@ def find_store_file(key: str, timeout: timedelta) -> Path:
         LockstepError: nothing was published in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    while (name := next(filter(owner_lives, _published(key)), None)) is None:
+    while True:
+        for name in _published(key):
+            if owner_lives(name):
+                return Path(str(name).removesuffix(f"-{key}"))
         if time.monotonic() > deadline:
             raise LockstepError("rank-0-not-found", seconds=timeout.total_seconds())
         time.sleep(_SIBLINGS_PAUSE_SECONDS)
-    return Path(str(name).removesuffix(f"-{key}"))
 
 
 def withdraw_store_file(key: str) -> None:
@@ -291,7 +301,8 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
 
     Raises LockstepError within ten seconds if another program listens on the step's port.
     """
-    host, port = address(step)[0], step.port
+    host, _ = endpoint(step)
+    port = step.port
     if step.rank == 0:
         listener = _listen(host, port, step)
         store = dist.TCPStore(
@@ -329,27 +340,22 @@ def _listen(host: str, port: int, step: Step) -> socket.socket:
     """Listen on the address that the other ranks use. If this host resolves its own name to
     loopback, as Debian hosts do, listen on all addresses.
     """
-    found = _look_up(host)
-    where = "" if found.is_loopback and host != str(found) else str(found)
+    address = _look_up(host)
+    interface = "" if address.is_loopback and host != str(address) else str(address)
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
-        return socket.create_server(
-            (where, port), family=socket.AF_INET6 if found.version == 6 else socket.AF_INET
-        )
+        return socket.create_server((interface, port), family=family)
     except OSError as error:
-        why = (
-            "is in use"
-            if error.errno == errno.EADDRINUSE
-            else f"cannot be opened ({os.strerror(error.errno or 0)})"
-        )
+        reason = f"cannot be opened ({os.strerror(error.errno or 0)})"
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use"
         raise UsageError(
-            "slurm-port-taken", port=port, host=host, step=step.name, why=why
+            "slurm-port-taken", port=port, host=host, step=step.name, why=reason
         ) from None
 
 
 def _look_up(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        return ipaddress.ip_address(
-            str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        )
+        return ipaddress.ip_address(address_of(host))
     except OSError:
         raise UsageError("host-not-found", host=host, here=socket.gethostname()) from None

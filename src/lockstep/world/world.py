@@ -28,9 +28,10 @@ from lockstep.collectives.group import Group
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launcher import preemption
-from lockstep.runtime import status
+from lockstep.runtime import environment, status
+from lockstep.runtime import preemption as flag
 from lockstep.runtime.determinism import Determinism
-from lockstep.runtime.environment import Placement, check_rank, placement
+from lockstep.runtime.environment import Placement, check_rank
 from lockstep.world.groups import C, Closable, Tagging, WorldGroups
 from lockstep.world.last_comparison import LastComparison
 from lockstep.world.rendezvous import (
@@ -74,7 +75,7 @@ class World:
 
     def __init__(
         self,
-        place: Placement,
+        placement: Placement,
         device: torch.device,
         *,
         store: dist.Store,
@@ -84,8 +85,11 @@ class World:
         at_end: ExitStack | None = None,
     ) -> None:
         spare_forks()
-        self.rank, self.size = place.rank, place.size
-        self.local_rank, self.local_size, self.node = place.local_rank, place.local_size, place.node
+        self.rank = placement.rank
+        self.size = placement.size
+        self.local_rank = placement.local_rank
+        self.local_size = placement.local_size
+        self.node = placement.node
         self.device = device
         self.timeout = timeout
         self.adopted = adopted
@@ -94,20 +98,20 @@ class World:
         self._barriers = 0
         self._depth = 0
         self._owned: list[Closable] = []
-        self.last_comparison = LastComparison(store, place.rank, place.size)
+        self.last_comparison = LastComparison(store, self.rank, self.size)
         self._determinism: Determinism | None = None
         self.failing = False
         """Whether this world is being closed without waiting for the other ranks."""
         self._groups = WorldGroups(
             store,
-            place,
+            placement,
             device,
             timeout=timeout,
             tags=tags,
             subgroup=self.subgroup,
         )
         self.group = Group.default()
-        self._groups.take(self.group)
+        self._groups.set_up(self.group)
         status.opened()
         self._open[self.group.process_group] = self
         self.control = self.group.host
@@ -141,13 +145,10 @@ class World:
         Args:
             failed: wait for no other rank.
         """
-        world = (
-            World._open.get(dist.group.WORLD)
-            if dist.is_initialized() and dist.group.WORLD is not None
-            else None
-        )
-        if world is not None:
-            world.close(failed=failed)
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            world = World._open.get(dist.group.WORLD)
+            if world is not None:
+                world.close(failed=failed)
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -160,9 +161,8 @@ class World:
         """
         chosen("how", how, ("any", "all"))
         value = torch.tensor(int(flag))
-        self.control.all_reduce(
-            value, "max" if how == "any" else "min", place=f"for agree() {call_site()}"
-        ).wait()
+        op: Literal["max", "min"] = "max" if how == "any" else "min"
+        self.control.all_reduce(value, op, place=f"for agree() {call_site()}").wait()
         return bool(value.item())
 
     def mean(self, value: float, weight: float) -> float:
@@ -252,7 +252,7 @@ class World:
         Args:
             process_group: this process must be a member.
         """
-        return self._groups.take(Group.of(process_group))
+        return self._groups.set_up(Group.of(process_group))
 
     def compute_deterministically(self, threads: int | None = None) -> Determinism:
         """Compute deterministically in this process, until the world closes: the same micro-batch
@@ -281,7 +281,7 @@ class World:
     @property
     def asked_to_stop(self) -> bool:
         """Whether this rank has been asked to stop. The others may not know it yet."""
-        return preemption.to_stop()
+        return flag.asked
 
     # -- lifetime ---------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class World:
         self.group.within = None
         try:
             if not failed:
-                self.last_comparison.tell()
+                self.last_comparison.publish()
             if not failed and not self.adopted:
                 if not destroyed or self._groups.on_one_host:
                     # on several hosts ranks compare over groups that are gone then
@@ -374,12 +374,8 @@ class World:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.close(failed=not (error is None or _ends_well(error)))
-
-
-def _ends_well(error: BaseException) -> bool:
-    """Whether the program ends early, by sys.exit(0)."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+            ends_early = isinstance(error, SystemExit) and error.code in (None, 0)
+            self.close(failed=error is not None and not ends_early)
 
 
 def init(
@@ -439,32 +435,32 @@ def init(
             device=None if device is None else torch.device(device).type,
         )
     timeout = timeout or timeout_of_launcher()
-    place = _place(rank, world_size)
+    placement = _placement(rank, world_size)
     if backend is None and device is not None:
         backend = {"cpu": "gloo", "cuda": "nccl"}.get(torch.device(device).type)
-    backend = choose_backend(backend, place)
-    device = _device_of(backend, device, place)
+    backend = choose_backend(backend, placement)
+    device = _choose_device(backend, device, placement)
     with ExitStack() as at_end:
         # A launcher's store outlives a world: a second world of the same processes must not find
         # the keys of the first.
         store = dist.PrefixStore(
-            f"lockstep/{next(_opened)}", find_store(place, init_method, timeout, at_end)
+            f"lockstep/{next(_opened)}", find_store(placement, init_method, timeout, at_end)
         )
         patience = timeout or _DEFAULT_TIMEOUT
         store_barrier.wait(
-            store, "start", place.rank, place.size, patience, what="call lockstep.init()"
+            store, "start", placement.rank, placement.size, patience, what="call lockstep.init()"
         )
-        with loopback(place.local_size == place.size):
+        with loopback(placement.local_size == placement.size):
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", store),
-                rank=place.rank,
-                world_size=place.size,
+                rank=placement.rank,
+                world_size=placement.size,
                 timeout=timeout,
                 device_id=device if backend == "nccl" else None,
             )
         world = World(
-            place,
+            placement,
             device,
             store=store,
             timeout=patience,
@@ -472,25 +468,29 @@ def init(
             tags=tags,
             at_end=at_end.pop_all(),
         )
-    world.own(SharedCores(place.local_size))
+    world.own(SharedCores(placement.local_size))
     return world
 
 
-def _device_of(backend: str, asked: torch.device | str | None, place: Placement) -> torch.device:
-    """Return this rank's device. A GPU becomes the current device."""
-    default = "cuda" if backend == "nccl" else "cpu"
-    device = torch.device(asked or default)
-    chosen("device", device.type, ["cuda"] if backend == "nccl" else ["cpu", "cuda"])
+def _choose_device(
+    backend: str, device: torch.device | str | None, placement: Placement
+) -> torch.device:
+    """Return this rank's device: the one that was asked for, or the one that fits the backend. A
+    GPU becomes the current device.
+    """
+    devices = ["cuda"] if backend == "nccl" else ["cpu", "cuda"]
+    device = torch.device(device or devices[0])
+    chosen("device", device.type, devices)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UsageError("no-gpu-visible")
         if device.index is None:
-            device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", placement.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
 
 
-def _already_open(**asked: object) -> World:
+def _already_open(**arguments: object) -> World:
     world = World.current()
     current = {
         "rank": world.rank,
@@ -498,64 +498,52 @@ def _already_open(**asked: object) -> World:
         "backend": dist.get_backend(),
         "device": world.device.type,
     }
-    for name, value in asked.items():
+    for name, value in arguments.items():
         if value not in (None, current.get(name)):
-            have = ", ".join(f"{name}={value!r}" for name, value in current.items())
-            raise UsageError("process-group-already-open", name=name, value=value, current=have)
+            opened = ", ".join(f"{name}={value!r}" for name, value in current.items())
+            raise UsageError("process-group-already-open", name=name, value=value, current=opened)
     return world
 
 
 def _adopt() -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
-    found = _place_of(rank, size)
-    if found is None:
-        local = device.index if device.index is not None else rank
-        found = Placement(
-            rank=rank, size=size, local_rank=local, local_size=size, node=0, source="adopted"
-        )
+    rank = dist.get_rank()
+    device = torch.device("cpu")
+    local_rank = rank
+    if dist.get_backend() == "nccl":
+        local_rank = torch.cuda.current_device()
+        device = torch.device("cuda", local_rank)
+    placement = _placement_on_one_host(rank, dist.get_world_size(), local_rank, "adopted")
     store = dist.PrefixStore(
         f"lockstep/adopted/{next(_opened)}", dist.distributed_c10d._get_default_store()
     )
-    return World(
-        found, device, store=store, timeout=timeout_of_launcher() or _DEFAULT_TIMEOUT, adopted=True
-    )
+    timeout = timeout_of_launcher() or _DEFAULT_TIMEOUT
+    return World(placement, device, store=store, timeout=timeout, adopted=True)
 
 
-def _place_of(rank: int, size: int) -> Placement | None:
-    """Return this rank's placement from the environment. None if the environment describes another
-    rank, or none.
-    """
-    with suppress(UsageError):
-        found = placement(os.environ)
-        if found is not None and (found.rank, found.size) == (rank, size):
-            return found
-    return None
-
-
-def _place(rank: int | None, world_size: int | None) -> Placement:
+def _placement(rank: int | None, world_size: int | None) -> Placement:
+    """Return this rank's placement from `init`'s arguments, or from the environment."""
     if rank is None and world_size is None:
-        return placement(os.environ) or Placement(
+        started = environment.placement(os.environ)
+        return started or Placement(
             rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain"
         )
-    if rank is None or world_size is None:
-        given, lacking = f"rank={rank}", "world_size"
-        if rank is None:
-            given, lacking = f"world_size={world_size}", "rank"
-        raise UsageError("incomplete-settings", given=given, lacking=lacking)
+    if rank is None:
+        raise UsageError("incomplete-settings", given=f"world_size={world_size}", lacking="rank")
+    if world_size is None:
+        raise UsageError("incomplete-settings", given=f"rank={rank}", lacking="world_size")
     check_rank("rank", rank, "world_size", world_size)
-    if found := _place_of(rank, world_size):
-        return found
-    local = int(os.environ.get("LOCAL_RANK", rank))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return _placement_on_one_host(rank, world_size, local_rank, "arguments")
+
+
+def _placement_on_one_host(rank: int, size: int, local_rank: int, source: str) -> Placement:
+    """Return this rank's placement from the environment, or one on a single host if the environment
+    describes another rank, or none.
+    """
+    with suppress(UsageError):
+        started = environment.placement(os.environ)
+        if started is not None and (started.rank, started.size) == (rank, size):
+            return started
     return Placement(
-        rank=rank,
-        size=world_size,
-        local_rank=local,
-        local_size=world_size,
-        node=0,
-        source="arguments",
+        rank=rank, size=size, local_rank=local_rank, local_size=size, node=0, source=source
     )

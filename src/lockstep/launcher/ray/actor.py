@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from queue import Empty, SimpleQueue
 import lockstep
 from lockstep.config.launching import Launch
 from lockstep.launcher.failures import signal_name
+from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.logs import Console
 from lockstep.launcher.rank import Target
 
@@ -63,21 +65,23 @@ class Node:
     waits for messages. First it reports ("facts", NodeFacts).
     """
 
-    def __init__(self, folder: str, code: str | None, code_digest: str) -> None:
-        """`folder` is the driver's, and there the file `code` has this digest."""
-        self._said: SimpleQueue[tuple[str, object]] = SimpleQueue()
+    def __init__(self, folder: str, code: str, code_digest: str) -> None:
+        """`folder` is the driver's, and there the file `code` has this digest. Without a file they
+        are "." and "".
+        """
+        self._messages: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         facts = NodeFacts(
             versions=versions(),
             seconds=time.time(),
             monotonic_ns=time.monotonic_ns(),
-            same_code=Path(folder).is_dir() and (code is None or digest(Path(code)) == code_digest),
+            same_code=Path(folder).is_dir() and digest(Path(code)) == code_digest,
         )
-        self._said.put(("facts", facts))
+        self._messages.put(("facts", facts))
 
     def start(self, job: Job, address: str) -> None:
         """Start the node's process. `address`: this node's, as the others reach it."""
-        here, there = Pipe()
+        local, remote = Pipe()
         environment = {
             name: value for name, value in os.environ.items() if name not in _NOT_FOR_RANKS
         }
@@ -87,32 +91,31 @@ class Node:
                 "-P",
                 "-m",
                 "lockstep.launcher.ray.node",
-                str(there.fileno()),
+                str(remote.fileno()),
                 address,
             ],
-            pass_fds=[there.fileno()],
+            pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
         )
-        there.close()
-        self._connection = here
-        here.send(job)
+        remote.close()
+        self._connection = local
+        local.send(job)
         threading.Thread(target=self._listen, name="lockstep-node", daemon=True).start()
 
     def send(self, kind: str, content: object) -> None:
         self._connection.send((kind, content))
 
-    def take(self, seconds: float) -> list[tuple[str, object]]:
+    def receive(self, seconds: float) -> list[tuple[str, object]]:
         """Return the messages since the last call, in their order; after at most `seconds`."""
-        taken = []
-        try:
-            taken.append(self._said.get(timeout=seconds))
+        messages = []
+        with suppress(Empty):
+            messages.append(self._messages.get(timeout=seconds))
             while True:
-                taken.append(self._said.get_nowait())
-        except Empty:
-            return taken
+                messages.append(self._messages.get_nowait())
+        return messages
 
     def end(self) -> None:
         """End the node's process, and what it has started."""
@@ -125,28 +128,26 @@ class Node:
         it.
         """
         assert self._process is not None
-        streams = {
-            stream.fileno(): kind
-            for kind, stream in (("out", self._process.stdout), ("err", self._process.stderr))
-            if stream
-        }
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        streams = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
         for descriptor in streams:
             os.set_blocking(descriptor, False)
         while True:
             ready = wait([self._connection, *streams])
-            for descriptor in [*streams]:
+            for descriptor, kind in list(streams.items()):
                 while data := _read(descriptor):
-                    self._said.put((streams[descriptor], data))
+                    self._messages.put((kind, data))
                 if data is not None:
                     del streams[descriptor]  # end of file
             if self._connection in ready:
                 try:
-                    self._said.put(self._connection.recv())
+                    self._messages.put(self._connection.recv())
                 except (EOFError, OSError):
                     break
         code = self._process.wait()
-        how = signal_name(-code) if code < 0 else f"exit code {code}"
-        self._said.put(("gone", f"its launcher process has ended ({how})"))
+        reason = signal_name(-code) if code < 0 else f"exit code {code}"
+        self._messages.put(("gone", f"its launcher process has ended ({reason})"))
 
 
 def _read(descriptor: int) -> bytes | None:
@@ -168,7 +169,7 @@ class PickledCall:
     needs, because that takes seconds.
     """
     imports: Sequence[str]
-    variables: Sequence[Mapping[str, str]] | None = None
+    variables: Sequence[Variables] | None = None
     """The variables of each rank, if ranks have their own: then each is a fresh interpreter."""
 
 
@@ -189,7 +190,7 @@ class Job:
 
     target: Target
     call: PickledCall | None = None
-    environment: Mapping[str, str]
+    environment: Variables
     """Variables for ranks. They replace the node's own."""
     folder: str
     """The folder in which ranks work; relative paths of `target` begin here. "" if a node lacks it:
@@ -225,10 +226,9 @@ class Job:
         """Return the job for such nodes."""
         if self.code is None:
             return replace(self, folder="")
-        target, name = self.target, self.code.name
-        moved = (
-            replace(target, script=name)
-            if target.script is not None
-            else replace(target, args=[*target.args, name], task=name)
-        )
-        return replace(self, folder="", target=moved)
+        name = self.code.name
+        if self.target.script is not None:
+            target = replace(self.target, script=name)
+        else:
+            target = replace(self.target, args=[*self.target.args, name], task=name)
+        return replace(self, folder="", target=target)

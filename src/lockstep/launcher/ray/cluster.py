@@ -24,7 +24,7 @@ _HEAD_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClusterNode:
     """A node of the cluster, with room for `slots` ranks of this job."""
 
     id: str
@@ -51,7 +51,7 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
         _check_reachable(address)
     import ray
 
-    where = "on this host" if address == "auto" else f"at {address}"
+    location = "on this host" if address == "auto" else f"at {address}"
     brought = None if folder is None else {"working_dir": str(folder)}
     # Ray would print twenty lines of a dead raylet's log to stdout. The driver itself reports what
     # a run needs to know of nodes.
@@ -64,10 +64,10 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
                 runtime_env=brought,
             )
         except ray.exceptions.AuthenticationError as error:
-            raise UsageError("ray-wants-token", where=where, why=_last_line(error)) from None
+            raise UsageError("ray-wants-token", where=location, why=_last_line(error)) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
-            why = str(error).strip().partition("\n")[0]
-            raise UsageError("no-ray-cluster", where=where, why=why) from None
+            first_line = str(error).strip().partition("\n")[0]
+            raise UsageError("no-ray-cluster", where=location, why=first_line) from None
         try:
             yield
         finally:
@@ -99,42 +99,32 @@ def _check_reachable(address: str) -> None:
     """Raise UsageError if nobody listens at `address`. Ray itself tries for minutes."""
     host, port = host_and_port(address, RAY)
     try:
-        with socket.create_connection((host, port), timeout=_REACH_SECONDS) as way:
-            if ip_address(way.getpeername()[0]).is_loopback:
+        with socket.create_connection((host, port), timeout=_REACH_SECONDS) as connection:
+            if ip_address(connection.getpeername()[0]).is_loopback:
                 # otherwise Ray replaces it by another address of this host
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     except OSError as error:
-        raise UsageError(
-            "ray-not-reachable", address=address, why=error.strerror or str(error)
-        ) from None
+        reason = error.strerror or str(error)
+        raise UsageError("ray-not-reachable", address=address, why=reason) from None
 
 
-def places(*, gpus: bool) -> list[Place]:
+def nodes(*, gpus: bool) -> list[ClusterNode]:
     """Return the living nodes with room for at least one rank: a GPU each, or a CPU."""
     import ray
 
     # Ray has no public function for this; Ray Train uses this one
     from ray._private.state import state
 
-    kind = "GPU" if gpus else "CPU"
-    found, leaving = [], state.get_draining_nodes()
+    draining = state.get_draining_nodes()
+    result = []
     for node in ray.nodes():  # type: ignore[no-untyped-call]
-        slots = int(node["Resources"].get(kind, 0))
+        slots = int(node["Resources"].get("GPU" if gpus else "CPU", 0))
         if node["Alive"] and slots:
-            label = (
-                f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']},"
-                f" {node['NodeID'][:6]})"
-            )
-            found.append(
-                Place(
-                    node["NodeID"],
-                    label,
-                    node["NodeManagerAddress"],
-                    slots,
-                    node["NodeID"] in leaving,
-                )
-            )
-    return found
+            node_id = node["NodeID"]
+            address = node["NodeManagerAddress"]
+            label = f"{node['NodeManagerHostname']} ({address}, {node_id[:6]})"
+            result.append(ClusterNode(node_id, label, address, slots, node_id in draining))
+    return result
 
 
 def has_gpus() -> bool:
@@ -143,7 +133,7 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
 
-def actor(kind: type, args: Sequence[object], place: Place, count: int, *, gpus: bool) -> Any:
+def actor(kind: type, args: Sequence[object], node: ClusterNode, count: int, *, gpus: bool) -> Any:
     """Start `kind(*args)` as an actor on this node, with the resources of `count` ranks."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -154,7 +144,7 @@ def actor(kind: type, args: Sequence[object], place: Place, count: int, *, gpus:
         .options(
             num_gpus=count if gpus else 0,
             num_cpus=0 if gpus else count,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(place.id, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
         .remote(*args)
     )
@@ -176,14 +166,9 @@ def wait(references: Sequence[Any], seconds: float, *, all_of_them: bool = False
     if not references:
         time.sleep(0 if all_of_them else seconds)
         return []
-    ready, _ = ray.wait(
-        list(references), num_returns=len(references) if all_of_them else 1, timeout=seconds
-    )
+    count = len(references) if all_of_them else 1
+    ready, _ = ray.wait(list(references), num_returns=count, timeout=seconds)
     return list(ready)
-
-
-class Gone(str):
-    """Why an actor gives no answer: it has gone with its process or its node."""
 
 
 class Unable(str):
@@ -191,13 +176,15 @@ class Unable(str):
 
 
 def answer(reference: Any) -> Any:
-    """Return what an actor's method returned, or why it did not."""
+    """Return what an actor's method returned, or in words why it did not: the actor has gone, with
+    its process or its node, or is `Unable`.
+    """
     import ray
 
     try:
         return ray.get(reference)
     except ray.exceptions.RayActorError as error:
-        return Unable(_last_line(error)) if error.actor_init_failed else Gone("has gone")
+        return Unable(_last_line(error)) if error.actor_init_failed else "has gone"
     except ray.exceptions.RayError as error:
         return Unable(_last_line(error))
 
@@ -207,7 +194,9 @@ def _last_line(error: Exception) -> str:
 
 
 def request(count: int, *, gpus: bool) -> None:
-    """Ask the cluster's autoscaler for room for `count` ranks. This replaces the last request."""
+    """Ask the cluster's autoscaler for room for `count` ranks. This replaces the last request; 0
+    withdraws it.
+    """
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[{"GPU" if gpus else "CPU": 1}] * count)

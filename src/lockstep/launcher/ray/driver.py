@@ -15,6 +15,7 @@ were started together are a WorkerGroup; a restart creates a new WorkerGroup.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import signal
@@ -29,11 +30,11 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.failures import Failure
-from lockstep.launcher.preemption import Stop, noted, say
+from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
-from lockstep.launcher.stalls_of_nodes import Quiet, QuietNodes
+from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.supervise import Outcome, conclude
 
 
@@ -43,7 +44,7 @@ class WorkerGroup:
 
     members: Sequence[Member]
     """In the order of their ranks."""
-    told: QuietNodes = field(default_factory=QuietNodes)
+    reports: NodeReports = field(default_factory=NodeReports)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
     asked_to_grow: bool = False
@@ -54,7 +55,9 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         for member in self.members:
-            member.outcome, member.ranks, member.store = None, None, None
+            member.outcome = None
+            member.ranks = None
+            member.store = None
 
     @property
     def running(self) -> list[Member]:
@@ -66,7 +69,7 @@ class WorkerGroup:
             for member in self.running:
                 member.send("stop")
 
-    def hear(self, member: Member, kind: str, content: Any) -> None:
+    def handle(self, member: Member, kind: str, content: Any) -> None:
         """Handle a node's message. Messages about the ranks are ignored if the node's ranks have
         ended, or if it has none in this group.
         """
@@ -83,65 +86,57 @@ class WorkerGroup:
             if content.failure is not None and content.exit_code != ExitCode.PREEMPTED:
                 self.stop()
         elif kind == "moving":
-            self.told.moving(member.place.id)
+            self.reports.remove(member.node.id)
         else:
-            self._quiet(member, content)
+            self._add_report(member, content)
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         """Record that a node has gone, and its ranks with it."""
+        rank = 0
         ranks = member.ranks
-        self.lost.append(
-            Failure(
-                rank=0 if ranks is None else ranks.first_rank,
-                kind="node",
-                message=(
-                    why
-                    if ranks is None
-                    else f"{why}; with it went {failures.named(ranks.numbers)} of {ranks.size}"
-                ),
-                code=ExitCode.FAILED,
-                pid=0,
-                host=member.place.label,
-                monotonic_ns=time.monotonic_ns(),
-            )
+        if ranks is not None:
+            rank = ranks.first_rank
+            reason += f"; with it went {failures.named(ranks.numbers)} of {ranks.size}"
+        failure = Failure(
+            rank=rank,
+            kind="node",
+            message=reason,
+            code=ExitCode.FAILED,
+            pid=0,
+            host=member.node.label,
         )
+        self.lost.append(failure)
         member.outcome = Outcome(ExitCode.FAILED)
 
-    def _quiet(self, member: Member, told: Quiet) -> None:
+    def _add_report(self, member: Member, report: NodeReport) -> None:
         """Record that a member's ranks do not progress. The others are asked. When all have
         reported, all are told which rank the others wait for.
         """
-        if self.told.quiet(member.place.id, told):
+        if self.reports.add(member.node.id, report):
             for other in self.running:
                 if other is not member:
                     other.send("stall")
-        stall = self.told.verdict({each.place.id: each.place.label for each in self.running})
+        stall = self.reports.explain({member.node.id: member.node.label for member in self.running})
         if stall is not None:
-            for each in self.running:
-                each.send("stall", stall)
+            for member in self.running:
+                member.send("stall", stall)
 
     def outcome(self) -> Outcome:
         """Return the outcome of the group, after all have ended: that of the first failure."""
-        reported = [
-            replace(
-                failure,
-                monotonic_ns=failure.monotonic_ns + member.shift_ns,
-                host=member.place.label,
-            )
-            for member in self.members
-            if member.outcome is not None and (failure := member.outcome.failure) is not None
-        ]
-        cause = failures.first([*self.lost, *reported])
-        if cause is not None:
-            return Outcome(cause.code, cause)
-        return next(
-            (
-                member.outcome
-                for member in self.members
-                if member.outcome and member.outcome.exit_code
-            ),
-            Outcome(ExitCode.OK),
-        )
+        reported = list(self.lost)
+        first_exit = Outcome(ExitCode.OK)
+        for member in self.members:
+            outcome = member.outcome
+            if outcome is None:
+                continue
+            if outcome.failure is not None:
+                on_our_clock = outcome.failure.monotonic_ns + member.shift_ns
+                host = member.node.label
+                reported.append(replace(outcome.failure, monotonic_ns=on_our_clock, host=host))
+            if outcome.exit_code and not first_exit.exit_code:
+                first_exit = outcome
+        cause = failures.first(reported)
+        return first_exit if cause is None else Outcome(cause.code, cause)
 
 
 _LOOK_SECONDS = 0.2
@@ -157,14 +152,15 @@ class Driver:
 
     def __init__(self, job: Job, prepare: Prepare, stop: Stop, out: TextIO) -> None:
         """`out`: the stream to which the ranks' output goes."""
-        self._job, self._prepare, self._stop = job, prepare, stop
+        self._job = job
+        self._prepare = prepare
+        self._stop = stop
         self._streams = {"out": out, "err": sys.stderr}
-        self._members = Members(job)
+        self.members = Members(job)
         self.group = WorkerGroup([])
         """The latest group."""
         self._left = job.restarts
         self._signals = 0
-        self.close = self._members.close
 
     def work(self) -> Outcome:
         """Run ranks until they are not restarted any more. Return the last outcome."""
@@ -174,47 +170,51 @@ class Driver:
                 return Outcome(128 + (self._stop.number or 0))
             self.group = WorkerGroup(list(shares))
             outcome = self._run(shares)
-            again = self._again(outcome)
-            if again is None:
+            restart = self._restart_message(outcome)
+            if restart is None:
                 return outcome
-            say(again)
+            print_line(restart)
 
     def _gather(self) -> Mapping[Member, int] | None:
         """Return the nodes that take part and how many ranks each takes, once there are enough;
         None if the driver was asked to stop.
         """
-        said, since, enough = "", 0.0, 0.0
+        printed = ""
+        printed_at = 0.0
+        enough_at = 0.0
         began = time.monotonic()
+        members = self.members
         while self._stop.number is None:
-            self._members.survey(every=0.0)
-            wanted = self._members.wanted()
-            self._members.invite(wanted)
-            ready, now = self._members.ready(wanted), time.monotonic()
+            members.survey(every=0.0)
+            wanted = members.wanted()
+            members.invite(wanted)
+            ready = members.ready(wanted)
+            now = time.monotonic()
             if sum(ready.values()) >= self._job.least:
-                enough = enough or now
+                enough_at = enough_at or now
+                late = now - enough_at > _LATE_SECONDS
                 # After the first start, a node that is not ready yet is used from the next
                 # checkpoint on.
-                if (
-                    len(ready) == len(wanted)
-                    or not self._members.first
-                    or now - enough > _LATE_SECONDS
-                ):
-                    self._members.first = False
+                if len(ready) == len(wanted) or late or not members.first:
+                    members.first = False
                     break
-            elif (line := self._members.missing(wanted, now - began)) and (
-                line != said or now - since > _REMIND_SECONDS
-            ):
-                said, since = line, now
-                say(line)
-                self._members.request(self._job.least)
-            self._turn()
-        if said:
-            self._members.request(0)
+            else:
+                missing = members.missing(wanted, now - began)
+                if missing and (missing != printed or now - printed_at > _REMIND_SECONDS):
+                    printed = missing
+                    printed_at = now
+                    print_line(missing)
+                    cluster.request(self._job.least, gpus=members.gpus)
+            self._handle_messages()
+        if printed:
+            cluster.request(0, gpus=members.gpus)
         return ready if self._stop.number is None else None
 
     def _run(self, shares: Mapping[Member, int]) -> Outcome:
         """Start ranks on these nodes, and watch them until all have ended."""
-        group, size, first = self.group, sum(shares.values()), 0
+        group = self.group
+        size = sum(shares.values())
+        first = 0
         for file in (self._job.grow, self._job.wanted):
             if file is not None:
                 file.unlink(missing_ok=True)
@@ -235,125 +235,109 @@ class Driver:
                 member.ranks = ranks
                 member.send("start", ranks)
                 if len(shares) > 1:
-                    say(
-                        f"node {number} of {len(shares)}, {member.place.label}:"
+                    print_line(
+                        f"node {number} of {len(shares)}, {member.node.label}:"
                         f" {failures.named(ranks.numbers)} of {size}"
                     )
         while group.running:
             if group.lost:
                 group.stop()
-            self._turn()
-            self._members.survey()
-            self._look_for_leaving()
+            self._handle_messages()
+            self.members.survey()
+            self._save_before_nodes_leave()
             if self._job.elastic and size < self._job.most:
-                self._look_for_more()
+                self._prepare_new_nodes()
         return group.outcome()
 
     def _store(self, member: Member) -> tuple[str, int]:
         """Return the address of the rendezvous store, which the member's node opens."""
         member.send("store")
         while member.store is None and member.outcome is None:
-            self._turn()
+            self._handle_messages()
         return member.store or ("", 0)
 
-    def _look_for_leaving(self) -> None:
+    def _save_before_nodes_leave(self) -> None:
         """If Ray has announced that a node will be taken away, tell all ranks to save after this
         step, and to exit.
         """
         running = self.group.running
-        leaving = next(
-            (member.place.label for member in running if member.place.id in self._members.leaving),
-            "",
-        )
-        if leaving and self._job.heeds and not self.group.leaving:
-            self.group.leaving = leaving
-            say(f"node {leaving} is about to be taken away: saving after this step")
+        labels = [member.node.label for member in running if member.node.id in self.members.leaving]
+        if labels and self._job.heeds and not self.group.leaving:
+            self.group.leaving = labels[0]
+            print_line(f"node {labels[0]} is about to be taken away: saving after this step")
             for member in running:
                 member.send("signal", signal.SIGUSR1)
 
-    def _look_for_more(self) -> None:
+    def _prepare_new_nodes(self) -> None:
         """Prepare new nodes. When they are ready, make the ranks end at their next checkpoint."""
-        self._members.invite(self._members.wanted(), known=False)
-        others = any(member.ready and member not in self.group.members for member in self._members)
-        if (
-            others
-            and not self.group.asked_to_grow
-            and not self.group.stopping
-            and self._job.wanted is not None
-        ):
-            self.group.asked_to_grow = True
+        self.members.invite(self.members.wanted(), known=False)
+        group = self.group
+        if group.asked_to_grow or group.stopping or self._job.wanted is None:
+            return
+        if any(member.ready and member not in group.members for member in self.members):
+            group.asked_to_grow = True
             self._job.wanted.touch()
 
-    def _again(self, outcome: Outcome) -> str | None:
+    def _restart_message(self, outcome: Outcome) -> str | None:
         """Return the message before a restart; None if there is no restart."""
         if self._stop.number is not None:
             return None
+        job = self._job
         if self.group.leaving and outcome.exit_code == ExitCode.PREEMPTED:
-            for member in self._members:
-                if member.place.id in self._members.leaving:
-                    self._members.dismiss(member)
+            for member in self.members:
+                if member.node.id in self.members.leaving:
+                    self.members.dismiss(member)
             return f"resuming without node {self.group.leaving}"
         failure = outcome.failure
         if failure is None:
-            grown = (
-                outcome.exit_code == ExitCode.OK
-                and self._job.grow is not None
-                and self._job.grow.exists()
-            )
-            return "continuing with more nodes" if grown else None
-        if failure.kind == "corrupt" and self._job.launch.on_corruption == "exclude":
-            return self._excluding(failure)
-        comes_back = failure.killed or (
-            self._job.launch.on_stall == "restart" and failure.kind == "stall"
-        )
-        if not comes_back or self._left == 0:
+            if outcome.exit_code == ExitCode.OK and job.grow is not None and job.grow.exists():
+                return "continuing with more nodes"
+            return None
+        if failure.kind == "corrupt" and job.launch.on_corruption == "exclude":
+            return self._exclude_node_of(failure)
+        after_stall = job.launch.on_stall == "restart" and failure.kind == "stall"
+        if self._left == 0 or not (failure.killed or after_stall):
             return None
         self._left -= 1
-        restart = f"restart {self._job.restarts - self._left} of {self._job.restarts}"
+        restart = f"restart {job.restarts - self._left} of {job.restarts}"
         return f"{failures.summary(failure)}; resuming from the newest checkpoint ({restart})"
 
-    def _excluding(self, failure: Failure) -> str | None:
+    def _exclude_node_of(self, failure: Failure) -> str | None:
         """Exclude for good the node of a rank that computes wrong, and return the message; None if
         it is the only node.
         """
         if len(self.group.members) == 1:
-            say("--on-corruption exclude: the run is on one node, and nothing is left without it")
+            print_line(
+                "--on-corruption exclude: the run is on one node, and nothing is left without it"
+            )
             return None
-        (member,) = (
-            each
-            for each in self.group.members
-            if each.ranks is not None and failure.rank in each.ranks.numbers
-        )
-        self._members.bar(member, math.inf)
-        return f"{failures.summary(failure)}; resuming without node {member.place.label}"
+        for member in self.group.members:
+            if member.ranks is not None and failure.rank in member.ranks.numbers:
+                self.members.exclude(member, math.inf)
+                label = member.node.label
+        return f"{failures.summary(failure)}; resuming without node {label}"
 
-    def _turn(self) -> None:
+    def _handle_messages(self) -> None:
         """Pass signals on, and handle what Ray and the nodes report."""
         if self._stop.number is not None and self._signals < self._stop.times:
             self._signals = self._stop.times
             if self._signals == 1 and self._job.heeds:
-                say(f"{self._stop.name}: stopping after this step; once more to stop now")
-            for member in self._members:
+                print_line(f"{self._stop.name}: stopping after this step; once more to stop now")
+            for member in self.members:
                 if member.admitted:
                     member.send("signal", self._stop.number)
-        for member, kind, content in self._members.heard(_LOOK_SECONDS):
+        for member, kind, content in self.members.messages(_LOOK_SECONDS):
             if kind in self._streams:
                 self._streams[kind].buffer.write(content)
                 self._streams[kind].flush()
-            elif (
-                kind == "ended"
-                and content.failure is None
-                and content.exit_code > 128
-                and not self._signals
-            ):
-                self._members.bar(member)
-                self.group.hear(
-                    member,
-                    "gone",
-                    f"was stopped by {failures.signal_name(content.exit_code - 128)}",
-                )
-            else:
-                self.group.hear(member, kind, content)
+                continue
+            if kind == "ended" and content.failure is None and not self._signals:
+                number = content.exit_code - 128
+                if number > 0:
+                    self.members.exclude(member)
+                    kind = "gone"
+                    content = f"was stopped by {failures.signal_name(number)}"
+            self.group.handle(member, kind, content)
 
 
 def call_on_cluster(job: Job) -> list[Any]:
@@ -365,7 +349,8 @@ def call_on_cluster(job: Job) -> list[Any]:
         raise failures.worker_failed(outcome.failure)
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
-    return [pickle.loads(result) for member in group.members for result in member.results]
+    results = itertools.chain.from_iterable(member.results for member in group.members)
+    return [pickle.loads(result) for result in results]
 
 
 def run_on_cluster(
@@ -387,10 +372,12 @@ def _run(
     job: Job, prepare: Prepare, *, reports: bool, brought: Path | None = None
 ) -> tuple[Outcome, WorkerGroup]:
     out = sys.stdout
-    with cluster.connected(job.cluster, brought), noted() as stop:
+    with cluster.connected(job.cluster, brought), note_signals() as stop:
         driver = Driver(job, prepare, stop, out)
         try:
             outcome = driver.work()
-            return conclude(outcome, stop, heeds=job.heeds) if reports else outcome, driver.group
+            if reports:
+                outcome = conclude(outcome, stop, heeds=job.heeds)
+            return outcome, driver.group
         finally:
-            driver.close()
+            driver.members.close()

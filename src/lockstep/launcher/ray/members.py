@@ -1,22 +1,25 @@
 """Which nodes of the cluster take part, and with how many ranks each.
 
-invited an actor is started there, with the resources of its ranks admitted it has the driver's
-versions and files: its process imports what ranks need ready ranks can be started there
+invited     an actor is started there, with the resources of its ranks
+admitted    it has the driver's versions and files: its process imports what ranks need
+ready       ranks can be started there
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.preemption import say
+from lockstep.launcher.preemption import print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job, Node, NodeFacts, digest, versions
-from lockstep.launcher.ray.cluster import Place
+from lockstep.launcher.ray.cluster import ClusterNode
 from lockstep.launcher.supervise import Outcome
 
 # seconds that an actor waits for a message, before it answers that there is none
@@ -36,7 +39,7 @@ class NoFolder(Exception):
 class Member:
     """A node that takes part, or is about to."""
 
-    place: Place
+    node: ClusterNode
     reserved: int
     """The number of ranks that it has resources for."""
     actor: Any
@@ -56,7 +59,11 @@ class Member:
         self.actor.send.remote(kind, content)
 
     def listen(self) -> None:
-        self.pending = self.actor.take.options(concurrency_group="words").remote(_WAIT_SECONDS)
+        self.pending = self.actor.receive.options(concurrency_group="words").remote(_WAIT_SECONDS)
+
+
+Message = tuple[Member, str, Any]
+"""Who reports, the kind of the report, and its content."""
 
 
 class Members:
@@ -64,14 +71,14 @@ class Members:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._gpus = cluster.has_gpus() if job.gpus is None else job.gpus
+        self.gpus = cluster.has_gpus() if job.gpus is None else job.gpus
         self._head = cluster.Head()
         self._surveyed = 0.0
-        self._barred: dict[str, float] = {}  # by node: the time until which it is not used
-        self._clocks_told: set[str] = set()  # nodes that were warned about; actors may be replaced
+        self._excluded: dict[str, float] = {}  # by node: the time until which it is not used
+        self._warned: set[str] = set()  # nodes whose clocks differ; actors may be replaced
         self._members: dict[str, Member] = {}
         self._gone: list[Member] = []
-        self._places: Sequence[Place] = ()
+        self._nodes: Sequence[ClusterNode] = ()
         self.leaving: set[str] = set()
         """Nodes that Ray is draining: their machines are about to be taken away."""
         self.first = True
@@ -89,73 +96,66 @@ class Members:
             return
         self._surveyed = now
         self._head.check()
-        known = list(self._members)
-        found = [
-            place
-            for place in cluster.places(gpus=self._gpus)
-            if self._barred.get(place.id, 0.0) < now
-        ]
-        self.leaving = {place.id for place in found if place.leaves}
+        nodes = []
+        for node in cluster.nodes(gpus=self.gpus):
+            if self._excluded.get(node.id, 0.0) < now:
+                nodes.append(node)
+        ids = {node.id for node in nodes}
+        self._gone += [member for member in self if member.node.id not in ids]
+        self.leaving = {node.id for node in nodes if node.leaves}
         # Nodes that take part already come first, and keep their ranks; then the largest nodes.
-        places = sorted(
-            found,
-            key=lambda place: (
-                known.index(place.id) if place.id in known else len(known),
-                -place.slots,
-            ),
-        )
-        self._places = [place for place in places if not place.leaves]
-        self._gone += [self._members[name] for name in set(known) - {place.id for place in found}]
+        nodes.sort(key=lambda node: node.slots, reverse=True)
+        usable = {node.id: node for node in nodes if not node.leaves}
+        in_order = dict.fromkeys((*self._members, *usable))
+        self._nodes = [usable[node_id] for node_id in in_order if node_id in usable]
 
-    def wanted(self) -> dict[Place, int]:
+    def wanted(self) -> dict[ClusterNode, int]:
         """Return how many ranks each of the present nodes is to take."""
-        each = self._job.each or self._job.most
-        counts = shared([min(place.slots, each) for place in self._places], self._job.most)
-        return {place: count for place, count in zip(self._places, counts, strict=True) if count}
+        most = self._job.each or self._job.most
+        counts = shared([min(node.slots, most) for node in self._nodes], self._job.most)
+        return {node: count for node, count in zip(self._nodes, counts, strict=True) if count}
 
-    def ready(self, wanted: Mapping[Place, int]) -> dict[Member, int]:
+    def ready(self, wanted: Mapping[ClusterNode, int]) -> dict[Member, int]:
         """Return the nodes of `wanted` that can take their ranks now."""
-        found = {self._members.get(place.id): count for place, count in wanted.items()}
-        return {
-            member: count
-            for member, count in found.items()
-            if member and member.ready and member.reserved >= count
-        }
+        ready = {}
+        for node, count in wanted.items():
+            member = self._members.get(node.id)
+            if member is not None and member.ready and member.reserved >= count:
+                ready[member] = count
+        return ready
 
-    def invite(self, wanted: Mapping[Place, int], *, known: bool = True) -> None:
+    def invite(self, wanted: Mapping[ClusterNode, int], *, known: bool = True) -> None:
         """Start an actor on each of these nodes. `known`: also replace one that has too few
         resources.
         """
-        for place, count in wanted.items():
-            member = self._members.get(place.id)
-            if member is not None and (not known or member.reserved >= count):
-                continue
+        job = self._job
+        for node, count in wanted.items():
+            member = self._members.get(node.id)
             if member is not None:
+                if not known or member.reserved >= count:
+                    continue
                 self.dismiss(member)
-            code = self._job.code
-            asked = (
-                self._job.folder,
-                None if code is None else str(code),
-                "" if code is None else digest(code),
-            )
-            invited = self._members[place.id] = Member(
-                place, count, cluster.actor(Node, asked, place, count, gpus=self._gpus)
-            )
-            invited.listen()
+            code = job.code or Path()
+            arguments = (job.folder, str(code), digest(code))
+            actor = cluster.actor(Node, arguments, node, count, gpus=self.gpus)
+            member = Member(node, count, actor)
+            self._members[node.id] = member
+            member.listen()
 
-    def heard(self, seconds: float) -> Iterator[tuple[Member, str, Any]]:
-        """Yield what nodes report, after at most `seconds`, and ("gone", why) for nodes that have
-        gone.
+    def messages(self, seconds: float) -> Iterator[Message]:
+        """Yield what nodes report, after at most `seconds`, and ("gone", reason) for nodes that
+        have gone.
         """
         while self._gone:
             yield from self._lost(self._gone.pop(), "has gone")
         pending = {member.pending: member for member in self}
         for reference in cluster.wait(list(pending), seconds):
-            member, said = pending[reference], cluster.answer(reference)
-            if isinstance(said, str):
-                yield from self._silent(member, said)
+            member = pending[reference]
+            answer = cluster.answer(reference)
+            if isinstance(answer, str):
+                yield from self._silent(member, answer)
                 continue
-            for kind, content in said:
+            for kind, content in answer:
                 if kind == "facts":
                     self._admit(member, content)
                 elif kind == "ready":
@@ -164,34 +164,31 @@ class Members:
                     yield from self._lost(member, content)
                 else:
                     yield member, kind, content
-            if self._members.get(member.place.id) is member:
+            if self._members.get(member.node.id) is member:
                 member.listen()
 
-    def _silent(self, member: Member, why: str) -> Iterator[tuple[Member, str, Any]]:
+    def _silent(self, member: Member, reason: str) -> Iterator[Message]:
         """Handle an actor that does not answer any more."""
-        lives = any(place.id == member.place.id for place in cluster.places(gpus=self._gpus))
-        if isinstance(why, cluster.Unable) and not member.admitted and lives:
-            self._refuse(
-                member, UsageError("node-cannot-take-part", node=member.place.label, why=str(why))
-            )
+        lives = any(node.id == member.node.id for node in cluster.nodes(gpus=self.gpus))
+        if isinstance(reason, cluster.Unable) and not member.admitted and lives:
+            label = member.node.label
+            self._refuse(member, UsageError("node-cannot-take-part", node=label, why=str(reason)))
         else:
-            yield from self._lost(member, why)
+            yield from self._lost(member, reason)
 
-    def _lost(self, member: Member, why: str) -> Iterator[tuple[Member, str, Any]]:
-        self.bar(member)
-        yield member, "gone", why
+    def _lost(self, member: Member, reason: str) -> Iterator[Message]:
+        self.exclude(member)
+        yield member, "gone", reason
 
     def _admit(self, member: Member, facts: NodeFacts) -> None:
         """Start the process of a node that fits."""
-        label, ours = member.place.label, versions()
-        if name := next(
-            (name for name, value in ours.items() if facts.versions[name] != value), None
-        ):
-            there, here = facts.versions[name], ours[name]
-            self._refuse(
-                member, UsageError("version-differs", name=name, there=there, node=label, here=here)
-            )
-            return
+        label = member.node.label
+        for name, local in versions().items():
+            remote = facts.versions[name]
+            if remote != local:
+                values = {"name": name, "there": remote, "node": label, "here": local}
+                self._refuse(member, UsageError("version-differs", **values))
+                return
         if self._job.folder and not facts.same_code:
             if self.first and self._job.call is None:
                 raise NoFolder
@@ -199,57 +196,53 @@ class Members:
             self._refuse(member, UsageError("code-differs", node=label, path=path))
             return
         ahead = facts.seconds - time.time()
-        if abs(ahead) > _CLOCKS_SECONDS and member.place.id not in self._clocks_told:
-            self._clocks_told.add(member.place.id)
-            say(
+        if abs(ahead) > _CLOCKS_SECONDS and member.node.id not in self._warned:
+            self._warned.add(member.node.id)
+            print_line(
                 f"warning: the clock of node {label} is {abs(ahead):.1f} s"
                 f" {'ahead' if ahead > 0 else 'behind'}: logs will be out of order"
             )
         member.shift_ns = time.monotonic_ns() - facts.monotonic_ns
         member.admitted = True
-        member.actor.start.remote(self._job, member.place.address)
+        member.actor.start.remote(self._job, member.node.address)
 
     def _refuse(self, member: Member, error: UsageError) -> None:
         if self.first:
             raise error
-        self.bar(member, float("inf"))
-        say(f"warning: {error}; the run does without it")
+        self.exclude(member, math.inf)
+        print_line(f"warning: {error}; the run does without it")
 
-    def missing(self, wanted: Mapping[Place, int], seconds: float) -> str:
+    def missing(self, wanted: Mapping[ClusterNode, int], seconds: float) -> str:
         """Return a sentence about the resources or nodes that the run has waited for, for
         `seconds`; "" if all nodes are starting as they should.
         """
-        kind, job = "GPUs" if self._gpus else "CPUs", self._job
-        lacking = job.least - sum(wanted.values())
+        kind = "GPUs" if self.gpus else "CPUs"
+        least = self._job.least
+        most = self._job.most
+        lacking = least - sum(wanted.values())
         if lacking > 0:
-            here = (
-                ", ".join(f"{place.label} with {place.slots}" for place in self._places) or "none"
-            )
-            asked = f"{job.least}:{job.most}" if job.least < job.most else str(job.most)
+            nodes = ", ".join(f"{node.label} with {node.slots}" for node in self._nodes)
+            workers = f"{least}:{most}" if least < most else str(most)
             return (
-                f"waiting for {lacking} more {kind}: --workers {asked}; nodes of the cluster:"
-                f" {here}"
+                f"waiting for {lacking} more {kind}: --workers {workers}; nodes of the cluster:"
+                f" {nodes or 'none'}"
             )
-        silent = [place.label for place in wanted if not self._members[place.id].admitted]
-        if silent and seconds > _SILENT_SECONDS:
-            return (
-                f"waiting for {', '.join(silent)}: other jobs may be using the {kind} (`ray status`"
-                " shows them)"
-            )
-        return ""
+        silent = [node.label for node in wanted if not self._members[node.id].admitted]
+        if not silent or seconds <= _SILENT_SECONDS:
+            return ""
+        return (
+            f"waiting for {', '.join(silent)}: other jobs may be using the {kind} (`ray status`"
+            " shows them)"
+        )
 
-    def request(self, ranks: int) -> None:
-        """Ask the cluster's autoscaler for room for `ranks` ranks. 0 withdraws the request."""
-        cluster.request(ranks, gpus=self._gpus)
-
-    def bar(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
+    def exclude(self, member: Member, seconds: float = _DOUBT_SECONDS) -> None:
         """Do not use the member's node for `seconds`."""
-        self._barred[member.place.id] = time.monotonic() + seconds
+        self._excluded[member.node.id] = time.monotonic() + seconds
         self.dismiss(member)
 
     def dismiss(self, member: Member) -> None:
-        if self._members.get(member.place.id) is member:
-            del self._members[member.place.id]
+        if self._members.get(member.node.id) is member:
+            del self._members[member.node.id]
         cluster.kill(member.actor)
 
     def close(self) -> None:
@@ -265,7 +258,8 @@ def shared(slots: Sequence[int], most: int) -> list[int]:
     nodes are filled in their order.
     """
     counts = []
-    for each in slots:
-        counts.append(min(each, most))
-        most -= counts[-1]
+    for room in slots:
+        count = min(room, most)
+        counts.append(count)
+        most -= count
     return counts

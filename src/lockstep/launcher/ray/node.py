@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,8 +25,9 @@ from queue import SimpleQueue
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks, store
+from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.ray.actor import Job, PickledCall
+from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.supervise import Outcome, Share, supervise
@@ -40,9 +40,10 @@ class _Orders:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._sending = connection, threading.Lock()
+        self._connection = connection
+        self._sending = threading.Lock()
         self._waiting: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self.asked = OtherNodes(self.send)
+        self._other_nodes = OtherNodes(self.send)
         self._called_off = False
         threading.Thread(target=self._read, name="lockstep-orders", daemon=True).start()
 
@@ -58,7 +59,7 @@ class _Orders:
         return Share(
             ranks=ranks,
             called_off=lambda: self._called_off,
-            elsewhere=self.asked if ranks.nodes > 1 else None,
+            elsewhere=self._other_nodes if ranks.nodes > 1 else None,
         )
 
     def _read(self) -> None:
@@ -70,12 +71,13 @@ class _Orders:
             if kind == "stop":
                 self._called_off = True
             elif kind == "stall":
-                self.asked.note(content)
+                self._other_nodes.note(content)
             elif kind == "signal":
                 os.kill(os.getpid(), content)
             else:
                 if kind == "start":
-                    self._called_off, self.asked = False, OtherNodes(self.send)
+                    self._called_off = False
+                    self._other_nodes = OtherNodes(self.send)
                 self._waiting.put((kind, content))
 
 
@@ -86,16 +88,16 @@ def main(descriptor: int, address: str) -> None:
         signal.signal(number, lambda *_: None)
     connection = Connection(descriptor)
     job: Job = connection.recv()
-    orders, stores = _Orders(connection), ExitStack()
+    orders = _Orders(connection)
+    stores = ExitStack()
     environment = {**gloo_and_nccl(address, os.environ), **job.environment}
     if job.folder:
         os.chdir(job.folder)
     if job.call is not None:
         os.environ.update(environment)
     cold = job.launch.cold or (job.call is not None and job.call.variables is not None)
-    server = fork_server(
-        FOR_TRAININGS if job.target.ours else FOR_SCRIPTS, {**os.environ, **environment}, cold=cold
-    )
+    modules = FOR_TRAININGS if job.target.ours else FOR_SCRIPTS
+    server = fork_server(modules, {**os.environ, **environment}, cold=cold)
     server.ready()
     orders.send("ready", None)
     while True:
@@ -111,12 +113,21 @@ def main(descriptor: int, address: str) -> None:
             orders.send("ended", _outcome(job, content, environment, orders))
 
 
-def _outcome(
-    job: Job, ranks: LocalRanks, environment: Mapping[str, str], orders: _Orders
-) -> Outcome:
+def _outcome(job: Job, ranks: LocalRanks, environment: Variables, orders: _Orders) -> Outcome:
     try:
         if job.call is not None:
-            orders.send("results", _called(job.call, ranks))
+            variables = job.call.variables
+            results = start_ranks(
+                _on_rank,
+                ranks.count,
+                (job.call.pickled,),
+                {},
+                timeout=None,
+                imports=job.call.imports,
+                variables=None if variables is None else variables.__getitem__,
+                local_ranks=ranks,
+            )
+            orders.send("results", results)
             return Outcome(ExitCode.OK)
         if job.mark is not None:
             _check_shared(Path(job.mark[0]), job.mark[1])
@@ -134,26 +145,12 @@ def _outcome(
     except Exception as error:
         # an error of the node itself is reported to the driver like a rank's failure
         failure = failures.of_exception(error, ranks.first_rank)
-        return Outcome(
-            failure.code, replace(failure, where="") if isinstance(error, UsageError) else failure
-        )
+        if isinstance(error, UsageError):
+            failure = replace(failure, user_line="")
+        return Outcome(failure.code, failure)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _called(call: PickledCall, ranks: LocalRanks) -> list[bytes]:
-    own = None if call.variables is None else call.variables.__getitem__
-    return start_ranks(
-        _on_rank,
-        ranks.count,
-        (call.pickled,),
-        {},
-        timeout=None,
-        imports=call.imports,
-        variables=own,
-        place=ranks,
-    )
 
 
 def _on_rank(pickled: bytes) -> bytes:
