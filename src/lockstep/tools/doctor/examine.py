@@ -49,8 +49,9 @@ class Examined:
         lines = [
             f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
         ]
-        table = ["", links.squares(self.links)] if self.links else []
-        return "\n".join([*lines, *table, "", self.verdict()])
+        if self.links:
+            lines += ["", links.squares(self.links)]
+        return "\n".join([*lines, "", self.verdict()])
 
     def verdict(self) -> str:
         """Return the warnings, then "fit to train" or what to fix."""
@@ -63,7 +64,9 @@ class Examined:
         if not fixes:
             return "\n".join([*lines, "fit to train"])
         lines.append(f"not fit to train: {len(fixes)} thing{'s' * (len(fixes) != 1)} to fix")
-        lines += [f"{number}. {each.name}: {each.fix}" for number, each in enumerate(fixes, 1)]
+        lines += [
+            f"{number}. {finding.name}: {finding.fix}" for number, finding in enumerate(fixes, 1)
+        ]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -77,21 +80,15 @@ def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) ->
     """Return the collectives with a wrong result on any rank, such as "all_reduce by native". All
     members must call it, and all get the result.
     """
-    names = [
-        (kind, algorithm)
-        for algorithm in algorithms
-        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-    ]
-    bad = torch.tensor(
-        [float(_differs(group, device, kind, algorithm)) for kind, algorithm in names],
-        device=device,
-    )
+    names = []
+    flags = []
+    for algorithm in algorithms:
+        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
+            names.append(f"{kind} by {algorithm}")
+            flags.append(float(_differs(group, device, kind, algorithm)))
+    bad = torch.tensor(flags, device=device)
     group.all_reduce(bad, "max").wait()
-    return [
-        f"{kind} by {algorithm}"
-        for (kind, algorithm), flag in zip(names, bad.tolist(), strict=True)
-        if flag
-    ]
+    return [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
 
 
 def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> bool:
@@ -99,35 +96,37 @@ def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> b
     # Sums of small integers are exact.
     pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
     everyone = [pattern * (rank + 1) + rank for rank in range(size)]
-    mine, total = everyone[group.rank].clone(), torch.stack(everyone).sum(0)
-    found: Tensor
+    own = everyone[group.rank].clone()
+    total = torch.stack(everyone).sum(0)
+    result: Tensor
     if kind == "all_reduce":
-        found, expected = collectives.all_reduce(mine, algorithm=algorithm, group=group), total
+        result = collectives.all_reduce(own, algorithm=algorithm, group=group)
+        expected = total
     elif kind == "broadcast":
-        found = collectives.broadcast(mine, size - 1, algorithm=algorithm, group=group)
+        result = collectives.broadcast(own, size - 1, algorithm=algorithm, group=group)
         expected = everyone[-1]
     elif kind == "all_gather":
-        found = collectives.all_gather(mine, algorithm=algorithm, group=group)
+        result = collectives.all_gather(own, algorithm=algorithm, group=group)
         expected = torch.cat(everyone)
     else:
-        found = collectives.reduce_scatter(mine, algorithm=algorithm, group=group)
+        result = collectives.reduce_scatter(own, algorithm=algorithm, group=group)
         expected = total.tensor_split(size)[group.rank]
-    return not torch.equal(found, expected)
+    return not torch.equal(result, expected)
 
 
-def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what: str) -> Finding:
-    """Judge the result of `wrong_sums`. `what` is "rank" or "host"."""
+def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, member: str) -> Finding:
+    """Judge the result of `wrong_sums`. `member` is "rank" or "host"."""
     value = (
         f"all_reduce, broadcast, all_gather, reduce_scatter over {members}"
-        f" {what}{'s' * (members != 1)} by {' and '.join(algorithms)}"
+        f" {member}{'s' * (members != 1)} by {' and '.join(algorithms)}"
     )
-    why = (
+    if not bad:
+        return judged("sums", value)
+    fix = (
         f"{', '.join(bad)} gave wrong numbers: do not train here. Test the memory and the network"
         " card, and try another torch"
-        if bad
-        else ""
     )
-    return judged("sums", value, fix=why)
+    return judged("sums", value, fix=fix)
 
 
 _PATIENCE = timedelta(seconds=120)  # to start ranks and measure, on a busy machine
@@ -135,33 +134,30 @@ _PATIENCE = timedelta(seconds=120)  # to start ranks and measure, on a busy mach
 
 def examine_host(workers: int) -> Examined:
     """Examine this host, and start `workers` ranks on it."""
-    name = socket.gethostname()
-    found = [
+    findings = [
         *host.installation(),
         *host.findings(workers),
-        host.own_name(name, host.addresses_of),
+        host.own_name(socket.gethostname(), host.addresses_of),
         host.used(host.interfaces(), "127.0.0.1", os.environ.get("GLOO_SOCKET_IFNAME")),
         host.loopback_port(),
     ]
     try:
         bad, algorithms, pairs = launch(_on_rank, workers, timeout=_PATIENCE)[0]
     except (WorkerFailed, LaunchTimeout) as error:
-        found.append(judged("sums", f"{workers} ranks did not finish this check", fix=str(error)))
-        return Examined(found, [])
-    return Examined(
-        [*found, judge_sums(bad, algorithms, workers, "rank"), links.judge(pairs, hosts=False)],
-        pairs,
-    )
+        value = f"{workers} ranks did not finish this check"
+        return Examined([*findings, judged("sums", value, fix=str(error))], [])
+    findings.append(judge_sums(bad, algorithms, workers, "rank"))
+    findings.append(links.judge(pairs, hosts=False))
+    return Examined(findings, pairs)
 
 
 def _on_rank() -> tuple[list[str], list[str], list[MeasuredLink]]:
     workers = int(os.environ["WORLD_SIZE"])
-    with init(
-        backend=(
-            "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= workers else "gloo"
-        )
-    ) as world:
-        algorithms = ["native", *(["shared_memory"] if world.group.memory is not None else [])]
+    gpu_for_each = torch.cuda.is_available() and torch.cuda.device_count() >= workers
+    with init(backend="nccl" if gpu_for_each else "gloo") as world:
+        algorithms = ["native"]
+        if world.group.memory is not None:
+            algorithms.append("shared_memory")
         bad = wrong_sums(world.group, world.device, algorithms)
         names = [f"rank {rank}" for rank in range(world.size)]
         return bad, algorithms, links.measure(world.group, names, world.device, hosts=False)
@@ -177,58 +173,67 @@ def main(json_file: Path | None) -> bool:
     Return on all ranks whether the nodes are fit to train.
     """
     with init() as world:
-        found = examine_nodes(world)
+        examined = examine_nodes(world)
         if world.rank == 0:
-            print(found.text(), flush=True)
+            print(examined.text(), flush=True)
             if json_file is not None:
                 from lockstep.tools.timing.output_files import write_json
 
-                write_json(json_file, found.as_json())
-    return found.fit
+                write_json(json_file, examined.as_json())
+    return examined.fit
 
 
 def examine_nodes(world: World) -> Examined:
     """Examine the nodes. All ranks must call it, and all get the same result."""
-    own = [*host.installation(), *host.findings(world.local_size)]
+    report = {
+        "node": world.node,
+        "name": socket.gethostname(),
+        "found": [asdict(finding) for finding in _findings_here(world)],
+    }
+    report_by_node: dict[int, dict[str, Any]] = {}
+    first_ranks = []  # of each node
+    for rank in range(world.size):
+        received: Any = said_by(rank, report, world.control, "for what this node has")
+        if received["node"] not in report_by_node:
+            report_by_node[received["node"]] = received
+            first_ranks.append(rank)
+    reports = list(report_by_node.values())
+    names = _named([received["name"] for received in reports])
+    by_node: dict[str, list[Finding]] = {}
+    for name, received in zip(names, reports, strict=True):
+        by_node[name] = [Finding(**fields) for fields in received["found"]]
+    findings = merged(by_node)
+    bad = wrong_sums(world.group, world.device, ["native"])
+    findings.append(judge_sums(bad, ["native"], world.size, "rank"))
+    measured: dict[str, Any] = {}
+    if world.rank in first_ranks:
+        one_each = world.subgroup(first_ranks)
+        pairs = links.measure(one_each, names, world.device, hosts=True)
+        measured = {"links": [asdict(link) for link in pairs], "clocks": clocks(one_each)}
+    measured = said_by(first_ranks[0], measured, world.control, "for the links")
+    pairs = [MeasuredLink(**fields) for fields in measured["links"]]
+    findings.append(links.judge(pairs, hosts=True))
+    findings.append(judge_clocks(dict(zip(names, measured["clocks"], strict=True))))
+    return Examined(findings, pairs)
+
+
+def _findings_here(world: World) -> list[Finding]:
     address = "127.0.0.1"
     with suppress(OSError, KeyError):
         address = towards(os.environ["MASTER_ADDR"])
-    own.append(host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")))
-    mine = {
-        "node": world.node,
-        "name": socket.gethostname(),
-        "found": [asdict(finding) for finding in own],
-    }
-    said: list[Any] = [
-        said_by(rank, mine, world.control, "for what this node has") for rank in range(world.size)
+    return [
+        *host.installation(),
+        *host.findings(world.local_size),
+        host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")),
     ]
-    # the first rank of each node
-    firsts = {each["node"]: rank for rank, each in reversed(list(enumerate(said)))}
-    ranks = sorted(firsts.values())
-    names = _named([said[rank]["name"] for rank in ranks])
-    told = ([Finding(**each) for each in said[rank]["found"]] for rank in ranks)
-    found = merged(dict(zip(names, told, strict=True)))
-    bad = wrong_sums(world.group, world.device, ["native"])
-    found.append(judge_sums(bad, ["native"], world.size, "rank"))
-    measured: dict[str, Any] = {}
-    if world.rank in ranks:
-        one_each = world.subgroup(ranks)
-        pairs = links.measure(one_each, names, world.device, hosts=True)
-        measured = {"links": [asdict(link) for link in pairs], "clocks": clocks(one_each)}
-    measured = said_by(ranks[0], measured, world.control, "for the links")
-    pairs = [MeasuredLink(**each) for each in measured["links"]]
-    found += [
-        links.judge(pairs, hosts=True),
-        judge_clocks(dict(zip(names, measured["clocks"], strict=True))),
-    ]
-    return Examined(found, pairs)
 
 
 def _named(names: Sequence[str]) -> list[str]:
     """Return the host names, with a number if several nodes have the same host name."""
-    return [
-        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
-    ]
+    distinct = []
+    for number, name in enumerate(names):
+        distinct.append(name if names.count(name) == 1 else f"{name}-{number}")
+    return distinct
 
 
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
@@ -241,30 +246,20 @@ def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
         if len(values) == 1 and (ok or name in _SAME):
             lines.append(column[0])
         elif name in _SAME:
-            told = ", ".join(
-                f"{finding.value} on {node}" for node, finding in zip(by_node, column, strict=True)
-            )
-            lines.append(
-                judged(
-                    name,
-                    told,
-                    fix=(
-                        f"{name} differs between nodes ({told}): install the same version on every"
-                        " node"
-                    ),
-                )
-            )
+            lines.append(_disagreement(name, list(by_node), column))
         else:
-            lines += [
-                Finding(
-                    name=name,
-                    value=f"{node}: {finding.value}",
-                    level=finding.level,
-                    fix=finding.fix and f"{node}: {finding.fix}",
-                )
-                for node, finding in zip(by_node, column, strict=True)
-            ]
+            for node, finding in zip(by_node, column, strict=True):
+                value = f"{node}: {finding.value}"
+                fix = finding.fix and f"{node}: {finding.fix}"
+                lines.append(Finding(name=name, value=value, level=finding.level, fix=fix))
     return lines
+
+
+def _disagreement(name: str, nodes: Sequence[str], findings: Sequence[Finding]) -> Finding:
+    pairs = zip(nodes, findings, strict=True)
+    values = ", ".join(f"{finding.value} on {node}" for node, finding in pairs)
+    fix = f"{name} differs between nodes ({values}): install the same version on every node"
+    return judged(name, values, fix=fix)
 
 
 def clocks(group: Group) -> list[float]:
@@ -273,31 +268,36 @@ def clocks(group: Group) -> list[float]:
     """
     offsets = torch.zeros(group.size, dtype=torch.float64)
     for rank in range(1, group.size):
-        answer, best = torch.zeros(1, dtype=torch.float64), float("inf")
+        answer = torch.zeros(1, dtype=torch.float64)
+        shortest = float("inf")
         for _ in range(10):
             if group.rank == 0:
-                asked = time.time()
+                begin = time.time()
                 group.send(answer, rank)
                 group.receive(answer, rank)
-                trip = time.time() - asked
-                if trip < best:
-                    best, offsets[rank] = trip, answer.item() - asked - trip / 2
+                trip = time.time() - begin
+                if trip < shortest:
+                    shortest = trip
+                    offsets[rank] = answer.item() - begin - trip / 2
             elif group.rank == rank:
                 group.receive(answer, 0)
                 group.send(torch.tensor([time.time()], dtype=torch.float64), 0)
     group.all_reduce(offsets).wait()
-    return [float(each) for each in offsets]
+    return [float(offset) for offset in offsets]
 
 
 def judge_clocks(offsets: dict[str, float]) -> Finding:
     """Judge the clocks. `offsets` are seconds ahead of the first node, by node."""
-    value = ", ".join(f"{name} {1e3 * each:+.1f} ms" for name, each in list(offsets.items())[1:])
-    apart = [f"{name} by {each:+.1f} s" for name, each in offsets.items() if abs(each) > _APART]
+    first, *others = offsets
+    value = ", ".join(f"{name} {1e3 * offsets[name]:+.1f} ms" for name in others)
+    apart = [
+        f"{name} by {offset:+.1f} s" for name, offset in offsets.items() if abs(offset) > _APART
+    ]
+    if not apart:
+        return judged("clocks", value)
     warn = (
-        f"clocks differ from {next(iter(offsets))}'s, {' and '.join(apart)}: run chrony or ntpd on"
-        " all nodes, so that their logs can be compared"
-        if apart
-        else ""
+        f"clocks differ from {first}'s, {' and '.join(apart)}: run chrony or ntpd on all nodes, so"
+        " that their logs can be compared"
     )
     return judged("clocks", value, warn=warn)
 

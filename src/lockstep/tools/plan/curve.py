@@ -94,17 +94,15 @@ def predicted(
     work = work_of(profile, scaling, workers)
     free = network.between.latency == 0 and math.isinf(network.between.bandwidth)
     software = 0.0 if workers == 1 or free else profile.message(heard(scaling, workers))
-    methods = [method]
+    step = simulate(work, workers, network, method, software)
     several_hosts = 1 < network.ranks_per_node < workers
-    if (
-        several_hosts
-        and profile.device == "cpu"
-        and method.reduce == "auto"
-        and method.compression is None
-    ):
-        methods.append(replace(method, reduce="hierarchical"))
-    steps = [simulate(work, workers, network, each, software) for each in methods]
-    return min(steps, key=lambda step: step.step)
+    uncompressed = method.reduce == "auto" and method.compression is None
+    if several_hosts and uncompressed and profile.device == "cpu":
+        hierarchical = replace(method, reduce="hierarchical")
+        other = simulate(work, workers, network, hierarchical, software)
+        if other.step < step.step:
+            return other
+    return step
 
 
 def describe(rows: Sequence[PlanRow], profile: Profile, scaling: PlanScaling) -> str:
@@ -115,11 +113,9 @@ def describe(rows: Sequence[PlanRow], profile: Profile, scaling: PlanScaling) ->
 
 def _notes(rows: Sequence[PlanRow], slots: int, scaling: PlanScaling) -> Iterator[str]:
     base = scaling.base
-    kind = (
-        f"every rank keeps its share of {base} (weak scaling)"
-        if scaling.weak
-        else "the global batch stays the same (strong scaling)"
-    )
+    kind = "the global batch stays the same (strong scaling)"
+    if scaling.weak:
+        kind = f"every rank keeps its share of {base} (weak scaling)"
     yield f"{kind}; efficiency is relative to {base} rank{'s' * (base > 1)}"
     idle = [row.workers for row in rows if row.workers > slots]
     if idle and not scaling.weak:

@@ -81,20 +81,20 @@ class GivenRow:
 
 
 def rows(
-    given: GivenStep,
+    step: GivenStep,
     counts: Sequence[int],
     network: Network,
     method: Parallelism,
 ) -> list[GivenRow]:
     """Return a row for each number of ranks."""
-    work = given.work()
+    work = step.work()
     return [
         GivenRow(workers=workers, predicted=simulate(work, workers, network, method))
         for workers in counts
     ]
 
 
-def describe(given: GivenStep, found: Sequence[GivenRow]) -> str:
+def describe(step: GivenStep, predictions: Sequence[GivenRow]) -> str:
     """Return a text with a line for each number of ranks."""
     head = "workers | step | efficiency | exposed | communication | sent a step"
     lines = [
@@ -106,7 +106,7 @@ def describe(given: GivenStep, found: Sequence[GivenRow]) -> str:
             spent(row.predicted.communication),
             megabytes(row.predicted.sent),
         )
-        for row in found
+        for row in predictions
     ]
-    sizes = f"{given.gradient_mb:g} MB of gradients in {given.buckets} equal buckets"
-    return f"{sizes}; every rank computes {given.step_ms:g} ms\n{table(head, lines, left=())}"
+    sizes = f"{step.gradient_mb:g} MB of gradients in {step.buckets} equal buckets"
+    return f"{sizes}; every rank computes {step.step_ms:g} ms\n{table(head, lines, left=())}"

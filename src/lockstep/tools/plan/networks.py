@@ -38,11 +38,12 @@ def link_named(text: str) -> Link:
     """Read a link such as `100Mbit`, `25GbE`, `free`, or `500,50Mbit`: microseconds and a line
     rate. Raises UsageError for any other text.
     """
-    named = {_plain(name): link for name, link in NETWORKS.items()}
-    if _plain(text) in named:
-        return named[_plain(text)]
+    for name, link in NETWORKS.items():
+        if _plain(name) == _plain(text):
+            return link
     latency, _, rate = text.partition(",")
-    microseconds, bits = value_of(latency), bits_per_second(rate)
+    microseconds = value_of(latency)
+    bits = bits_per_second(rate)
     if isinstance(microseconds, str) or not 0 <= microseconds < math.inf or bits is None:
         raise UsageError("unknown-choice", name="network", value=text, choices=LINKS)
     return Link(microseconds / 1e6, TCP * bits / 8)
@@ -54,8 +55,11 @@ def _plain(name: str) -> str:
 
 def bits_per_second(rate: str) -> float | None:
     """Read a rate such as `100mbit`, `2.5Gbit` or `25GbE`; None if the text is no rate."""
-    found = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
-    return (float(found[1]) * _UNITS[found[2]] or None) if found else None
+    match = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
+    if match is None:
+        return None
+    number, unit = match.groups()
+    return float(number) * _UNITS[unit] or None
 
 
 def connection(text: str, per_node: int = 1) -> Network:

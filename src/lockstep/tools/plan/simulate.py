@@ -158,7 +158,7 @@ def expected_maximum(draws: int) -> float:
     assert draws >= 1
     above = np.arange(0, _FAR + _STEP / 2, _STEP)
     # 1 - Phi(x), which is Phi(-x)
-    tail = np.array([0.5 * math.erfc(each / math.sqrt(2)) for each in above])
+    tail = np.array([0.5 * math.erfc(deviation / math.sqrt(2)) for deviation in above])
     late = -np.expm1(draws * np.log1p(-tail))
     early = tail**draws
     values = late - early

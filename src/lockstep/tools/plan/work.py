@@ -100,9 +100,8 @@ def sides(
     """
     if device == "cuda":
         return [1]
-    return sorted(
-        {min(_computing(scaling, count, slots), cores) for count in (*counts, scaling.base)}
-    )
+    computing = {_computing(scaling, count, slots) for count in (*counts, scaling.base)}
+    return sorted({min(ranks, cores) for ranks in computing})
 
 
 def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[int]:
@@ -137,11 +136,15 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
 
     If a host has more ranks than cores, they take turns: all times grow in proportion.
     """
-    here = _computing(scaling, workers, slots_of(profile))
-    beside = 1 if profile.device == "cuda" else min(here, profile.cores)
-    turns = 1.0 if profile.device == "cuda" else here / beside
+    slots = slots_of(profile)
+    beside = 1
+    turns = 1.0
+    if profile.device != "cuda":
+        here = _computing(scaling, workers, slots)
+        beside = min(here, profile.cores)
+        turns = here / beside
     side = profile.side(beside)
-    micro_batches = -(-slots_of(profile) // (scaling.base if scaling.weak else workers))
+    micro_batches = -(-slots // (scaling.base if scaling.weak else workers))
     return RankWork(
         forward=turns * side.forward,
         backward=turns * side.backward,

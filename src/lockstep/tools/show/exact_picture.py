@@ -41,18 +41,26 @@ class ExactStep:
 
     def owner(self, term: Term) -> int | None:
         """The rank that adds this term alone; None if its parts are on several ranks."""
-        slots = set(leaves(term))
-        return next((rank for rank, mine in enumerate(self.slots) if slots <= set(mine)), None)
+        for rank, slots in enumerate(self.slots):
+            if set(leaves(term)) <= set(slots):
+                return rank
+        return None
 
 
 def leaves(term: Term) -> list[int]:
     """The slots of a tree, from left to right."""
-    return [term] if isinstance(term, int) else [*leaves(term[0]), *leaves(term[1])]
+    if isinstance(term, int):
+        return [term]
+    left, right = term
+    return [*leaves(left), *leaves(right)]
 
 
-def said(term: Term) -> str:
+def formula(term: Term) -> str:
     """Return the tree as text: `((0+1)+2)`."""
-    return str(term) if isinstance(term, int) else f"({said(term[0])}+{said(term[1])})"
+    if isinstance(term, int):
+        return str(term)
+    left, right = term
+    return f"({formula(left)}+{formula(right)})"
 
 
 def title(step: ExactStep) -> list[str]:
@@ -60,24 +68,25 @@ def title(step: ExactStep) -> list[str]:
     count = counted(step.micro_batches, "micro-batch", "es")
     return [
         f"exact mode: {count} on {counted(len(step.slots), 'rank')}",
-        f"the gradients are added as {said(step.tree)}",
+        f"the gradients are added as {formula(step.tree)}",
         "the tree depends on the micro-batches only: any number of ranks gives the same bits",
     ]
 
 
 def text(step: ExactStep) -> str:
     """Return the title and one line per rank: its slots and the blocks of slots that it adds."""
+    slots = [" ".join(map(str, own)) for own in step.slots]
+    width = max(map(len, slots))
     rows = []
-    width = max(len(" ".join(map(str, mine))) for mine in step.slots)
-    for rank, mine in enumerate(step.slots):
-        held = " ".join(map(str, mine))
-        brought = " ".join(_block(block) for block in blocks(mine)) or "nothing"
-        rows.append(f"rank {rank:<2} slots {held:<{width}}   brings {brought}")
+    for rank, own in enumerate(step.slots):
+        added = " ".join(map(_block, blocks(own))) or "nothing"
+        rows.append(f"rank {rank:<2} slots {slots[rank]:<{width}}   brings {added}")
     return "\n".join([*title(step), "", *rows])
 
 
 def _block(block: Block) -> str:
-    return f"[{' '.join(map(str, range(block.first, block.first + block.size)))}]"
+    slots = range(block.first, block.first + block.size)
+    return f"[{' '.join(map(str, slots))}]"
 
 
 def drawing(step: ExactStep) -> Drawing:
@@ -92,9 +101,9 @@ def drawing(step: ExactStep) -> Drawing:
     sheet = Drawing(lines[0], text(step))
     wrap = max(_WRAP, MARGIN + step.micro_batches * _LEAF)
     top = sheet.heading(lines, wrap=wrap) + 38
-    for rank, mine in enumerate(step.slots):
-        if mine:
-            middle = MARGIN + (mine.start + mine.stop) / 2 * _LEAF
+    for rank, own in enumerate(step.slots):
+        if own:
+            middle = MARGIN + (own.start + own.stop) / 2 * _LEAF
             sheet.words(middle, top - 22, f"rank {rank}", anchor="middle", weight="bold")
     _draw(sheet, step, step.tree, top)
     meanings = {"added by one rank": (SERIES[0], TINT), "added between ranks": (CARD, 1.0)}
@@ -108,19 +117,25 @@ def drawing(step: ExactStep) -> Drawing:
 def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
     """Draw a term with its parts; return the x of its box's middle and the y of its level."""
     rank = step.owner(term)
-    colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
+    colour = CARD
+    edge = INK
+    tint = 1.0
+    if rank is not None:
+        colour = edge = SERIES[rank % len(SERIES)]
+        tint = TINT
     if isinstance(term, int):
-        x: float = MARGIN + (term + 0.5) * _LEAF
-        y, inside = top, str(term)
+        x = MARGIN + (term + 0.5) * _LEAF
+        y = top
+        content = str(term)
     else:
-        ends = [_draw(sheet, step, each, top) for each in term]
-        x, y = (ends[0][0] + ends[1][0]) / 2, max(end[1] for end in ends) + _LEVEL
+        ends = [_draw(sheet, step, part, top) for part in term]
+        x = (ends[0][0] + ends[1][0]) / 2
+        y = max(ends[0][1], ends[1][1]) + _LEVEL
         for from_x, from_y in ends:
-            sheet.line([(from_x, from_y + 12), (x, y - 14)], FAINT if rank is None else SOFT, 1.4)
+            ink = FAINT if rank is None else SOFT
+            sheet.line([(from_x, from_y + 12), (x, y - 14)], ink, 1.4)
         slots = leaves(term)
-        inside = f"{slots[0]}-{slots[-1]}"
-    sheet.box(
-        x - 20, y - 14, 40, 26, colour, tint=tint, stroke=INK if rank is None else colour, rx=4
-    )
-    sheet.words(x, y + 4, inside, anchor="middle", size=12)
+        content = f"{slots[0]}-{slots[-1]}"
+    sheet.box(x - 20, y - 14, 40, 26, colour, tint=tint, stroke=edge, rx=4)
+    sheet.words(x, y + 4, content, anchor="middle", size=12)
     return x, y

@@ -32,12 +32,14 @@ def laid_out(parameters: Sequence[Tensor], landed: Sequence[float]) -> list[Leav
         for number, parameter in enumerate(parameters)
     ]
     order = sorted(range(len(entries))[::-1], key=landed.__getitem__)
-    leaves, ready = [], 0.0
+    leaves = []
+    ready = 0.0
     for bucket in plan(entries, order).buckets:
-        members = [span.parameter for span in bucket.spans]
-        ready = max(ready, min(1.0, max(landed[number] for number in members)))
-        shapes = tuple(tuple(parameters[number].shape) for number in members)
-        elements = sum(parameters[number].numel() for number in members)
+        numbers = [span.parameter for span in bucket.spans]
+        ready = max(ready, min(1.0, max(landed[number] for number in numbers)))
+        members = [parameters[number] for number in numbers]
+        shapes = tuple(tuple(parameter.shape) for parameter in members)
+        elements = sum(parameter.numel() for parameter in members)
         leaves.append(Leaves(ready=ready, elements=elements, tensors=shapes))
     return leaves
 
@@ -70,7 +72,7 @@ class PhaseTimes:
 
     def describe(self) -> str:
         ranks = "1 rank alone" if self.ranks == 1 else f"{self.ranks} ranks side by side"
-        each = (
+        per_batch = (
             f"loading {1e3 * self.loading:.2f}, forward {1e3 * self.forward:.2f}, backward"
             f" {1e3 * self.backward:.2f} ms"
         )
@@ -79,7 +81,7 @@ class PhaseTimes:
             f" {100 * self.spread:.1f} %"
         )
         threads = f"{self.threads} thread{'s' * (self.threads != 1)} each, {self.steps} steps"
-        return f"{ranks}, {threads}: per micro-batch {each}; per step {besides}"
+        return f"{ranks}, {threads}: per micro-batch {per_batch}; per step {besides}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,28 +121,23 @@ class Profile:
         `per_host`: the number of ranks that share a host.
         """
         kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
-        ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
-        more = f" ... ({len(self.buckets)} in all)" if len(self.buckets) > 8 else ""
+        lines = [f"{self.task}, profiled here ({kind}):"]
+        lines += [f"  {side.describe()}" for side in self.sides]
         size = self.width * sum(bucket.elements for bucket in self.buckets) / 1e6
-        lines = [
-            f"{self.task}, profiled here ({kind}):",
-            *(f"  {side.describe()}" for side in self.sides),
-        ]
+        ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
+        if len(self.buckets) > 8:
+            ready += f" ... ({len(self.buckets)} in all)"
         lines.append(
-            f"  {size:.2f} MB of gradients; buckets are complete after {ready}{more} of the"
-            " backward"
+            f"  {size:.2f} MB of gradients; buckets are complete after {ready} of the backward"
         )
         if self.messages:
-            told = ", ".join(
+            times = ", ".join(
                 f"{1e3 * seconds:.2f} ms among {ranks} ranks"
                 for ranks, seconds in sorted(self.messages.items())
             )
-            lines.append(f"  a message takes {told} on one host, and at least that on a network")
+            lines.append(f"  a message takes {times} on one host, and at least that on a network")
         if self.device == "cpu":
-            lines.append(f"  {self._shared(per_host)}")
+            shared = f"{per_host} ranks share one host of {self.cores} cores"
+            alone = "every rank has its own host like this one"
+            lines.append(f"  {alone if per_host == 1 else shared}")
         return "\n".join(lines)
-
-    def _shared(self, per_host: int) -> str:
-        if per_host == 1:
-            return "every rank has its own host like this one"
-        return f"{per_host} ranks share one host of {self.cores} cores"

@@ -33,18 +33,16 @@ def seed_plus_rank(script: Script) -> Iterator[Problem]:
 def fixed_port(script: Script) -> Iterator[Problem]:
     for node, value in _set_variables(script, "MASTER_PORT"):
         port = script.text(value)
+        if isinstance(node, cst.Call) or not _NUMBER.fullmatch(port):
+            continue
         guards = [script.text(test.expression) for test in conditions(script, node)]
-        if (
-            isinstance(node, cst.Call)
-            or "MASTER_PORT" in " ".join(guards)
-            or not _NUMBER.fullmatch(port)
-        ):
+        if "MASTER_PORT" in " ".join(guards):
             continue
         fix = cst.Expr(cst.parse_expression(f'os.environ.setdefault("MASTER_PORT", {port})'))
         yield Problem(node, {"what": "MASTER_PORT", "port": port}, fix)
     for call in script.all(cst.Call):
-        if url := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
-            yield Problem(call, {"what": "the port of init_method", "port": url[1]})
+        if match := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
+            yield Problem(call, {"what": "the port of init_method", "port": match[1]})
 
 
 def nccl_timeout(script: Script) -> Iterator[Problem]:
@@ -69,8 +67,9 @@ def device_from_rank(script: Script) -> Iterator[Problem]:
         rank = script.text(device)
         if device is None or not _GLOBAL_RANK.fullmatch(rank) or not is_rank(script, device):
             continue
-        bound = [script.text(each.value) for each in script.lookup(dotted(device), device)]
-        if not re.search(r"local|%", " ".join(bound), re.IGNORECASE):
+        bindings = script.lookup(dotted(device), device)
+        values = " ".join(script.text(binding.value) for binding in bindings)
+        if not re.search(r"local|%", values, re.IGNORECASE):
             fix = cst.Name("local_rank") if script.lookup("local_rank", device) else None
             yield Problem(device, {"rank": rank}, fix)
 
