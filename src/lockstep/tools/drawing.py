@@ -86,11 +86,13 @@ def _make_literal(attributes: dict[str, Any]) -> None:
     """Replace colours that are CSS variables by those on a light system. Add a class for each, such
     as `f-blue` or `s-blue`, by which the style sheet sets the colour on a dark system.
     """
-    classes = [attributes.pop("class", "")]
+    classes = [attributes.pop("class", None)]
     for paint in ("fill", "stroke"):
-        if match := re.fullmatch(r"var\(--(\w+)\)", str(attributes.get(paint))):
-            attributes[paint] = PALETTE[match[1]][0]
-            classes.append(f"{paint[0]}-{match[1]}")
+        colour = str(attributes.get(paint))
+        if match := re.fullmatch(r"var\(--(\w+)\)", colour):
+            name = match[1]
+            attributes[paint] = PALETTE[name][0]
+            classes.append(f"{paint[0]}-{name}")
     attributes["class"] = " ".join(filter(None, classes)) or None
 
 
@@ -241,13 +243,13 @@ class Drawing:
 
     def _head(self, tip: Point, before: Point, colour: str) -> None:
         """Draw the head of an arrow that points from `before` to `tip`."""
-        angle = math.atan2(tip[1] - before[1], tip[0] - before[0])
+        x, y = tip
+        angle = math.atan2(y - before[1], x - before[0])
         points = [tip]
         for turn in (-0.42, 0.42):
-            x = tip[0] - 7 * math.cos(angle + turn)
-            y = tip[1] - 7 * math.sin(angle + turn)
-            points.append((x, y))
-        self._add(Shape("polygon", {"points": _listed(points), "fill": colour}), *tip)
+            side = angle + turn
+            points.append((x - 7 * math.cos(side), y - 7 * math.sin(side)))
+        self._add(Shape("polygon", {"points": _listed(points), "fill": colour}), x, y)
 
     def line(
         self, points: Sequence[Point], colour: str, width: float, dashes: str | None = None
@@ -296,6 +298,12 @@ class Drawing:
         """Return the SVG element for an HTML page."""
         begin = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" focusable="false">'
         return "\n".join([begin, *_markup(self._shapes, False), "</svg>"])
+
+    def enlarge(self, width: float, most: float) -> None:
+        """Make a standalone file `width` pixels wide, but at most `most` times as large as the sheet,
+        and never smaller.
+        """
+        self.zoom = max(1.0, min(most, width / self.width))
 
     def save(self, file: Path | str) -> None:
         """Write a standalone file. Raises UsageError if its name does not end in .svg, or if it

@@ -42,9 +42,10 @@ class Recorded:
 def read(run: Path) -> Recorded:
     """Read the run directory. Raises UsageError if it has no settings."""
     settings = Settings.read(run)
-    lines = _text(run / METRICS).splitlines()
-    parsed = [_mapping(line) for line in lines]
+    parsed = list(map(_mapping, _text(run / METRICS).splitlines()))
     records = [record for record in parsed if record is not None]
+    evaluations = [record for record in records if _has(record, "evaluate")]
+    events = [record for record in records if record.get("kind") == "event"]
     result = _mapping(_text(run / RESULT))
     state: State = "interrupted"
     if result is not None:
@@ -55,9 +56,9 @@ def read(run: Path) -> Recorded:
         run=run,
         state=state,
         settings=settings,
-        steps=[record for record in records if _is_step(record)],
-        evaluations=[record for record in records if _is_evaluation(record)],
-        events=[record for record in records if _is_event(record)],
+        steps=[record for record in records if _has(record, "step", "loss", "samples_per_s")],
+        evaluations=[record for record in evaluations if isinstance(record.get("metrics"), dict)],
+        events=[event for event in events if isinstance(event.get("event"), str)],
         result=result,
         anatomy=read_anatomy(run),
         complete=None not in parsed and (run / METRICS).exists(),
@@ -101,24 +102,10 @@ def _mapping(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _is_step(record: Mapping[str, Any]) -> bool:
-    numbers = ("loss", "samples_per_s")
-    return _has_step(record, "step") and all(_has_number(record, name) for name in numbers)
-
-
-def _is_evaluation(record: Mapping[str, Any]) -> bool:
-    return _has_step(record, "evaluate") and isinstance(record.get("metrics"), dict)
-
-
-def _is_event(record: Mapping[str, Any]) -> bool:
-    return record.get("kind") == "event" and isinstance(record.get("event"), str)
-
-
-def _has_step(record: Mapping[str, Any], kind: str) -> bool:
+def _has(record: Mapping[str, Any], kind: str, *names: str) -> bool:
+    """Whether a record is of this kind and has a step and these numbers."""
     step = record.get("step")
-    return record.get("kind") == kind and type(step) is int and 0 <= step < 2**53
-
-
-def _has_number(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name)
-    return value == "nan" or not math.isnan(number(value))
+    if record.get("kind") != kind or type(step) is not int or not 0 <= step < 2**53:
+        return False
+    values = [record.get(name) for name in names]
+    return all(value == "nan" or not math.isnan(number(value)) for value in values)

@@ -131,7 +131,11 @@ def _weigh(
     weights = []
     with torch.no_grad():
         for window in windows:
-            weights.append(sum(float(forward.loss(forward(batch), batch)[1]) for batch in window))
+            total = 0.0
+            for batch in window:
+                _, weight = forward.loss(forward(batch), batch)
+                total += float(weight)
+            weights.append(total)
     return _random_states(world.device) != before, weights
 
 

@@ -260,14 +260,14 @@ def _summary(
     load: str | None,
 ) -> Scaling:
     measured = rows(turns, steps)
+    shared_cores = None  # GPUs are not shared
     if settings.device == "cpu":
-        number = cores()
+        number = shared_cores = cores()
         name = f"the CPU ({processor()}, {counted(number, 'core')})"
-        warnings = remarks(measured, cores=number, busy=load)
     else:
         number = torch.cuda.device_count()
         name = f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')})"
-        warnings = remarks(measured, cores=None, busy=load)
+    warnings = remarks(measured, cores=shared_cores, busy=load)
     *_, last_turns = turns.values()
     return Scaling(
         task=task.name or "task",

@@ -127,7 +127,9 @@ class Scaling:
         for row in rows:
             unit = getattr(row, value) / row.samples_per_s
             x = plot.x(row.workers)
-            plot.line([(x, plot.y(unit * row.low)), (x, plot.y(unit * row.high))], _COLOUR, 1)
+            low = plot.y(unit * row.low)
+            high = plot.y(unit * row.high)
+            plot.line([(x, low), (x, high)], _COLOUR, 1)
         plot.curve([(row.workers, getattr(row, value)) for row in rows], _COLOUR, dots=True)
         return plot
 

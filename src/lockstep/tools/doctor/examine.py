@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from lockstep import collectives
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
+from lockstep.data.windows import counted
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import launch
 from lockstep.runtime.interfaces import towards
@@ -46,27 +47,26 @@ class Examined:
 
     def text(self) -> str:
         """Return one line per check, the table of links, and the verdict."""
-        lines = [
-            f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
-        ]
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.level:<6}{finding.name:<12}{finding.value}")
         if self.links:
             lines += ["", links.squares(self.links)]
         return "\n".join([*lines, "", self.verdict()])
 
     def verdict(self) -> str:
         """Return the warnings, then "fit to train" or what to fix."""
-        lines = [
-            f"warning: {finding.name}: {finding.fix}"
-            for finding in self.findings
-            if finding.level == "warn"
-        ]
-        fixes = [finding for finding in self.findings if finding.level == "fix"]
-        if not fixes:
-            return "\n".join([*lines, "fit to train"])
-        lines.append(f"not fit to train: {len(fixes)} thing{'s' * (len(fixes) != 1)} to fix")
-        lines += [
-            f"{number}. {finding.name}: {finding.fix}" for number, finding in enumerate(fixes, 1)
-        ]
+        lines = []
+        fixes: list[str] = []
+        for finding in self.findings:
+            if finding.level == "warn":
+                lines.append(f"warning: {finding.name}: {finding.fix}")
+            elif finding.level == "fix":
+                fixes.append(f"{len(fixes) + 1}. {finding.name}: {finding.fix}")
+        if fixes:
+            lines += [f"not fit to train: {counted(len(fixes), 'thing')} to fix", *fixes]
+        else:
+            lines.append("fit to train")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -80,15 +80,13 @@ def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) ->
     """Return the collectives with a wrong result on any rank, such as "all_reduce by native". All
     members must call it, and all get the result.
     """
-    names = []
-    flags = []
+    wrong = {}
     for algorithm in algorithms:
         for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
-            names.append(f"{kind} by {algorithm}")
-            flags.append(float(_differs(group, device, kind, algorithm)))
-    bad = torch.tensor(flags, device=device)
-    group.all_reduce(bad, "max").wait()
-    return [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
+            wrong[f"{kind} by {algorithm}"] = float(_differs(group, device, kind, algorithm))
+    flags = torch.tensor(list(wrong.values()), device=device)
+    group.all_reduce(flags, "max").wait()
+    return [name for name, flag in zip(wrong, flags.tolist(), strict=True) if flag]
 
 
 def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> bool:
@@ -117,8 +115,8 @@ def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> b
 def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, member: str) -> Finding:
     """Judge the result of `wrong_sums`. `member` is "rank" or "host"."""
     value = (
-        f"all_reduce, broadcast, all_gather, reduce_scatter over {members}"
-        f" {member}{'s' * (members != 1)} by {' and '.join(algorithms)}"
+        "all_reduce, broadcast, all_gather, reduce_scatter over"
+        f" {counted(members, member)} by {' and '.join(algorithms)}"
     )
     if not bad:
         return judged("sums", value)
@@ -185,22 +183,27 @@ def main(json_file: Path | None) -> bool:
 
 def examine_nodes(world: World) -> Examined:
     """Examine the nodes. All ranks must call it, and all get the same result."""
+    address = "127.0.0.1"
+    with suppress(OSError, KeyError):
+        address = towards(os.environ["MASTER_ADDR"])
+    own = [*host.installation(), *host.findings(world.local_size)]
+    own.append(host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")))
     report = {
         "node": world.node,
         "name": socket.gethostname(),
-        "found": [asdict(finding) for finding in _findings_here(world)],
+        "found": [asdict(finding) for finding in own],
     }
-    report_by_node: dict[int, dict[str, Any]] = {}
-    first_ranks = []  # of each node
+    reports: dict[int, Any] = {}  # of the first rank of each node, by its rank
+    nodes = set()
     for rank in range(world.size):
         received: Any = said_by(rank, report, world.control, "for what this node has")
-        if received["node"] not in report_by_node:
-            report_by_node[received["node"]] = received
-            first_ranks.append(rank)
-    reports = list(report_by_node.values())
-    names = _named([received["name"] for received in reports])
-    by_node: dict[str, list[Finding]] = {}
-    for name, received in zip(names, reports, strict=True):
+        if received["node"] not in nodes:
+            nodes.add(received["node"])
+            reports[rank] = received
+    first_ranks = list(reports)
+    names = _named([received["name"] for received in reports.values()])
+    by_node = {}
+    for name, received in zip(names, reports.values(), strict=True):
         by_node[name] = [Finding(**fields) for fields in received["found"]]
     findings = merged(by_node)
     bad = wrong_sums(world.group, world.device, ["native"])
@@ -217,17 +220,6 @@ def examine_nodes(world: World) -> Examined:
     return Examined(findings, pairs)
 
 
-def _findings_here(world: World) -> list[Finding]:
-    address = "127.0.0.1"
-    with suppress(OSError, KeyError):
-        address = towards(os.environ["MASTER_ADDR"])
-    return [
-        *host.installation(),
-        *host.findings(world.local_size),
-        host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")),
-    ]
-
-
 def _named(names: Sequence[str]) -> list[str]:
     """Return the host names, with a number if several nodes have the same host name."""
     distinct = []
@@ -240,26 +232,21 @@ def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     """Return one line for a check on which all nodes agree or must agree, else one per node."""
     lines: list[Finding] = []
     for column in zip(*by_node.values(), strict=True):
-        values = {finding.value for finding in column}
         name = column[0].name
-        ok = all(finding.level == "ok" for finding in column)
-        if len(values) == 1 and (ok or name in _SAME):
+        on_nodes = list(zip(by_node, column, strict=True))
+        same = len({finding.value for finding in column}) == 1
+        if same and (name in _SAME or all(finding.level == "ok" for finding in column)):
             lines.append(column[0])
         elif name in _SAME:
-            lines.append(_disagreement(name, list(by_node), column))
+            values = ", ".join(f"{finding.value} on {node}" for node, finding in on_nodes)
+            fix = f"{name} differs between nodes ({values}): install the same version on every node"
+            lines.append(judged(name, values, fix=fix))
         else:
-            for node, finding in zip(by_node, column, strict=True):
+            for node, finding in on_nodes:
                 value = f"{node}: {finding.value}"
                 fix = finding.fix and f"{node}: {finding.fix}"
-                lines.append(Finding(name=name, value=value, level=finding.level, fix=fix))
+                lines.append(replace(finding, value=value, fix=fix))
     return lines
-
-
-def _disagreement(name: str, nodes: Sequence[str], findings: Sequence[Finding]) -> Finding:
-    pairs = zip(nodes, findings, strict=True)
-    values = ", ".join(f"{finding.value} on {node}" for node, finding in pairs)
-    fix = f"{name} differs between nodes ({values}): install the same version on every node"
-    return judged(name, values, fix=fix)
 
 
 def clocks(group: Group) -> list[float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.data.windows import counted
 from lockstep.runtime.cores import allowed_cores, quota
 from lockstep.tools.finding import Finding, judged
 
@@ -60,7 +61,7 @@ def cores(available: int, allowed: float, workers: int, threads: str | None) -> 
     value = f"{available}"
     if allowed < available:
         value += f", of which a cgroup allows {allowed:g}"
-    value += f"; {workers} rank{'s' * (workers != 1)} x {per_rank} thread{'s' * (per_rank != 1)}"
+    value += f"; {counted(workers, 'rank')} x {counted(per_rank, 'thread')}"
     warn = ""
     if workers > usable:
         warn = f"{workers} ranks share {usable:g} cores: start at most {int(usable)}"

@@ -148,10 +148,8 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
         for link in slowest
     )
     expected = max(usual, SLOWEST) if hosts else usual
-    problem = (
-        f"slow link{'s' * (len(slowest) != 1)}, {slow_links}, where {_rate(expected)} or more is"
-        " expected"
-    )
+    kind = "slow link" if len(slowest) == 1 else "slow links"
+    problem = f"{kind}, {slow_links}, where {_rate(expected)} or more is expected"
     if hosts:
         advice = "check its cable, port, driver and other traffic"
         fix = f"{problem}; every step waits for the slowest link: {advice}"

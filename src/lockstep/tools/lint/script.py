@@ -110,17 +110,18 @@ class Script(cst.CSTVisitor):
                     self._bound[home, name].append(Binding(node, value))
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        above = self._path[-1] if self._path else node
+        self.parents[node] = above
+        self.frames[node] = above if isinstance(above, _FRAMES) else self.frames.get(above, node)
         self._span[node] = (len(self._span), 0)
         self._kinds[type(node)].append(node)
-        self.parents[node] = self._path[-1] if self._path else node
-        above = self.parents[node]
-        self.frames[node] = above if isinstance(above, _FRAMES) else self.frames.get(above, node)
         self._path.append(node)
         return not isinstance(node, cst.SimpleWhitespace)
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         self._path.pop()
-        self._span[original_node] = (self._span[original_node][0], len(self._span))
+        first, _ = self._span[original_node]
+        self._span[original_node] = (first, len(self._span))
 
     def line(self, node: cst.CSTNode) -> int:
         """The first line of a node. The lookup is slow: call it for reported nodes only."""

@@ -17,7 +17,7 @@ Computation and link run in parallel, and each of them does one thing at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -179,16 +179,18 @@ class TalkingRanks:
         fastest = ring if ring.seconds(bytes) <= doubling.seconds(bytes) else doubling
         return self._seconds(fastest, bytes)
 
-    def seconds(self, message: Message) -> float:
-        return self._seconds(self.cost(message), message.bytes)
+    def seconds(self, messages: Iterable[Message]) -> float:
+        """Return the seconds of these messages, one after the other."""
+        return sum(self._seconds(self.cost(message), message.bytes) for message in messages)
 
     def _seconds(self, price: Cost, bytes: float) -> float:
         if not bytes or not price.rounds:
             return 0.0
         return max(self.software, price.latency) + bytes * price.per_byte
 
-    def sent(self, message: Message) -> float:
-        return self.cost(message).sends * message.bytes
+    def sent(self, messages: Iterable[Message]) -> float:
+        """Return the bytes that the rank that sends most sends for these messages."""
+        return sum(self.cost(message).sends * message.bytes for message in messages)
 
 
 def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
@@ -209,21 +211,20 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
     facts = ranks.small(rank.facts) if rank.facts else 0.0
     buckets = [QueuedBucket(0.0, facts, 0.0)]
     sent = 0.0
+    gathers = []
     for bucket in rank.buckets:
         sends = messages(method, bucket, rank.width, ranks.workers)
-        late = sum(ranks.seconds(message) for message in sends if message.late)
-        early = sum(ranks.seconds(message) for message in sends) - late
+        late = ranks.seconds(message for message in sends if message.late)
+        early = ranks.seconds(sends) - late
         buckets.append(QueuedBucket(bucket.ready, early, late))
-        sent += sum(ranks.sent(message) for message in sends)
+        sent += ranks.sent(sends)
+        if method.update == "sharded":
+            gathers.append(Message("all_gather", "native", rank.width * bucket.elements))
     overlap = replicated(rank.computation - rank.backward, rank.backward, buckets)
     after = ranks.small(rank.buffers) if rank.buffers else 0.0
-    if method.update == "sharded":
-        widths = [rank.width * bucket.elements for bucket in rank.buckets]
-        gathers = [Message("all_gather", "native", width) for width in widths]
-        after += sum(ranks.seconds(message) for message in gathers)
-        sent += sum(ranks.sent(message) for message in gathers)
+    after += ranks.seconds(gathers)
     exposed = overlap.arrived - overlap.computed + after
-    return Talk(exposed, overlap.busy + after, sent)
+    return Talk(exposed, overlap.busy + after, sent + ranks.sent(gathers))
 
 
 def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
@@ -235,7 +236,7 @@ def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -
     sends: list[Message] = []
     for bucket in rank.buckets:
         sends += messages(method, bucket, rank.width, ranks.workers)
-    seconds = sum(ranks.seconds(message) for message in sends)
-    sent = sum(ranks.sent(message) for message in sends)
+    seconds = ranks.seconds(sends)
     hidden = method.local.overlap * (rank.computation + rank.optimizer)
-    return Talk(max(0.0, seconds - hidden) / every, seconds / every, sent / every)
+    exposed = max(0.0, seconds - hidden)
+    return Talk(exposed / every, seconds / every, ranks.sent(sends) / every)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.parallelism import Parallelism
+from lockstep.data.windows import counted
 from lockstep.schedules.network import Network
 from lockstep.tools.plan.simulate import Predicted, simulate, spent
 from lockstep.tools.plan.work import PlanScaling, heard, samples_of, slots_of, work_of
@@ -116,10 +117,10 @@ def _notes(rows: Sequence[PlanRow], slots: int, scaling: PlanScaling) -> Iterato
     kind = "the global batch stays the same (strong scaling)"
     if scaling.weak:
         kind = f"every rank keeps its share of {base} (weak scaling)"
-    yield f"{kind}; efficiency is relative to {base} rank{'s' * (base > 1)}"
+    yield f"{kind}; efficiency is relative to {counted(base, 'rank')}"
     idle = [row.workers for row in rows if row.workers > slots]
     if idle and not scaling.weak:
         yield (
-            f"a step has {slots} micro-batch{'es' * (slots > 1)}: among {idle[0]} ranks some have"
+            f"a step has {counted(slots, 'micro-batch', 'es')}: among {idle[0]} ranks some have"
             " none and wait. Use a smaller micro_batch, a larger global_batch, or --weak"
         )

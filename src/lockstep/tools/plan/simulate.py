@@ -156,10 +156,11 @@ def expected_maximum(draws: int) -> float:
     one draw. It is the integral of 1 - Phi^W above 0, minus that of Phi^W below 0.
     """
     assert draws >= 1
-    above = np.arange(0, _FAR + _STEP / 2, _STEP)
+    deviations = np.arange(0, _FAR + _STEP / 2, _STEP)
     # 1 - Phi(x), which is Phi(-x)
-    tail = np.array([0.5 * math.erfc(deviation / math.sqrt(2)) for deviation in above])
+    tail = np.array([math.erfc(deviation / math.sqrt(2)) / 2 for deviation in deviations])
     late = -np.expm1(draws * np.log1p(-tail))
     early = tail**draws
     values = late - early
-    return float(_STEP * (values.sum() - (values[0] + values[-1]) / 2))
+    ends = (values[0] + values[-1]) / 2
+    return float(_STEP * (values.sum() - ends))

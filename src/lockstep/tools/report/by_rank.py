@@ -30,17 +30,18 @@ def _bars(rows: Sequence[str], unit: str, parts: Mapping[str, tuple[str, Sequenc
     colour it gets, and its length in every row.
     """
     lengths_by_part = [lengths for _, lengths in parts.values()]
-    longest = max(map(sum, zip(*lengths_by_part, strict=True)))
+    lengths_by_row = zip(*lengths_by_part, strict=True)
     legend = {name: colour(phase) for name, (phase, _) in parts.items()}
-    plot = Plot((0, longest), unit, rows=rows, legend=legend)
-    ends = [0.0] * len(rows)
+    plot = Plot((0, max(map(sum, lengths_by_row))), unit, rows=rows, legend=legend)
+    begins = [0.0] * len(rows)
     for name, (phase, lengths) in parts.items():
         for row, length in enumerate(lengths):
-            begin = ends[row]
+            begin = begins[row]
             end = begin + length
-            ends[row] = end
+            begins[row] = end
             plot.bar(begin, end, row + 0.15, 0.7, colour(phase), stroke="var(--paper)")
-            if plot.x(end) - plot.x(begin) > 5 * len(name) + 4:
+            width = plot.x(end) - plot.x(begin)
+            if width > 5 * len(name) + 4:
                 plot.inscribe_small(begin, row + 0.5, name)
     return plot.inside()
 
@@ -181,4 +182,5 @@ def _latest_memory(anatomy: Anatomy) -> dict[int, MemoryLine]:
 def _mib(size: int | None) -> str:
     if size is None:
         return "unknown"
-    return f"{size / _MIB:.2f}" if size < 100 * _MIB else f"{size / _MIB:,.0f}"
+    mib = size / _MIB
+    return f"{mib:.2f}" if mib < 100 else f"{mib:,.0f}"

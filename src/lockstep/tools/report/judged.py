@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lockstep.config.mesh import Mesh
-from lockstep.training.timeline import PHASES, Begin, Generation, StepsLine
+from lockstep.training.timeline import PHASES, Generation, StepsLine
 
 LinesByRank = Mapping[int, Sequence[StepsLine]]
 """The recorded lines of each rank."""
@@ -61,10 +61,6 @@ class Judged:
     last: int
     places: Mapping[int, RankTimes]
     mesh: Mesh | None
-
-    @property
-    def begin(self) -> Begin:
-        return self.generation.begin
 
     def total(self, *names: str) -> float:
         """The sum of these totals over all places."""
@@ -171,13 +167,14 @@ def _with_lost(lines: LinesByRank) -> dict[int, Sequence[StepsLine]]:
     by_rank: dict[int, dict[tuple[int, int], StepsLine]] = {}
     for rank, of_rank in lines.items():
         by_rank[rank] = {line.place: line for line in of_rank}
-    for key in set.intersection(*map(set, by_rank.values())):
-        waits = {rank: of_rank[key].waits for rank, of_rank in by_rank.items()}
-        latest = min(waits, key=lambda rank: (waits[rank], rank))
+    for steps in set.intersection(*map(set, by_rank.values())):
+        waits = {rank: of_rank[steps].waits for rank, of_rank in by_rank.items()}
+        shortest = min(waits.values())
+        latest = min(rank for rank, seconds in waits.items() if seconds == shortest)
         for rank, seconds in waits.items():
-            longer = seconds - waits[latest]
-            if longer > 0:
-                by_rank[rank][key] = replace(by_rank[rank][key], lost={latest: longer})
+            if seconds > shortest:
+                lost = {latest: seconds - shortest}
+                by_rank[rank][steps] = replace(by_rank[rank][steps], lost=lost)
     return {rank: list(of_rank.values()) for rank, of_rank in by_rank.items()}
 
 

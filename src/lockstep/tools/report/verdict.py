@@ -139,7 +139,7 @@ def _do_first(anatomy: Anatomy, judged: Judged, shares: Mapping[str, float]) -> 
         "data": (
             f"Load data faster: the ranks wait for data in {percent} of their time"
             f" ({_mean(judged, 'data')} ms a step, with --loader-workers"
-            f" {judged.begin.loader_workers})."
+            f" {judged.generation.begin.loader_workers})."
         ),
         "communication": (
             f"Send less, or less often: {percent} of the ranks' time is communication that no"
@@ -230,4 +230,4 @@ def _notes(anatomy: Anatomy, judged: Judged) -> Iterator[str]:
             f" {'are' if lines > 1 else 'is'} left out."
         )
     if judged.alone and generation.workers > 1:
-        yield f"Ranks do not wait for each other in a step ({judged.begin.method})."
+        yield f"Ranks do not wait for each other in a step ({judged.generation.begin.method})."

@@ -94,15 +94,18 @@ def verdicts(parts: Parts, samples: int) -> list[str]:
     """Return three sentences about a split of `samples` samples: whether the counts are equal,
     whether only the padding overlaps, and whether the union covers the data.
     """
-    counts = sorted({len(part) for part in parts})
+    sizes = sorted({len(part) for part in parts})
     seen = Counter(chain(*parts))
     padding = max(0, seen.total() - samples)
     extra = seen.total() - len(seen)
-    repeated = sorted(index for index, count in seen.items() if count > 1)
-    missing = sorted(set(range(samples)) - set(seen))
-    equal = f"equal counts: {_yes(len(counts) == 1)}, {' or '.join(map(str, counts))} a rank"
+    equal = f"equal counts: {_yes(len(sizes) == 1)}, {' or '.join(map(str, sizes))} a rank"
     overlap = f"no overlap but the padding: {_yes(extra == padding)}"
-    overlap += f", {extra} extra, of {_listed(repeated)}" if extra else ", nothing is repeated"
+    if extra:
+        repeated = sorted(index for index, count in seen.items() if count > 1)
+        overlap += f", {extra} extra, of {_listed(repeated)}"
+    else:
+        overlap += ", nothing is repeated"
+    missing = [index for index in range(samples) if index not in seen]
     union = f"union covers the data: {_yes(not missing)}"
     if missing:
         union += f", {len(missing)} left out: {_listed(missing)}"
@@ -115,7 +118,9 @@ def _yes(holds: bool) -> str:
 
 def _listed(indices: Sequence[int]) -> str:
     shown = " ".join(map(str, indices[:_SHOWN]))
-    return f"[{shown}]" if len(indices) <= _SHOWN else f"[{shown} ...] {len(indices)} in all"
+    if len(indices) > _SHOWN:
+        return f"[{shown} ...] {len(indices)} in all"
+    return f"[{shown}]"
 
 
 def drawing(deal: Deal) -> Drawing:
@@ -143,7 +148,7 @@ def drawing(deal: Deal) -> Drawing:
                 sheet.words(MARGIN, y, line, size=12)
         y += 22
     sheet.words(MARGIN, y, "Dashed edge: a sample that another rank has too", size=12, fill=SOFT)
-    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    sheet.enlarge(680, most=1.5)
     return sheet
 
 

@@ -5,6 +5,7 @@ makes alone, and which add the sums of several ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.collectives.addition_order import Block, Term, blocks, tree
 from lockstep.config.knob import whole
@@ -77,11 +78,12 @@ def text(step: ExactStep) -> str:
     """Return the title and one line per rank: its slots and the blocks of slots that it adds."""
     slots = [" ".join(map(str, own)) for own in step.slots]
     width = max(map(len, slots))
-    rows = []
+    lines = [*title(step), ""]
     for rank, own in enumerate(step.slots):
-        added = " ".join(map(_block, blocks(own))) or "nothing"
-        rows.append(f"rank {rank:<2} slots {slots[rank]:<{width}}   brings {added}")
-    return "\n".join([*title(step), "", *rows])
+        sums = " ".join(map(_block, blocks(own))) or "nothing"
+        listed = slots[rank].ljust(width)
+        lines.append(f"rank {rank:<2} slots {listed}   brings {sums}")
+    return "\n".join(lines)
 
 
 def _block(block: Block) -> str:
@@ -110,32 +112,31 @@ def drawing(step: ExactStep) -> Drawing:
     low = sheet.legend(float(sheet.height + 4), meanings, wrap)
     note = "A box is a sum and the slots in it; a colour is the rank that computes it alone"
     sheet.note(low + 8, note, wrap)
-    sheet.zoom = max(1.0, min(1.4, 640 / sheet.width))
+    sheet.enlarge(640, most=1.4)
     return sheet
 
 
 def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
     """Draw a term with its parts; return the x of its box's middle and the y of its level."""
     rank = step.owner(term)
-    colour = CARD
-    edge = INK
-    tint = 1.0
+    box: dict[str, Any] = {"fill": CARD, "tint": 1.0, "stroke": INK}
+    line = FAINT
     if rank is not None:
-        colour = edge = SERIES[rank % len(SERIES)]
-        tint = TINT
+        colour = SERIES[rank % len(SERIES)]
+        box = {"fill": colour, "tint": TINT, "stroke": colour}
+        line = SOFT
     if isinstance(term, int):
         x = MARGIN + (term + 0.5) * _LEAF
         y = top
-        content = str(term)
+        slots = f"{term}"
     else:
-        ends = [_draw(sheet, step, part, top) for part in term]
-        x = (ends[0][0] + ends[1][0]) / 2
-        y = max(ends[0][1], ends[1][1]) + _LEVEL
-        for from_x, from_y in ends:
-            ink = FAINT if rank is None else SOFT
-            sheet.line([(from_x, from_y + 12), (x, y - 14)], ink, 1.4)
-        slots = leaves(term)
-        content = f"{slots[0]}-{slots[-1]}"
-    sheet.box(x - 20, y - 14, 40, 26, colour, tint=tint, stroke=edge, rx=4)
-    sheet.words(x, y + 4, content, anchor="middle", size=12)
+        left, right = (_draw(sheet, step, part, top) for part in term)
+        x = (left[0] + right[0]) / 2
+        y = max(left[1], right[1]) + _LEVEL
+        for from_x, from_y in (left, right):
+            sheet.line([(from_x, from_y + 12), (x, y - 14)], line, 1.4)
+        first, *_, last = leaves(term)
+        slots = f"{first}-{last}"
+    sheet.box(x - 20, y - 14, 40, 26, rx=4, **box)
+    sheet.words(x, y + 4, slots, anchor="middle", size=12)
     return x, y

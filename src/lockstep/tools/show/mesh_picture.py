@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.config.mesh import AXES, Axis, Mesh
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing
 from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
@@ -105,11 +106,13 @@ def _part(mesh: Mesh, rank: int) -> str:
 
 def title(mesh: Mesh, nodes: int = 1) -> str:
     """Describe the mesh in one line."""
-    hosts = "1 node" if nodes == 1 else f"{nodes} nodes of {mesh.size // nodes}"
+    hosts = counted(nodes, "node")
+    if nodes > 1:
+        hosts += f" of {mesh.size // nodes}"
     shares = "one model for all micro-batches"
     if mesh.replicas > 1:
         shares = f"the micro-batches of a step in {mesh.replicas} shares"
-    return f"mesh {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)} on {hosts}, {shares}"
+    return f"mesh {mesh}: {counted(mesh.size, 'rank')} on {hosts}, {shares}"
 
 
 def _axes(mesh: Mesh, nodes: int) -> list[tuple[Axis, str, str]]:
@@ -142,10 +145,11 @@ def text(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
     rows = [(f"  rank {rank.number}", *rank.lines(mesh.replicas)) for rank in ranks]
     rank_lines = table(["", "", "", ""], rows, left=range(4), gap=3).splitlines()
     lines = [title(mesh, nodes)]
-    per_node = mesh.size // nodes
+    node = None
     for rank, line in zip(ranks, rank_lines, strict=True):
-        if rank.number % per_node == 0:
-            lines += ["", f"node {rank.node}"]
+        if rank.node != node:
+            node = rank.node
+            lines += ["", f"node {node}"]
         lines.append(line)
     axes = [(f"{axis:<8}", listed, use) for axis, listed, use in _axes(mesh, nodes)]
     if axes:
@@ -175,26 +179,28 @@ class _MeshDrawing(Drawing):
         heading = title(mesh, nodes)
         super().__init__(heading, text(ranks, mesh, nodes).replace("\n", ". "))
         contents = [_shortened(rank.lines(mesh.replicas)) for rank in ranks]
+        model_ranks = mesh.pipeline * mesh.tensor
         self._per_node = mesh.size // nodes
-        inner = mesh.pipeline * mesh.tensor
-        self._columns = min(_ROW, self._per_node, inner if inner > 1 else 2)
+        self._columns = min(_ROW, self._per_node, model_ranks if model_ranks > 1 else 2)
         self._high = 28 + 16 * max(map(len, contents))
         rows = -(-self._per_node // self._columns)
         self._tall = 30 + rows * (self._high + _GAP)
-        across = self._columns * (_WIDTH + _GAP) + _GAP
-        wrap = max(_WRAP, across)
+        width = self._columns * (_WIDTH + _GAP) + _GAP
+        wrap = max(_WRAP, width)
         self._first = self.heading([heading], wrap=wrap) + 4
         for node in range(nodes):
-            self.box(MARGIN, self._top(node), across, self._tall, CARD, rx=6)
-            self.words(MARGIN + 10, self._top(node) + 20, f"node {node}", weight="bold")
+            top = self._top(node)
+            self.box(MARGIN, top, width, self._tall, CARD, rx=6)
+            self.words(MARGIN + 10, top + 20, f"node {node}", weight="bold")
         for rank, lines in zip(ranks, contents, strict=True):
             self._rank(rank, lines)
         for axis in AXES:
             self._arrows(mesh, axis)
-        low = self._top(nodes) + 6
+        y = self._top(nodes) + 23
         for axis, listed, use in _axes(mesh, nodes):
-            low = self.note(low + 17, f"{axis} {listed}: {use}", wrap, _COLOURS[axis]) + 5
-        self.zoom = max(1.0, min(1.4, 680 / self.width))
+            note = f"{axis} {listed}: {use}"
+            y = self.note(y, note, wrap, _COLOURS[axis]) + 22
+        self.enlarge(680, most=1.4)
 
     def _corner(self, rank: int) -> tuple[float, float]:
         node, number = divmod(rank, self._per_node)
@@ -206,12 +212,16 @@ class _MeshDrawing(Drawing):
         return self._first + node * (self._tall + 16)
 
     def _rank(self, rank: MeshRank, lines: Sequence[str]) -> None:
-        x, y = self._corner(rank.number)
+        left, top = self._corner(rank.number)
         colour = SERIES[rank.share % len(SERIES)]
-        self.box(x, y, _WIDTH, self._high, colour, tint=TINT, stroke=colour, rx=5)
-        self.words(x + 8, y + 19, f"rank {rank.number}", weight="bold")
-        for number, line in enumerate(lines):
-            self.words(x + 8, y + 36 + 16 * number, line, size=12)
+        self.box(left, top, _WIDTH, self._high, colour, tint=TINT, stroke=colour, rx=5)
+        left += 8
+        top += 19
+        self.words(left, top, f"rank {rank.number}", weight="bold")
+        top += 17
+        for line in lines:
+            self.words(left, top, line, size=12)
+            top += 16
 
     def _arrows(self, mesh: Mesh, axis: Axis) -> None:
         """Draw arrows between neighbours along an axis: one way between pipeline stages, both ways
@@ -228,17 +238,18 @@ class _MeshDrawing(Drawing):
         to another box in the row, or down to another row. Each axis has its own `lane`, so that
         arrows do not overlap.
         """
-        x, y = self._corner(source)
-        to_x, to_y = self._corner(target)
-        if y == to_y and to_x - x == _WIDTH + _GAP:
-            left = x + _WIDTH + 2
-            right = to_x - 2
-            at = y + 16 + 14 * lane
-            return (left, at), (left + 6, at), (right - 6, at), (right, at)
+        left, top = self._corner(source)
+        to_left, to_top = self._corner(target)
+        same_row = top == to_top
+        if same_row and to_left - left == _WIDTH + _GAP:
+            start = left + _WIDTH + 2
+            end = to_left - 2
+            y = top + 16 + 14 * lane
+            return (start, y), (start + 6, y), (end - 6, y), (end, y)
         side = _WIDTH * (0.5 + 0.12 * lane)
-        start = x + side
-        end = to_x + side
-        foot = y + self._high + 2
-        if y == to_y:
+        start = left + side
+        end = to_left + side
+        foot = top + self._high + 2
+        if same_row:
             return (start, foot), (start, foot + 24), (end, foot + 25), (end, foot + 1)
-        return (start, foot), (start, foot + 14), (end, to_y - 16), (end, to_y - 2)
+        return (start, foot), (start, foot + 14), (end, to_top - 16), (end, to_top - 2)

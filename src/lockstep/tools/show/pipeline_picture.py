@@ -163,13 +163,17 @@ def title(chart: Chart) -> list[str]:
 def text(chart: Chart) -> str:
     """Return the chart as text, one row per rank."""
     # `cell` is the time of a column of text. The chart is to scale for lengths such as 1, 1.5, 2.
-    cell = Fraction(1, chart.backward.limit_denominator(8).denominator)
-    width = max(len(label(piece.work)) for piece in chain(*chart.rows)) + 1
-    rows = []
-    for rank, pieces in enumerate(chart.rows):
-        name = f"rank {rank}".ljust(len(f"rank {chart.ranks - 1}"))
-        rows.append(f"{name}  {_row(pieces, chart, cell, width)}")
-    return "\n".join([*title(chart), "", *rows, "", _LEGEND])
+    backward = chart.backward.limit_denominator(8)
+    cell = Fraction(1, backward.denominator)
+    labels = [label(piece.work) for piece in chain(*chart.rows)]
+    width = max(map(len, labels)) + 1
+    name_width = len(f"rank {chart.ranks - 1}")
+    lines = [*title(chart), ""]
+    for rank, row in enumerate(chart.rows):
+        name = f"rank {rank}".ljust(name_width)
+        lines.append(f"{name}  {_row(row, chart, cell, width)}")
+    lines += ["", _LEGEND]
+    return "\n".join(lines)
 
 
 def label(work: StageWork) -> str:
@@ -217,7 +221,7 @@ def drawing(chart: Chart) -> Drawing:
     meanings = {_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()} | {"idle": _IDLE}
     y = sheet.legend(y + 8, meanings, wrap)
     sheet.note(y + 8, "Numbers are micro-batches", wrap)
-    sheet.zoom = max(1.0, min(1.4, 700 / sheet.width))
+    sheet.enlarge(700, most=1.4)
     return sheet
 
 

@@ -100,24 +100,28 @@ def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
 def title(schedule: Schedule, proof: Proof) -> list[str]:
     """Describe the schedule as a whole, in lines."""
     name = f"{schedule.name} {schedule.kind}".replace("_", "-")
-    count = f"{counted(proof.rounds, 'round')}, {counted(proof.messages, 'message')} in all"
-    lines = [f"{name}, {counted(schedule.world, 'rank')}: {count}", _sent(schedule, proof)]
+    ranks = counted(schedule.world, "rank")
+    rounds = counted(proof.rounds, "round")
+    messages = counted(proof.messages, "message")
+    lines = [f"{name}, {ranks}: {rounds}, {messages} in all", _sent(schedule, proof)]
     if schedule.kind in REDUCING:
-        order = proof.orders.get(0, "") if schedule.world <= SHOWN else ""
-        same = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
-        lines.append(f"cell a is added as {order}, {same}" if order else same)
+        bits = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
+        order = proof.orders.get(0)
+        if order and schedule.world <= SHOWN:
+            bits = f"cell a is added as {order}, {bits}"
+        lines.append(bits)
     return lines
 
 
 def _sent(schedule: Schedule, proof: Proof) -> str:
-    counts = sorted(set(proof.cells_sent_by))
-    if schedule.cells == 1:
-        shares = [f"{count}" for count in counts]
-        unit = "times"
-    else:
-        shares = [f"{count}/{schedule.cells}" for count in counts]
+    least = str(min(proof.cells_sent_by))
+    most = str(max(proof.cells_sent_by))
+    unit = "times"
+    if schedule.cells > 1:
+        least += f"/{schedule.cells}"
+        most += f"/{schedule.cells}"
         unit = "of"
-    share = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+    share = least if least == most else f"{least} to {most}"
     return f"each rank sends {share} {unit} the tensor"
 
 
@@ -238,10 +242,13 @@ class _ScheduleDrawing(Drawing):
         to_x = self._middle(transfer.dst)
         curve = (x, above + 3), (x, above + 22), (to_x, top - 24), (to_x, top - 3)
         self.arrow(curve, "message")
-        if alone and self._schedule.cells > 1 and len(transfer.cells) <= 4:
-            cells = "".join(map(letter, transfer.cells))
-            side, anchor = (-5, "end") if to_x > x else (5, "start")
-            self.words(x + side, above + 14, cells, size=12, fill=ARROW, anchor=anchor)
+        if not alone or self._schedule.cells == 1 or len(transfer.cells) > 4:
+            return
+        cells = "".join(map(letter, transfer.cells))
+        if to_x > x:
+            self.words(x - 5, above + 14, cells, size=12, fill=ARROW, anchor="end")
+        else:
+            self.words(x + 5, above + 14, cells, size=12, fill=ARROW)
 
     def _cell(
         self, rank: int, cell: int, top: float, ranks: frozenset[int] | None, arrived: bool

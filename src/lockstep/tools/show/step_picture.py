@@ -63,7 +63,9 @@ def between(numbers: range) -> str:
     """Format a range: `0-15`, `7`, `none`."""
     if not numbers:
         return "none"
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    return f"{numbers[0]}-{numbers[-1]}"
 
 
 def _samples(step: DataParallelStep, rank: int) -> str:
@@ -123,7 +125,7 @@ def drawing(step: DataParallelStep) -> Drawing:
     y = _row(sheet, step, y, [("update", "same gradient, same weights")] * step.workers)
     note = "A rank with more micro-batches does forward and backward once for each, and adds up"
     sheet.note(y + 24, note, wrap)
-    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    sheet.enlarge(680, most=1.5)
     return sheet
 
 
@@ -161,4 +163,5 @@ def _row(
 def _down(sheet: Drawing, step: DataParallelStep, y: float) -> None:
     for rank in range(step.workers):
         x = MARGIN + rank * (_WIDE + _GAP) + _WIDE / 2
-        sheet.arrow(((x, y + 2), (x, y + 8), (x, y + 14), (x, y + _DOWN - 2)), "flow", SOFT)
+        curve = (x, y + 2), (x, y + 8), (x, y + 14), (x, y + _DOWN - 2)
+        sheet.arrow(curve, "flow", SOFT)

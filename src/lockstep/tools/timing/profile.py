@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lockstep.data.windows import counted
 from lockstep.gradients.layout import Entry, plan
 
 
@@ -80,7 +81,7 @@ class PhaseTimes:
             f"optimizer {1e3 * self.optimizer:.2f}, other {1e3 * self.other:.2f} ms; spread"
             f" {100 * self.spread:.1f} %"
         )
-        threads = f"{self.threads} thread{'s' * (self.threads != 1)} each, {self.steps} steps"
+        threads = f"{counted(self.threads, 'thread')} each, {self.steps} steps"
         return f"{ranks}, {threads}: per micro-batch {per_batch}; per step {besides}"
 
 
@@ -120,7 +121,7 @@ class Profile:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
         `per_host`: the number of ranks that share a host.
         """
-        kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
+        kind = "GPU" if self.device == "cuda" else counted(self.cores, "core")
         lines = [f"{self.task}, profiled here ({kind}):"]
         lines += [f"  {side.describe()}" for side in self.sides]
         size = self.width * sum(bucket.elements for bucket in self.buckets) / 1e6

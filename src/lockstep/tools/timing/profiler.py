@@ -305,9 +305,9 @@ def spread_of(seconds: Tensor) -> float:
     interruption in a hundred steps has little effect.
     """
     ranks = len(seconds)
-    apart = seconds - (seconds.mean(0) if ranks > 1 else seconds.median())
-    low, high = torch.quantile(
-        apart.flatten(), torch.tensor([0.25, 0.75], dtype=seconds.dtype)
-    ).tolist()
+    usual = seconds.mean(0) if ranks > 1 else seconds.median()
+    deviations = (seconds - usual).flatten()
+    quartiles = torch.quantile(deviations, torch.tensor([0.25, 0.75], dtype=seconds.dtype))
+    low, high = quartiles.tolist()
     unbiased = (ranks / (ranks - 1)) ** 0.5 if ranks > 1 else 1.0
     return float(unbiased * (high - low) / 1.349 / seconds.median().item())

@@ -97,19 +97,24 @@ def _first(
     kind: str, left: Mapping[int, Mapping[str, Any]], right: Mapping[int, Mapping[str, Any]]
 ) -> str | None:
     for step in sorted(left.keys() & right.keys()):
-        shown = []
-        for name in dict.fromkeys([*left[step], *right[step]]):
-            value = left[step].get(name)
-            other = right[step].get(name)
-            if value != other:
-                shown.append(f"{name} {value} and {other}")
+        shown = _values(left[step], right[step])
         if shown:
             return f"{kind} {step}: {'; '.join(shown)}"
     alone = sorted(left.keys() ^ right.keys())
     if not alone:
         return None
     run = "first" if alone[0] in left else "second"
-    return f"{kind} {alone[0]} is in the {run} run only ({len(left)} and {len(right)} in all)"
+    counts = f"({len(left)} and {len(right)} in all)"
+    return f"{kind} {alone[0]} is in the {run} run only {counts}"
+
+
+def _values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the values that differ, each with its name."""
+    shown = []
+    for name in dict.fromkeys([*one, *other]):
+        if one.get(name) != other.get(name):
+            shown.append(f"{name} {one.get(name)} and {other.get(name)}")
+    return shown
 
 
 def _weights(one: Path, other: Path) -> str | None:
@@ -129,16 +134,17 @@ def tensor_differences(
         other = right.get(name)
         if one is None or other is None:
             yield f"{name} is only in {sides[one is None]}"
-        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+        elif one.shape != other.shape or one.dtype != other.dtype:
             kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other)]
             yield f"{name} is {' and '.join(kinds)}"
         elif not torch.equal(_bits(one), _bits(other)):
-            differs = (_bits(one) != _bits(other)).reshape(one.numel(), -1).any(1)
-            count = int(differs.sum())
+            differing = (_bits(one) != _bits(other)).any(1)
+            count = f"{int(differing.sum())} of {one.numel()} elements"
             wide = torch.complex128 if one.is_complex() else torch.float64
-            gap = (one.to(wide) - other.to(wide)).abs().max().item()
-            yield f"{name} differs in {count} of {one.numel()} elements, by {gap:.3g} at most"
+            gaps = (one.to(wide) - other.to(wide)).abs()
+            yield f"{name} differs in {count}, by {gaps.max().item():.3g} at most"
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of each element, as a row."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -174,9 +174,12 @@ def _by_hand(script: Script, call: cst.Call, name: str) -> bool:
     """Whether a call reduces or disables gradients by hand, as far as its name, its arguments or a
     `.grad` in the same function tell.
     """
-    if not _REDUCES.search(last_name(call)):
-        return _OF_GRADIENTS.search(last_name(call)) is not None
-    arguments = [script.text(arg.value) for arg in call.args]
+    called = last_name(call)
+    if not _REDUCES.search(called):
+        return _OF_GRADIENTS.search(called) is not None
+    for arg in call.args:
+        text = script.text(arg.value)
+        if text == name or "param" in text:
+            return True
     attributes = script.within(script.scope(call), cst.Attribute)
-    nearby = any(node.attr.value == "grad" for node in attributes)
-    return nearby or name in arguments or any("param" in argument for argument in arguments)
+    return any(node.attr.value == "grad" for node in attributes)

@@ -53,12 +53,14 @@ def nccl_timeout(script: Script) -> Iterator[Problem]:
 def _set_variables(script: Script, name: str) -> Iterator[tuple[cst.CSTNode, Value]]:
     """`os.environ[name] = value` and `os.environ.setdefault(name, value)`, with the value."""
     quoted = rf"['\"]{name}['\"]"
+    item = rf"(os\.)?environ\[{quoted}\]"
     for assigned in script.all(cst.Assign):
-        if re.fullmatch(rf"(os\.)?environ\[{quoted}\]", script.text(assigned.targets[0].target)):
+        target = assigned.targets[0].target
+        if re.fullmatch(item, script.text(target)):
             yield assigned, assigned.value
     for call in script.all(cst.Call):
-        name = script.text(argument(call, "key", 0))
-        if last_name(call) == "setdefault" and re.fullmatch(quoted, name):
+        key = script.text(argument(call, "key", 0))
+        if last_name(call) == "setdefault" and re.fullmatch(quoted, key):
             yield call, argument(call, "value", 1)
 
 
