@@ -300,8 +300,8 @@ class Drawing:
         return "\n".join([begin, *_markup(self._shapes, False), "</svg>"])
 
     def enlarge(self, width: float, most: float) -> None:
-        """Make a standalone file `width` pixels wide, but at most `most` times as large as the sheet,
-        and never smaller.
+        """Make a standalone file `width` pixels wide, but at most `most` times as large as the
+        sheet, and never smaller.
         """
         self.zoom = max(1.0, min(most, width / self.width))
 

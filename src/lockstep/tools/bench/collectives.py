@@ -125,12 +125,12 @@ def _one_size(
                 seconds[algorithm].append(taken)
                 wrong[algorithm] += bad
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    everywhere = torch.tensor(list(wrong.values()))
+    total_wrong = torch.tensor(list(wrong.values()))
     world.control.all_reduce(slowest, "max").wait()
-    world.control.all_reduce(everywhere).wait()
+    world.control.all_reduce(total_wrong).wait()
     rows = []
     for algorithm, times, bad in zip(
-        algorithms, slowest.tolist(), everywhere.tolist(), strict=True
+        algorithms, slowest.tolist(), total_wrong.tolist(), strict=True
     ):
         rows.append(
             CollectiveTime(
@@ -183,17 +183,17 @@ class _Case:
         """Return this rank's input and its expected result."""
         rank, size = self._world.rank, self._world.size
         factor = run % 5 + 2
-        everyone = [self._pattern + (other + 1) * factor for other in range(size)]
-        own = everyone[rank].clone()
+        inputs = [self._pattern + (other + 1) * factor for other in range(size)]
+        own = inputs[rank].clone()
         if self._kind == "all_to_all":
             pieces = [own + other for other in range(size)]
-            return pieces, torch.cat([tensor + rank for tensor in everyone])
+            return pieces, torch.cat([tensor + rank for tensor in inputs])
         total = self._pattern * size + sum(range(1, size + 1)) * factor
         expected = {
             "all_reduce": total,
-            "broadcast": everyone[0],
-            "reduce": total if rank == 0 else everyone[rank],
-            "all_gather": torch.cat(everyone),
+            "broadcast": inputs[0],
+            "reduce": total if rank == 0 else inputs[rank],
+            "all_gather": torch.cat(inputs),
             "reduce_scatter": total.tensor_split(size)[rank],
         }
         return own, expected[self._kind]

@@ -28,7 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import busy, cores, processor
 from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
-from lockstep.tools.bench.task_source import Source, made, source_of
+from lockstep.tools.bench.task_source import Source, make_task, source_of
 from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
 from lockstep.training.opening import backend_of, computing, matmul_precision
@@ -113,7 +113,7 @@ def benchmark_scaling(
     settings = replace(settings, device=_kind(device, counts))
     if settings.method().server:
         raise UsageError("server-not-measured", update=update)
-    task_here = made(source)
+    task_here = make_task(source)
     batches = global_batches(mode, task_here, counts)
     load = busy()
     turns: dict[int, list[Turn]] = {count: [] for count in counts}

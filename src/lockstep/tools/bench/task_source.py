@@ -143,7 +143,7 @@ def _portable(source: Source) -> Source:
     return source
 
 
-def made(source: Source) -> Task:
+def make_task(source: Source) -> Task:
     """Make the task in this process. Raises TaskError if the function returns something else."""
     task: Any = source()
     if not isinstance(task, Task):

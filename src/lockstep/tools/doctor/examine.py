@@ -93,19 +93,19 @@ def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> b
     size = group.size
     # Sums of small integers are exact.
     pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
-    everyone = [pattern * (rank + 1) + rank for rank in range(size)]
-    own = everyone[group.rank].clone()
-    total = torch.stack(everyone).sum(0)
+    inputs = [pattern * (rank + 1) + rank for rank in range(size)]
+    own = inputs[group.rank].clone()
+    total = torch.stack(inputs).sum(0)
     result: Tensor
     if kind == "all_reduce":
         result = collectives.all_reduce(own, algorithm=algorithm, group=group)
         expected = total
     elif kind == "broadcast":
         result = collectives.broadcast(own, size - 1, algorithm=algorithm, group=group)
-        expected = everyone[-1]
+        expected = inputs[-1]
     elif kind == "all_gather":
         result = collectives.all_gather(own, algorithm=algorithm, group=group)
-        expected = torch.cat(everyone)
+        expected = torch.cat(inputs)
     else:
         result = collectives.reduce_scatter(own, algorithm=algorithm, group=group)
         expected = total.tensor_split(size)[group.rank]

@@ -353,8 +353,8 @@ def _of_a_group(script: Script, call: cst.Call, position: int) -> bool:
 def _is_world(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(node, cst.Call):
         return script.name(node.func) in _WORLDS
-    for bound in script.lookup(dotted(node), node):
-        match bound.value, bound.node:
+    for binding in script.lookup(dotted(node), node):
+        match binding.value, binding.node:
             case (cst.Call(func=kind), _) | (_, cst.Param(annotation=cst.Annotation(kind))):
                 return script.name(kind) in _WORLDS
     return False

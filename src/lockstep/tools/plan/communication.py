@@ -145,7 +145,7 @@ def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class StepCommunication:
     """Communication of a step. If ranks synchronize every H steps, 1/H of a synchronization."""
 
     exposed: float
@@ -156,11 +156,11 @@ class Talk:
     """Bytes sent by the rank that sends most."""
 
 
-SILENCE = Talk(0.0, 0.0, 0.0)
+NO_COMMUNICATION = StepCommunication(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class TalkingRanks:
+class CommunicatingRanks:
     """Ranks that communicate, and the network between them."""
 
     workers: int
@@ -193,18 +193,22 @@ class TalkingRanks:
         return sum(self.cost(message).sends * message.bytes for message in messages)
 
 
-def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def communication_of(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication of a step. `rank`: the work of the slowest rank, with its delay
     included.
     """
     if ranks.workers == 1:
-        return SILENCE
+        return NO_COMMUNICATION
     if method.local is not None:
         return _synchronization(method, rank, ranks)
     return _every_step(method, rank, ranks)
 
 
-def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def _every_step(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication if ranks synchronize in every step: the facts of a step, all
     gradients, BatchNorm's buffers, and for a sharded update an all-gather of the parameters.
     """
@@ -224,10 +228,12 @@ def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Tal
     after = ranks.small(rank.buffers) if rank.buffers else 0.0
     after += ranks.seconds(gathers)
     exposed = overlap.arrived - overlap.computed + after
-    return Talk(exposed, overlap.busy + after, sent + ranks.sent(gathers))
+    return StepCommunication(exposed, overlap.busy + after, sent + ranks.sent(gathers))
 
 
-def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def _synchronization(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication of local steps: every H steps, after the backward, replicas send the
     change of their weights. With `overlap`, the next steps are computed at the same time.
     """
@@ -239,4 +245,4 @@ def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -
     seconds = ranks.seconds(sends)
     hidden = method.local.overlap * (rank.computation + rank.optimizer)
     exposed = max(0.0, seconds - hidden)
-    return Talk(exposed / every, seconds / every, ranks.sent(sends) / every)
+    return StepCommunication(exposed / every, seconds / every, ranks.sent(sends) / every)

@@ -12,8 +12,14 @@ from typing import Any
 from lockstep.config.parallelism import Parallelism
 from lockstep.data.windows import counted
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.simulate import Predicted, simulate, spent
-from lockstep.tools.plan.work import PlanScaling, heard, samples_of, slots_of, work_of
+from lockstep.tools.plan.simulate import Predicted, duration, simulate
+from lockstep.tools.plan.work import (
+    PlanScaling,
+    representative_ranks,
+    samples_of,
+    slots_of,
+    work_of,
+)
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Profile
 
@@ -57,7 +63,7 @@ class PlanRow:
         step = self.predicted
         return [
             self.workers,
-            spent(step.step),
+            duration(step.step),
             percent(self.efficiency),
             f"{self.samples_per_s:.4g}",
             megabytes(step.sent),
@@ -94,7 +100,9 @@ def predicted(
     """
     work = work_of(profile, scaling, workers)
     free = network.between.latency == 0 and math.isinf(network.between.bandwidth)
-    software = 0.0 if workers == 1 or free else profile.message(heard(scaling, workers))
+    software = (
+        0.0 if workers == 1 or free else profile.message(representative_ranks(scaling, workers))
+    )
     step = simulate(work, workers, network, method, software)
     several_hosts = 1 < network.ranks_per_node < workers
     uncompressed = method.reduce == "auto" and method.compression is None

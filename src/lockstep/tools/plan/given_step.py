@@ -17,7 +17,7 @@ from lockstep.collectives.schedule import spans
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.simulate import Predicted, simulate, spent
+from lockstep.tools.plan.simulate import Predicted, duration, simulate
 from lockstep.tools.plan.work import BACKWARD, WIDTH, RankWork
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Leaves
@@ -100,10 +100,10 @@ def describe(step: GivenStep, predictions: Sequence[GivenRow]) -> str:
     lines = [
         (
             row.workers,
-            spent(row.predicted.step),
+            duration(row.predicted.step),
             percent(row.efficiency),
-            spent(row.predicted.exposed),
-            spent(row.predicted.communication),
+            duration(row.predicted.exposed),
+            duration(row.predicted.communication),
             megabytes(row.predicted.sent),
         )
         for row in predictions

@@ -110,18 +110,20 @@ def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[in
     """
     if device == "cuda":
         return []
-    return sorted({heard(scaling, count) for count in (*counts, scaling.base) if count > 1})
+    return sorted(
+        {representative_ranks(scaling, count) for count in (*counts, scaling.base) if count > 1}
+    )
 
 
-def heard(scaling: PlanScaling, workers: int) -> int:
+def representative_ranks(scaling: PlanScaling, workers: int) -> int:
     """Return the number of ranks of one host whose messages represent those of `workers` ranks."""
     return max(2, scaling.on_host(workers))
 
 
 def _computing(scaling: PlanScaling, workers: int, slots: int) -> int:
     """Return the number of ranks of one host that have a micro-batch."""
-    here = scaling.on_host(workers)
-    return here if scaling.weak else min(here, slots)
+    on_host = scaling.on_host(workers)
+    return on_host if scaling.weak else min(on_host, slots)
 
 
 def samples_of(profile: Profile, scaling: PlanScaling, workers: int) -> float:
@@ -137,13 +139,13 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
     If a host has more ranks than cores, they take turns: all times grow in proportion.
     """
     slots = slots_of(profile)
-    beside = 1
+    side_by_side = 1
     turns = 1.0
     if profile.device != "cuda":
-        here = _computing(scaling, workers, slots)
-        beside = min(here, profile.cores)
-        turns = here / beside
-    side = profile.side(beside)
+        on_host = _computing(scaling, workers, slots)
+        side_by_side = min(on_host, profile.cores)
+        turns = on_host / side_by_side
+    side = profile.side(side_by_side)
     micro_batches = -(-slots // (scaling.base if scaling.weak else workers))
     return RankWork(
         forward=turns * side.forward,

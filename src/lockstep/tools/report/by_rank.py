@@ -90,11 +90,11 @@ def _phases(judged: Judged) -> Illustration:
         times = judged.places[number]
         row = [name]
         for phase, (_, lengths) in zip(SHOWN, bars.values(), strict=True):
-            seconds = times.each(phase)
+            seconds = times.per_step(phase)
             lengths.append(1e3 * seconds)
             row.append(milliseconds(seconds))
-        row.append(milliseconds(times.each("seconds")))
-        hidden = times.hidden_each
+        row.append(milliseconds(times.per_step("seconds")))
+        hidden = times.hidden_per_step
         row.append("unknown" if hidden is None else milliseconds(hidden))
         rows.append(row)
     head = [_member(judged), *NAMES.values(), "step", "hidden"]

@@ -36,7 +36,7 @@ class RankTimes:
     lost: Mapping[int, float]
     """Seconds that it waited, by the place it waited for."""
 
-    def each(self, *names: str) -> float:
+    def per_step(self, *names: str) -> float:
         """The sum of these totals, per step."""
         return sum(self.totals[name] for name in names) / self.steps
 
@@ -45,7 +45,7 @@ class RankTimes:
         return self.lost.get(number, 0.0) / self.steps
 
     @property
-    def hidden_each(self) -> float | None:
+    def hidden_per_step(self) -> float | None:
         """Seconds a step of hidden communication; None if unknown."""
         return None if self.hidden is None else self.hidden / self.steps
 

@@ -181,8 +181,8 @@ def _row(times: RankTimes) -> dict[str, Any]:
     return {
         "ranks": list(times.ranks),
         "steps": times.steps,
-        **{name: times.each(name) for name in (*PHASES, "seconds", "moving", "waits")},
-        "hidden": times.hidden_each,
+        **{name: times.per_step(name) for name in (*PHASES, "seconds", "moving", "waits")},
+        "hidden": times.hidden_per_step,
         "lost": {str(number): times.waited_for(number) for number in times.lost},
-        "micro_batches": times.each("micro_batches"),
+        "micro_batches": times.per_step("micro_batches"),
     }

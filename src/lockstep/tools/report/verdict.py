@@ -173,12 +173,12 @@ def _late(judged: Judged, share: float, percent: str) -> DoFirst:
     others = [times for number, times in judged.places.items() if number != rank]
     usual = {}
     for phase in _PHASES:
-        usual[phase] = statistics.median_low([times.each(phase) for times in others])
-    phase = max(_PHASES, key=lambda name: slow.each(name) - usual[name])
+        usual[phase] = statistics.median_low([times.per_step(phase) for times in others])
+    phase = max(_PHASES, key=lambda name: slow.per_step(name) - usual[name])
     sentence = (
         f"Find out why {judged.name(rank)} is slow: the others wait for it in"
         f" {100 * seconds / judged.seconds:.0f} % of the ranks' time (its {phase} phase takes"
-        f" {milliseconds(slow.each(phase))} ms a step, others {milliseconds(usual[phase])})."
+        f" {milliseconds(slow.per_step(phase))} ms a step, others {milliseconds(usual[phase])})."
     )
     return DoFirst(cause="late", share=share, sentence=sentence, rank=rank, phase=phase)
 
@@ -207,7 +207,7 @@ def steps_again(anatomy: Anatomy) -> float:
 
 def _mean(judged: Judged, phase: str) -> str:
     """Return the milliseconds a step of the mean rank in this phase."""
-    return milliseconds(statistics.fmean(times.each(phase) for times in judged.places.values()))
+    return milliseconds(statistics.fmean(times.per_step(phase) for times in judged.places.values()))
 
 
 def _notes(anatomy: Anatomy, judged: Judged) -> Iterator[str]:

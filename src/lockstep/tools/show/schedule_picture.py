@@ -62,7 +62,7 @@ class Snapshot:
     contents: Sequence[Cells]
 
     @property
-    def how(self) -> str:
+    def action(self) -> str:
         """Whether receivers add or replace cells: the same in all transfers of a round."""
         kinds = {transfer.reduce for transfer in self.transfers}
         assert len(kinds) == 1, "a round adds or replaces"
@@ -138,7 +138,7 @@ def text(schedule: Schedule) -> str:
         else:
             name = f"round {snapshot.number}".ljust(width)
             messages = "   ".join(map(_message, snapshot.transfers))
-            lines.append(f"{name}  {messages}    {snapshot.how}")
+            lines.append(f"{name}  {messages}    {snapshot.action}")
         if shown:
             lines += _contents(schedule, snapshot)
     return "\n".join(lines)
@@ -224,7 +224,7 @@ class _ScheduleDrawing(Drawing):
         name = f"round {snapshot.number}" if snapshot.number else "start"
         self.words(MARGIN, top + 13, name, weight="bold")
         if snapshot.number:
-            self.words(MARGIN, top + 29, snapshot.how, size=12, fill=SOFT)
+            self.words(MARGIN, top + 29, snapshot.action, size=12, fill=SOFT)
         arrived: set[tuple[int, int]] = set()
         for transfer in snapshot.transfers:
             arrived.update((transfer.dst, cell) for cell in transfer.cells)

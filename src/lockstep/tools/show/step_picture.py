@@ -144,7 +144,7 @@ def _row(
     *,
     named: bool = False,
 ) -> float:
-    """Draw an arrow down from `y` and a box below it for each rank. Return the y below the boxes."""
+    """Draw an arrow down from `y` and a box below it for each rank. Return the y below."""
     _down(sheet, step, y)
     top = y + _DOWN
     height = _HIGH + 18 * named

@@ -24,20 +24,21 @@ class Leaves:
     """Shapes of the gradients in it; empty if unknown: the bucket then counts as one vector."""
 
 
-def laid_out(parameters: Sequence[Tensor], landed: Sequence[float]) -> list[Leaves]:
-    """Return the parameters in buckets, as the Reducer makes them. `landed`: for each parameter,
-    the share of the backward after which its gradient was complete; buckets follow this order.
+def laid_out(parameters: Sequence[Tensor], ready_shares: Sequence[float]) -> list[Leaves]:
+    """Return the parameters in buckets, as the Reducer makes them. `ready_shares`: for each
+    parameter, the share of the backward after which its gradient was complete; buckets follow this
+    order.
     """
     entries = [
         Entry(str(number), parameter.numel(), parameter.dtype, parameter.device)
         for number, parameter in enumerate(parameters)
     ]
-    order = sorted(range(len(entries))[::-1], key=landed.__getitem__)
+    order = sorted(range(len(entries))[::-1], key=ready_shares.__getitem__)
     leaves = []
     ready = 0.0
     for bucket in plan(entries, order).buckets:
         numbers = [span.parameter for span in bucket.spans]
-        ready = max(ready, min(1.0, max(landed[number] for number in numbers)))
+        ready = max(ready, min(1.0, max(ready_shares[number] for number in numbers)))
         members = [parameters[number] for number in numbers]
         shapes = tuple(tuple(parameter.shape) for parameter in members)
         elements = sum(parameter.numel() for parameter in members)

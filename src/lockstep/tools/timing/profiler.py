@@ -68,11 +68,11 @@ class Stopwatch:
         self._began = self._now()
         return self._began - before
 
-    def listen(self) -> None:
+    def record_gradients(self) -> None:
         """Record gradients in the lap that starts now."""
         self._ready = {}
 
-    def landed(self, lap: float) -> list[float]:
+    def ready_shares(self, lap: float) -> list[float]:
         """Return, for each parameter, after which share of the recorded lap its gradient was
         complete: 1 if it got none. `lap`: the seconds of this lap.
         """
@@ -141,9 +141,11 @@ def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> Prof
         training = trial(task, settings, world)
         with matmul_precision(training.precision), _records(training) as record:
             timed = _Timed(training, world, record)
-            timed.take(seconds)
+            timed.time_steps(seconds)
         parameters = training.stepper.reducer.parameters
-        landed = [statistics.median(column) for column in zip(*timed.landed, strict=True)]
+        ready_shares = [
+            statistics.median(column) for column in zip(*timed.ready_shares, strict=True)
+        ]
         averaged = [buffer for buffer in training.model.buffers() if buffer.is_floating_point()]
         return Profile(
             task=task.name or "task",
@@ -151,7 +153,7 @@ def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> Prof
             cores=cores(),
             global_batch=task.global_batch,
             micro_batch=task.micro_batch,
-            buckets=laid_out(parameters, landed),
+            buckets=laid_out(parameters, ready_shares),
             width=max(parameter.element_size() for parameter in parameters),
             buffers=sum(buffer.nbytes for buffer in averaged),
             sides=[timed.side()],
@@ -203,7 +205,7 @@ class _Timed:
         """Seconds of each step's phases, by their names in PhaseTimes."""
         self.totals: list[float] = []
         """Seconds of each step."""
-        self.landed: list[list[float]] = []
+        self.ready_shares: list[list[float]] = []
         """For each step and parameter: the share of the last backward after which its gradient
         was complete.
         """
@@ -222,13 +224,13 @@ class _Timed:
                 if samples == full:
                     yield window
 
-    def take(self, seconds: float) -> None:
+    def time_steps(self, seconds: float) -> None:
         """Time steps for `seconds`, the same number on all ranks, after the warm-up."""
         for _ in range(_WARM_UP):
             self._step()
         self.steps.clear()
         self.totals.clear()
-        self.landed.clear()
+        self.ready_shares.clear()
         end = perf_counter() + seconds
         while not self._world.agree(perf_counter() > end and len(self.steps) >= _FEWEST, "all"):
             # `agree` makes all ranks start together
@@ -252,11 +254,11 @@ class _Timed:
             loss, weight = self._loss(batch)
             forwards.append(watch.lap())
             if index == len(window) - 1:
-                watch.listen()
+                watch.record_gradients()
             stepper.backward(loss, weight)
             last = watch.lap()
             backward += last / len(window)
-        self.landed.append(watch.landed(last))
+        self.ready_shares.append(watch.ready_shares(last))
         watch.lap()
         result = stepper.step()
         optimizer = watch.lap()

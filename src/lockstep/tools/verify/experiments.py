@@ -104,11 +104,11 @@ def _on_rank(
 def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, int]) -> Evidence:
     """Run the experiments. `other` is the size of the other world, and the rank there."""
 
-    def fresh() -> Repeat:
+    def reload() -> Repeat:
         return make(resolve(settings.task, settings.overrides), world)
 
     with watching() as loading:
-        repeat = fresh()
+        repeat = reload()
     with watching() as seen:
         first = repeat.run()
     if seen.of(CLOCK) or loading.of(CLOCK):
@@ -116,8 +116,8 @@ def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, in
 
     def changes(circumstance: AbstractContextManager[None]) -> bool:
         with circumstance:
-            made = fresh()
-            return not made.alike(first, made.run())
+            reloaded = reload()
+            return not reloaded.alike(first, reloaded.run())
 
     def first_change() -> Change | None:
         if not repeat.alike(first, repeat.run()):

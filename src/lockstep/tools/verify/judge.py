@@ -49,7 +49,7 @@ def where(difference: Difference, *, exact: bool) -> str:
         return f"before the first step {difference.name} differs {between}"
     position = f"step {difference.step}"
     if difference.slot is not None and difference.ranks is not None:
-        position += f", micro-batch {difference.slot} (of {_ran(difference)})"
+        position += f", micro-batch {difference.slot} (of {_ranks(difference)})"
     return f"{position}: {_difference(difference, one, other, exact=exact)}"
 
 
@@ -103,7 +103,7 @@ def why(difference: Difference, evidence: Evidence | None, *, by_hash: bool) -> 
             " differently. Iterate over sorted(...) in place of the set"
         )
     if evidence is None:
-        return _without(difference)
+        return _not_repeated(difference)
     match evidence.changed:
         case "forward":
             return (
@@ -115,13 +115,13 @@ def why(difference: Difference, evidence: Evidence | None, *, by_hash: bool) -> 
             twice = (
                 f"{repeated} twice in one process, from the same random streams, gives two results"
             )
-            return _restless(difference, evidence.seen, twice)
+            return _unrepeatable(difference, evidence.seen, twice)
         case "reload":
             twice = (
                 f"loading the task twice and {repeated}, from the same random streams, gives two"
                 " results"
             )
-            return _restless(difference, evidence.loading, twice)
+            return _unrepeatable(difference, evidence.loading, twice)
         case "rank":
             return _by_rank(difference, evidence)
         case "size":
@@ -139,7 +139,7 @@ def why(difference: Difference, evidence: Evidence | None, *, by_hash: bool) -> 
     return _unexplained(difference, evidence)
 
 
-def _restless(difference: Difference, seen: Seen, twice: str) -> str:
+def _unrepeatable(difference: Difference, seen: Seen, twice: str) -> str:
     """Explain why two repetitions in one process gave different results. `twice` says what was
     repeated, `seen` what it called meanwhile.
     """
@@ -222,7 +222,7 @@ def _unexplained(difference: Difference, evidence: Evidence) -> str:
     )
 
 
-def _without(difference: Difference) -> str:
+def _not_repeated(difference: Difference) -> str:
     if difference.kind == "order":
         return (
             "the data order: order= gives a different order in every process. It must depend on"
@@ -264,7 +264,7 @@ def _values(difference: Difference) -> str:
     return " and ".join(f"{value:.9g}" for value in difference.values) if difference.values else ""
 
 
-def _ran(difference: Difference) -> str:
+def _ranks(difference: Difference) -> str:
     assert difference.ranks is not None
     (one, other), (few, many) = difference.ranks, difference.workers
     if difference.kind == "again":
@@ -406,19 +406,19 @@ class _Judge:
                 by_hash = self._ends_with_one_hash_seed(difference)
             return difference, sentence, why(difference, evidence, by_hash=by_hash)
         try:
-            exact_difference = self._exactly.first_difference(difference.workers)
+            exact_difference = self._exact_judge.first_difference(difference.workers)
         except (UsageError, WorkerFailed) as error:
             return difference, sentence, undecided(str(error))
         blamed = None
         if exact_difference is not None:
-            blamed = self._exactly.blame(exact_difference)
+            blamed = self._exact_judge.blame(exact_difference)
         if blamed is None:
             return None
         first, sentence, cause = blamed
         return first, f"with --exact, which excludes rounding, {sentence}", cause
 
     @cached_property
-    def _exactly(self) -> _Judge:
+    def _exact_judge(self) -> _Judge:
         return _Judge(replace(self._settings, exact=True), self._start)
 
     def first_difference(self, workers: tuple[int, int]) -> Difference | None:

@@ -46,7 +46,7 @@ class Sketch:
     projection: float
     """The sum of the elements, each with a sign that depends on its index alone."""
 
-    def far(self, other: Sketch) -> float:
+    def distance(self, other: Sketch) -> float:
         """Estimate the norm of the difference between the two tensors. It is infinite if the
         estimate is NaN.
         """
@@ -273,7 +273,7 @@ def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
     if kind == "samples":
         return one.samples == other.samples
     if kind == "loss":
-        return _close(one.loss, other.loss, tolerance)
+        return _numbers_agree(one.loss, other.loss, tolerance)
     return _first_gradient(one, other, tolerance) is None
 
 
@@ -324,7 +324,7 @@ def _after(
     noise = _noise(one) if tolerance else set()
     for name, weight in one.weights.items():
         other_weight = other.weights[name]
-        if name not in noise and not _near(weight, other_weight, weight.norm, tolerance):
+        if name not in noise and not _sketches_agree(weight, other_weight, weight.norm, tolerance):
             values = _norms(weight, other_weight)
             return Difference(kind="weights", step=step, workers=workers, name=name, values=values)
     return None
@@ -340,7 +340,7 @@ def _first_gradient(one: Slot, other: Slot, tolerance: float) -> str | None:
         other_gradient = other.gradients.get(name)
         if gradient is None or other_gradient is None:
             return name
-        if not _near(gradient, other_gradient, size, tolerance):
+        if not _sketches_agree(gradient, other_gradient, size, tolerance):
             return name
     return None
 
@@ -362,13 +362,13 @@ def _noise(step: TracedStep) -> set[str]:
     return noise
 
 
-def _near(one: Sketch, other: Sketch, size: float, tolerance: float) -> bool:
+def _sketches_agree(one: Sketch, other: Sketch, size: float, tolerance: float) -> bool:
     if one.digest == other.digest:
         return True
-    return tolerance > 0 and one.far(other) <= tolerance * max(size, other.norm)
+    return tolerance > 0 and one.distance(other) <= tolerance * max(size, other.norm)
 
 
-def _close(one: float, other: float, tolerance: float) -> bool:
+def _numbers_agree(one: float, other: float, tolerance: float) -> bool:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return True
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
