@@ -42,7 +42,10 @@ class Plot(Drawing):
         self.row_height = row_height
         if title:
             self.words(2, 12, title, size=_FONT + 1, weight="bold")
-        self._top = self._legend(legend or {}, 18.0 if title else 0.0) + (14 if up_label else 0)
+        self._top = self._legend(legend or {}, 18.0 if title else 0.0)
+        if up_label:
+            self._text(2, self._top + 6, up_label)
+            self._top += 14
         self._across = self._range("across", across)
         if rows:
             self._up = (float(len(rows)), 0.0)
@@ -54,8 +57,6 @@ class Plot(Drawing):
             self._bottom = self._top + 130
         self._left = 9 + max(width_of(name, _FONT) for name in heights.values())
         self._end = WIDTH - 12.0
-        if up_label:
-            self._text(2, self._top - 8, up_label)
         for value, name in heights.items():
             y = self.y(value)
             self._text(self._left - 5, y + 3.5, name, "end")

@@ -12,7 +12,6 @@ the gradients; the other variants get the sum here at no cost.
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +31,7 @@ from lockstep.runtime import randomness
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.forward import Forward
 from lockstep.step.stepper import Stepper
+from lockstep.tools.verify.trace import random_states
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.opening import grad_scaler
 from lockstep.world.world import World
@@ -127,7 +126,7 @@ def _weigh(
     """
     randomness.shared(task.seed)
     forward = Forward(model_of(task).to(world.device), task, precision, world.device)
-    before = _random_states(world.device)
+    before = random_states(world.device)
     weights = []
     with torch.no_grad():
         for window in windows:
@@ -136,16 +135,7 @@ def _weigh(
                 _, weight = forward.loss(forward(batch), batch)
                 total += float(weight)
             weights.append(total)
-    return _random_states(world.device) != before, weights
-
-
-def _random_states(device: torch.device) -> tuple[object, ...]:
-    numpy_state: Any = np.random.get_state(legacy=True)
-    states = [random.getstate(), numpy_state[1].tobytes(), numpy_state[2]]
-    states.append(torch.get_rng_state().numpy().tobytes())
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return tuple(states)
+    return random_states(world.device) != before, weights
 
 
 _MB = 25.0  # torch's default bucket size

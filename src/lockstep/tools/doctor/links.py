@@ -61,18 +61,20 @@ def _measured(
     group: Group, pairs: Sequence[tuple[int, int]], names: Sequence[str], device: torch.device
 ) -> dict[tuple[int, int], MeasuredLink]:
     """Measure these pairs of ranks. All members must pass the same pairs."""
+    if not pairs:
+        return {}
     table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     for row, (source, target) in zip(table, pairs, strict=True):
         group.all_reduce(torch.zeros(1, device=device)).wait()
         if group.rank == source:
-            row.copy_(torch.tensor(_ping(group, target, device), dtype=torch.float64))
+            row[0], row[1] = _ping(group, target, device)
         elif group.rank == target:
             _answer(group, source, device)
-    if pairs:
-        group.all_reduce(table).wait()
+    group.all_reduce(table).wait()
     links = {}
     for (source, target), (latency, bandwidth) in zip(pairs, table.tolist(), strict=True):
-        links[source, target] = MeasuredLink(names[source], names[target], latency, bandwidth)
+        link = MeasuredLink(names[source], names[target], latency, bandwidth)
+        links[source, target] = link
     return links
 
 
@@ -124,10 +126,10 @@ def slow(links: Sequence[MeasuredLink], *, hosts: bool) -> list[MeasuredLink]:
     """Return the links with less than half of the median bandwidth, and between hosts also those
     below SLOWEST.
     """
-    usual = _usual(links)
-    return [
-        link for link in links if link.bandwidth < usual / 2 or (hosts and link.bandwidth < SLOWEST)
-    ]
+    least = _usual(links) / 2
+    if hosts:
+        least = max(least, SLOWEST)
+    return [link for link in links if link.bandwidth < least]
 
 
 def _usual(links: Sequence[MeasuredLink]) -> float:
@@ -159,11 +161,13 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
 
 def squares(links: Sequence[MeasuredLink]) -> str:
     """Return two tables, one below the other: MB/s and microseconds, from row to column."""
-    if not links:
-        return ""
-    speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
-    times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
-    return f"{_square('MB/s from', speeds)}\n\n{_square('us from', times)}"
+    speeds = {}
+    times = {}
+    for link in links:
+        pair = link.source, link.target
+        speeds[pair] = f"{link.bandwidth / 1e6:,.0f}"
+        times[pair] = f"{1e6 * link.latency:,.0f}"
+    return f"{_square('MB/s from', speeds)}\n\n{_square('us from', times)}" if links else ""
 
 
 def _square(title: str, cells: Mapping[tuple[str, str], str]) -> str:
@@ -176,4 +180,6 @@ def _square(title: str, cells: Mapping[tuple[str, str], str]) -> str:
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.1f} MB/s"
+    if bandwidth >= 1e9:
+        return f"{bandwidth / 1e9:.2f} GB/s"
+    return f"{bandwidth / 1e6:.1f} MB/s"

@@ -44,9 +44,9 @@ def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
         return NOTHING
     planned = _schedule(kind, algorithm, world, network.ranks_per_node)
     latency = network.time(planned, 0)
-    per_byte = (
-        network.time(planned, 1.0) - latency if latency < 1e3 else _per_byte(network, planned)
-    )
+    per_byte = network.time(planned, 1.0) - latency
+    if latency >= 1e3:
+        per_byte = _per_byte(network, planned)
     return Cost(latency, per_byte, len(planned), _most_sent(planned))
 
 

@@ -156,9 +156,6 @@ class StepCommunication:
     """Bytes sent by the rank that sends most."""
 
 
-NO_COMMUNICATION = StepCommunication(0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class CommunicatingRanks:
     """Ranks that communicate, and the network between them."""
@@ -200,7 +197,7 @@ def communication_of(
     included.
     """
     if ranks.workers == 1:
-        return NO_COMMUNICATION
+        return StepCommunication(exposed=0.0, busy=0.0, sent=0.0)
     if method.local is not None:
         return _synchronization(method, rank, ranks)
     return _every_step(method, rank, ranks)

@@ -73,15 +73,21 @@ def connection(text: str, per_node: int = 1) -> Network:
 
 def described(network: Network, name: str) -> str:
     """Return a sentence with the rates and latencies of the network."""
-    between = f"{name}: {_rate(network.between)}, {1e6 * network.between.latency:.3g} us a message"
+    between = f"{name}: {_link(network.between)} a message"
     if network.ranks_per_node == 1:
         return between
-    inside = f"inside {_rate(network.within)}, {1e6 * network.within.latency:.3g} us"
-    return f"{between} between nodes of {network.ranks_per_node}, {inside}"
+    nodes = f"nodes of {network.ranks_per_node}"
+    return f"{between} between {nodes}, inside {_link(network.within)}"
 
 
-def _rate(link: Link) -> str:
-    if math.isinf(link.bandwidth):
+def _link(link: Link) -> str:
+    """`1.5 Mbit/s, 100 us`, or `no limit, 0 us`"""
+    return f"{_rate(8 * link.bandwidth)}, {1e6 * link.latency:.3g} us"
+
+
+def _rate(bits: float) -> str:
+    if math.isinf(bits):
         return "no limit"
-    bits = 8 * link.bandwidth
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    if bits >= 1e9:
+        return f"{bits / 1e9:.3g} Gbit/s"
+    return f"{bits / 1e6:.3g} Mbit/s"

@@ -116,19 +116,22 @@ def _waits(judged: Judged) -> Illustration:
     for number in shown:
         times = judged.places[number]
         waited.append([times.waited_for(awaited) for awaited in shown])
-    most = max(map(max, waited)) or 1.0
+    longest = max(map(max, waited)) or 1.0
     every = max(1, count // 16)
-    below = {column + 0.5: f"{number}" for column, number in list(enumerate(shown))[::every]}
+    below = {}
+    for column, number in enumerate(shown):
+        if column % every == 0:
+            below[column + 0.5] = str(number)
     unit = "waited for this rank, ms a step"
     plot = Plot((0, count), unit, rows=names, row_height=19, numbers=below)
     rows = []
     for row, line in enumerate(waited):
         for column, seconds in enumerate(line):
             if seconds > 0:
-                depth = f"{0.06 + 0.5 * seconds / most:.2f}"
-                left = column + 0.03
-                right = column + 0.97
-                plot.bar(left, right, row + 0.03, 0.94, "var(--accent)", opacity=depth)
+                opacity = f"{0.06 + 0.5 * seconds / longest:.2f}"
+                begin = column + 0.03
+                end = column + 0.97
+                plot.bar(begin, end, row + 0.03, 0.94, "var(--accent)", opacity=opacity)
             if count <= _NUMBERED and row != column:
                 plot.inscribe(column + 0.5, row + 0.5, milliseconds(seconds))
         rows.append([names[row], *map(milliseconds, line)])

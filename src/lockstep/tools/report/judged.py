@@ -222,4 +222,5 @@ def ranks(numbers: Sequence[int]) -> str:
 
 def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds without a unit: `212`, `11`, `0.35`."""
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.00995 else f"{1e3 * seconds:.2g}"
+    figure = 1e3 * seconds
+    return f"{figure:.0f}" if seconds >= 0.00995 else f"{figure:.2g}"

@@ -95,11 +95,12 @@ def _facts(recorded: Recorded) -> list[tuple[str, str]]:
         ("epochs", result.get("epochs")),
         ("steps", result.get("steps", last)),
     ]
-    if isinstance(result.get("headline"), dict):
-        headline = result["headline"]
+    headline = result.get("headline")
+    if isinstance(headline, dict):
         facts.append((str(headline.get("name")), _short(headline.get("value"))))
-    if isinstance(result.get("seconds"), int | float):
-        facts.append(("seconds", f"{number(result['seconds']):.1f}"))
+    seconds = result.get("seconds")
+    if isinstance(seconds, int | float):
+        facts.append(("seconds", f"{number(seconds):.1f}"))
     return [(name, str(value)) for name, value in facts if value is not None]
 
 

@@ -65,14 +65,13 @@ def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, r
     world = len(rows)
     if not 0 <= root < world:
         raise UsageError("root-outside-group", root=root, size=world, last=world - 1)
-    if kind in (*REDUCING, "broadcast") and len({len(row) for row in rows}) > 1:
-        raise UsageError(
-            "rows-not-equal", lengths=[len(row) for row in rows], collective=_dashed(kind)
-        )
-    known = [algorithm for algorithm in algorithms_of(kind) if algorithm != "hierarchical"]
+    lengths = [len(row) for row in rows]
+    if kind in (*REDUCING, "broadcast") and len(set(lengths)) > 1:
+        raise UsageError("rows-not-equal", lengths=lengths, collective=_dashed(kind))
     if algorithm is not None:
-        chosen("algorithm", _dashed(algorithm), map(_dashed, known))
-    if kind == "all_to_all" and any(len(row) != world for row in rows):
+        known = [_dashed(name) for name in algorithms_of(kind) if name != "hierarchical"]
+        chosen("algorithm", _dashed(algorithm), known)
+    if kind == "all_to_all" and set(lengths) != {world}:
         raise UsageError("one-number-per-rank", ranks=world)
 
 

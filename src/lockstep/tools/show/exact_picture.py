@@ -32,7 +32,8 @@ class ExactStep:
         """
         whole("micro_batches", micro_batches)
         whole("workers", workers)
-        cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
+        plan = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1)
+        cut = plan.cut(0)
         return cls(micro_batches, tuple(cut.share(rank, workers) for rank in range(workers)))
 
     @property
@@ -95,13 +96,12 @@ def drawing(step: ExactStep) -> Drawing:
     """Draw the micro-batches at the top, each in its rank's colour, and the additions below them.
     Raises UsageError for more micro-batches than fit on a page.
     """
-    if step.micro_batches > SHOWN:
-        raise UsageError(
-            "drawing-too-large", what=f"{step.micro_batches} micro-batches", most=SHOWN
-        )
+    count = step.micro_batches
+    if count > SHOWN:
+        raise UsageError("drawing-too-large", what=f"{count} micro-batches", most=SHOWN)
     lines = title(step)
     sheet = Drawing(lines[0], text(step))
-    wrap = max(_WRAP, MARGIN + step.micro_batches * _LEAF)
+    wrap = max(_WRAP, MARGIN + count * _LEAF)
     top = sheet.heading(lines, wrap=wrap) + 38
     for rank, own in enumerate(step.slots):
         if own:

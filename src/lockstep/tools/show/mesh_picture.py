@@ -125,14 +125,14 @@ def _axes(mesh: Mesh, nodes: int) -> list[tuple[Axis, str, str]]:
         if getattr(mesh, axis) == 1:
             continue
         groups = _groups(mesh, axis)
-        listed = "  ".join("-".join(map(str, group)) for group in groups[:8])
+        listed = ["-".join(map(str, group)) for group in groups[:8]]
         if len(groups) > 8:
-            listed += "  ..."
+            listed.append("...")
         use = _USES[axis]
         if nodes > 1:
-            inside = all(min(group) // per_node == max(group) // per_node for group in groups)
-            use += ", inside nodes" if inside else ", between nodes"
-        rows.append((axis, listed, use))
+            crossing = [group for group in groups if group[0] // per_node != group[-1] // per_node]
+            use += ", between nodes" if crossing else ", inside nodes"
+        rows.append((axis, "  ".join(listed), use))
     return rows
 
 

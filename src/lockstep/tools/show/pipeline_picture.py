@@ -75,7 +75,8 @@ class Chart:
     def bubble(self) -> float:
         """The fraction of all ranks' time in which they are idle."""
         busy = sum(piece.length for piece in chain(*self.rows))
-        return float(1 - busy / (self.length * self.ranks))
+        total = self.length * self.ranks
+        return float(1 - busy / total)
 
     @property
     def activations(self) -> tuple[int, ...]:
@@ -126,11 +127,15 @@ def _needed(work: StageWork, stages: int) -> list[StageWork]:
     """Return the work that `work` needs: for a forward the stage before, for a backward the stage
     after, and the forward of its own stage on the micro-batch.
     """
-    stage, number = work.stage, work.micro_batch
-    if work.kind == "F":
-        return [StageWork("F", stage - 1, number)] if stage else []
-    own = StageWork("F", stage, number)
-    return [own] if stage == stages - 1 else [own, StageWork("B", stage + 1, number)]
+    stage = work.stage
+    needed = []
+    if work.kind == "B":
+        needed.append(StageWork("F", stage, work.micro_batch))
+        if stage < stages - 1:
+            needed.append(StageWork("B", stage + 1, work.micro_batch))
+    elif stage > 0:
+        needed.append(StageWork("F", stage - 1, work.micro_batch))
+    return needed
 
 
 def _most_activations(row: Sequence[Placed]) -> int:
@@ -185,14 +190,14 @@ def _row(row: Sequence[Placed], chart: Chart, cell: Fraction, width: int) -> str
     """Return a rank's row. A column has `width` characters and lasts for `cell`."""
     idle = IDLE.ljust(width)
     line = ""
-    at = 0
+    end = 0
     for piece in row:
         start = round(piece.start / cell)
-        stop = round(piece.stop / cell)
-        line += idle * (start - at)
-        line += label(piece.work).ljust(width * (stop - start) - 1, "-") + " "
-        at = stop
-    line += idle * (round(chart.length / cell) - at)
+        line += idle * (start - end)
+        end = round(piece.stop / cell)
+        length = width * (end - start)
+        line += label(piece.work).ljust(length - 1, "-") + " "
+    line += idle * (round(chart.length / cell) - end)
     return line.rstrip()
 
 

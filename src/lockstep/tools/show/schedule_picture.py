@@ -89,7 +89,9 @@ def rounds(schedule: Schedule) -> Iterator[Snapshot]:
 
 def letter(cell: int) -> str:
     """Return a cell's name: a .. z, then a1 .. z1, and so on."""
-    return "abcdefghijklmnopqrstuvwxyz"[cell % 26] + (str(cell // 26) if cell >= 26 else "")
+    number, index = divmod(cell, 26)
+    name = "abcdefghijklmnopqrstuvwxyz"[index]
+    return f"{name}{number}" if number else name
 
 
 def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
@@ -268,8 +270,9 @@ class _ScheduleDrawing(Drawing):
 
 
 def _content(schedule: Schedule, cell: int, ranks: frozenset[int]) -> str:
-    counted_ranks = "".join(map(str, sorted(ranks)))
-    return f"{letter(cell)} {counted_ranks if schedule.world <= 10 else len(ranks)}"
+    if schedule.world > 10:
+        return f"{letter(cell)} {len(ranks)}"
+    return f"{letter(cell)} {''.join(map(str, sorted(ranks)))}"
 
 
 def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tuple[str, float]:
@@ -280,4 +283,5 @@ def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tupl
         return "var(--blue)", TINT
     if complete(schedule, cell, ranks):
         return "var(--green)", 0.3
-    return "var(--blue)", 0.08 + 0.24 * (len(ranks) - 1) / max(1, schedule.world - 1)
+    share = (len(ranks) - 1) / (schedule.world - 1)
+    return "var(--blue)", 0.08 + 0.24 * share

@@ -50,8 +50,12 @@ class DataParallelStep:
 
     def samples(self, rank: int) -> range:
         """The samples of one rank, a range because its micro-batches are consecutive."""
-        parts = [self.cut.positions(slot) for slot in self.slots(rank)]
-        return range(parts[0].start, parts[-1].stop) if parts else range(0)
+        slots = self.slots(rank)
+        if not slots:
+            return range(0)
+        first = self.cut.positions(slots[0])
+        last = self.cut.positions(slots[-1])
+        return range(first.start, last.stop)
 
 
 def title(step: DataParallelStep) -> str:
@@ -73,13 +77,15 @@ def _samples(step: DataParallelStep, rank: int) -> str:
     samples = step.samples(rank)
     if not samples:
         return "no samples"
-    return f"{'samples' if len(samples) > 1 else 'sample'} {between(samples)}"
+    noun = "sample" if len(samples) == 1 else "samples"
+    return f"{noun} {between(samples)}"
 
 
 def _slots(step: DataParallelStep, rank: int) -> str:
     """Describe a rank's micro-batches by their slots."""
     slots = step.slots(rank)
-    return f"{'micro-batches' if len(slots) > 1 else 'micro-batch'} {between(slots)}"
+    noun = "micro-batches" if len(slots) > 1 else "micro-batch"
+    return f"{noun} {between(slots)}"
 
 
 def _phases(step: DataParallelStep) -> list[tuple[str, str]]:

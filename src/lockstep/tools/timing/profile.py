@@ -74,16 +74,17 @@ class PhaseTimes:
 
     def describe(self) -> str:
         ranks = "1 rank alone" if self.ranks == 1 else f"{self.ranks} ranks side by side"
-        per_batch = (
-            f"loading {1e3 * self.loading:.2f}, forward {1e3 * self.forward:.2f}, backward"
-            f" {1e3 * self.backward:.2f} ms"
-        )
-        besides = (
-            f"optimizer {1e3 * self.optimizer:.2f}, other {1e3 * self.other:.2f} ms; spread"
-            f" {100 * self.spread:.1f} %"
-        )
         threads = f"{counted(self.threads, 'thread')} each, {self.steps} steps"
-        return f"{ranks}, {threads}: per micro-batch {per_batch}; per step {besides}"
+        loading = f"loading {1e3 * self.loading:.2f}"
+        forward = f"forward {1e3 * self.forward:.2f}"
+        backward = f"backward {1e3 * self.backward:.2f} ms"
+        optimizer = f"optimizer {1e3 * self.optimizer:.2f}"
+        other = f"other {1e3 * self.other:.2f} ms"
+        spread = f"spread {100 * self.spread:.1f} %"
+        return (
+            f"{ranks}, {threads}: per micro-batch {loading}, {forward}, {backward}; per step"
+            f" {optimizer}, {other}; {spread}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +117,8 @@ class Profile:
 
     def side(self, ranks: int) -> PhaseTimes:
         """Return the measurement with `ranks` ranks side by side."""
-        return next(side for side in self.sides if side.ranks == ranks)
+        by_ranks = {side.ranks: side for side in self.sides}
+        return by_ranks[ranks]
 
     def describe(self, per_host: int) -> str:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
@@ -125,21 +127,23 @@ class Profile:
         kind = "GPU" if self.device == "cuda" else counted(self.cores, "core")
         lines = [f"{self.task}, profiled here ({kind}):"]
         lines += [f"  {side.describe()}" for side in self.sides]
-        size = self.width * sum(bucket.elements for bucket in self.buckets) / 1e6
+        elements = sum(bucket.elements for bucket in self.buckets)
+        megabytes = self.width * elements / 1e6
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
         if len(self.buckets) > 8:
             ready += f" ... ({len(self.buckets)} in all)"
         lines.append(
-            f"  {size:.2f} MB of gradients; buckets are complete after {ready} of the backward"
+            f"  {megabytes:.2f} MB of gradients; buckets are complete after {ready} of the backward"
         )
         if self.messages:
-            times = ", ".join(
-                f"{1e3 * seconds:.2f} ms among {ranks} ranks"
-                for ranks, seconds in sorted(self.messages.items())
-            )
-            lines.append(f"  a message takes {times} on one host, and at least that on a network")
+            times = []
+            for ranks, seconds in sorted(self.messages.items()):
+                times.append(f"{1e3 * seconds:.2f} ms among {ranks} ranks")
+            listed = ", ".join(times)
+            lines.append(f"  a message takes {listed} on one host, and at least that on a network")
         if self.device == "cpu":
-            shared = f"{per_host} ranks share one host of {self.cores} cores"
-            alone = "every rank has its own host like this one"
-            lines.append(f"  {alone if per_host == 1 else shared}")
+            hosts = "every rank has its own host like this one"
+            if per_host > 1:
+                hosts = f"{per_host} ranks share one host of {self.cores} cores"
+            lines.append(f"  {hosts}")
         return "\n".join(lines)

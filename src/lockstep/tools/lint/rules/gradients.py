@@ -59,16 +59,16 @@ def sum_loss(script: Script) -> Iterator[Problem]:
     if not re.search(r"\btorch\.(distributed|nn\.parallel)", modules):
         return
     for call in script.all(cst.Call):
-        match call:
-            case cst.Call(func=cst.Attribute(value=loss, attr=cst.Name("backward")), args=[]):
-                bindings = script.lookup(dotted(loss), call)
-            case _:
-                continue
-        before = [binding.value for binding in bindings if script.before(binding.node, call)]
-        value = before[-1] if before else loss
-        sums = isinstance(value, cst.Call) and last_name(value) == "sum" and not value.args
-        if value is not None and sums and script.calls(script.scope(call), "step"):
-            yield Problem(value, {})
+        if last_name(call) != "backward" or call.args or not isinstance(call.func, cst.Attribute):
+            continue
+        loss: Value = call.func.value
+        for binding in script.lookup(dotted(loss), call):
+            if script.before(binding.node, call):
+                loss = binding.value
+        if not isinstance(loss, cst.Call) or last_name(loss) != "sum" or loss.args:
+            continue
+        if script.calls(script.scope(call), "step"):
+            yield Problem(loss, {})
 
 
 def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
@@ -86,9 +86,11 @@ def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
 def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
     """Whether the block skips the exchange of gradients whenever it clips."""
     contexts = [item.item for item in block.items if _holds_back(script, item.item)]
-    before = [last_name(other) for other in script.calls(block) if script.before(other, call)]
-    if not contexts or any(_BY_HAND.search(name) for name in before):
+    if not contexts:
         return False
+    for other in script.calls(block):
+        if script.before(other, call) and _BY_HAND.search(last_name(other)):
+            return False
     if all(last_name(context) == "no_sync" for context in contexts):
         return True
     return not any(script.inside(test.expression, block) for test in conditions(script, call))

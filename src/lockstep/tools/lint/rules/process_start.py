@@ -20,10 +20,13 @@ _URL = re.compile(r"['\"]tcp://[^{}]*:([1-9]\d*)['\"]")
 
 
 def seed_plus_rank(script: Script) -> Iterator[Problem]:
-    if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in script.all(cst.Call)):
+    calls = script.all(cst.Call)
+    if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in calls):
         return
-    for call in script.all(cst.Call):
-        seed = argument(call, "seed", 0) if _SEEDS.fullmatch(script.name(call.func)) else None
+    for call in calls:
+        if not _SEEDS.fullmatch(script.name(call.func)):
+            continue
+        seed = argument(call, "seed", 0)
         match seed:
             case cst.BinaryOperation(left, cst.Add(), right):
                 if is_rank(script, left) or is_rank(script, right):
@@ -35,14 +38,16 @@ def fixed_port(script: Script) -> Iterator[Problem]:
         port = script.text(value)
         if isinstance(node, cst.Call) or not _NUMBER.fullmatch(port):
             continue
-        guards = [script.text(test.expression) for test in conditions(script, node)]
-        if "MASTER_PORT" in " ".join(guards):
+        guards = conditions(script, node)
+        if any("MASTER_PORT" in script.text(guard.expression) for guard in guards):
             continue
-        fix = cst.Expr(cst.parse_expression(f'os.environ.setdefault("MASTER_PORT", {port})'))
+        call = f'os.environ.setdefault("MASTER_PORT", {port})'
+        fix = cst.Expr(cst.parse_expression(call))
         yield Problem(node, {"what": "MASTER_PORT", "port": port}, fix)
-    for call in script.all(cst.Call):
-        if match := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
-            yield Problem(call, {"what": "the port of init_method", "port": match[1]})
+    for call_node in script.all(cst.Call):
+        url = script.text(argument(call_node, "init_method", 1))
+        if match := _URL.fullmatch(url):
+            yield Problem(call_node, {"what": "the port of init_method", "port": match[1]})
 
 
 def nccl_timeout(script: Script) -> Iterator[Problem]:
