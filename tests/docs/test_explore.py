@@ -83,7 +83,10 @@ def test_its_rounds_are_the_schedules(tab: Page) -> None:
         held = f"heldAfter({of}, {world}, count).map(cells => cells.map(one => [...one].sort()))"
         found = json.loads(tab.value(f"JSON.stringify({counts}.map(count => {held}))"))
         assert found == [
-            [[sorted(step.held[rank][cell]) for cell in step.held[rank]] for rank in range(world)]
+            [
+                [sorted(step.contents[rank][cell]) for cell in step.contents[rank]]
+                for rank in range(world)
+            ]
             for step in rounds(schedule("all_reduce", algorithm, world))
         ]
 

@@ -38,9 +38,11 @@ SERIES = tuple(
     f"var(--{name})"
     for name in ("blue", "orange", "green", "purple", "red", "teal", "gold", "grey")
 )
-INK, SOFT, FAINT, CARD, ARROW = (
-    f"var(--{name})" for name in ("ink", "soft", "faint", "card", "orange")
-)
+INK = "var(--ink)"
+SOFT = "var(--soft)"
+FAINT = "var(--faint)"
+CARD = "var(--card)"
+ARROW = "var(--orange)"
 TINT = 0.22
 """Opacity of a colour behind text, so that the text stays legible."""
 MARGIN = 14.0
@@ -50,8 +52,14 @@ Curve = tuple[Point, Point, Point, Point]
 
 def width_of(text: str, size: float, weight: str = "normal") -> float:
     """Estimate the width of a line of text; a wide font is assumed."""
-    ems = sum(0.36 if each in "iljtfrI.,:;'|!()[] " else 0.95 if each in "mwMW%@" else 0.66 for each in text)  # fmt: skip
+    ems = sum(_ems(character) for character in text)
     return size * ems * (1.08 if weight == "bold" else 1.0)
+
+
+def _ems(character: str) -> float:
+    if character in "iljtfrI.,:;'|!()[] ":
+        return 0.36
+    return 0.95 if character in "mwMW%@" else 0.66
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +70,30 @@ class Shape:
 
     def markup(self, alone: bool) -> str:
         """Return the SVG element. `alone`: for a standalone file, whose colours are literal."""
-        given = dict(self.attributes)
+        attributes = dict(self.attributes)
         if alone:
-            named = {
-                f"{how[0]}-{found[1]}": how
-                for how in ("fill", "stroke")
-                if (found := re.fullmatch(r"var\(--(\w+)\)", str(given.get(how))))
-            }
-            for name, how in named.items():
-                given[how] = PALETTE[name[2:]][0]
-            given["class"] = " ".join(filter(None, [given.pop("class", ""), *named])) or None
-        attributes = "".join(
-            f' {name}="{_number(value)}"' for name, value in given.items() if value is not None
-        )
+            _make_literal(attributes)
+        parts = [f"<{self.tag}"]
+        for name, value in attributes.items():
+            if value is not None:
+                parts.append(f' {name}="{_number(value)}"')
         if self.text is None:
-            return f"<{self.tag}{attributes}/>"
-        return f"<{self.tag}{attributes}>{escape(self.text)}</{self.tag}>"
+            return "".join([*parts, "/>"])
+        return "".join([*parts, f">{escape(self.text)}</{self.tag}>"])
+
+
+def _make_literal(attributes: dict[str, Any]) -> None:
+    """Replace colours that are CSS variables by those on a light system. Add a class for each, such
+    as `f-blue` or `s-blue`, by which the style sheet sets the colour on a dark system.
+    """
+    classes = [attributes.pop("class", None)]
+    for paint in ("fill", "stroke"):
+        colour = str(attributes.get(paint))
+        if match := re.fullmatch(r"var\(--(\w+)\)", colour):
+            name = match[1]
+            attributes[paint] = PALETTE[name][0]
+            classes.append(f"{paint[0]}-{name}")
+    attributes["class"] = " ".join(filter(None, classes)) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +105,12 @@ class Moved:
     shapes: Sequence[Shape | Moved]
 
     def markup(self, alone: bool) -> str:
-        inside = (shape.markup(alone) for shape in self.shapes)
-        return "\n".join([f'<g transform="translate({self.x:.1f} {self.y:.1f})">', *inside, "</g>"])
+        begin = f'<g transform="translate({self.x:.1f} {self.y:.1f})">'
+        return "\n".join([begin, *_markup(self.shapes, alone), "</g>"])
+
+
+def _markup(shapes: Sequence[Shape | Moved], alone: bool) -> list[str]:
+    return [shape.markup(alone) for shape in shapes]
 
 
 class Drawing:
@@ -103,8 +123,10 @@ class Drawing:
     def __init__(
         self, title: str = "", description: str = "", *, width: float = 0, height: float = 0
     ) -> None:
-        self.title, self.description = title, description
-        self._right, self._low = width, height
+        self.title = title
+        self.description = description
+        self._right = width
+        self._low = height
         self._shapes: list[Shape | Moved] = []
         self.zoom = 1.0
         """Pixels per unit in a standalone file."""
@@ -130,26 +152,41 @@ class Drawing:
         **more: Any,
     ) -> None:
         """Draw a rectangle. `tint`: the opacity of its colour, from 0 to 1."""
-        at = {"x": float(x), "y": float(y), "width": float(width), "height": float(height)}
-        opacity = None if tint is None else f"{tint:g}"
-        look = {"fill": fill, "fill-opacity": opacity, "stroke": stroke, **more}
-        self._add(Shape("rect", {**at, **look}), x + width, y + height)
-
-    def words(self, x: float, y: float, text: str, *, anchor: str = "start", **font: Any) -> None:
-        """Draw one line of text; `y` is its baseline. `font`: size in units (13), weight (normal),
-        fill.
-        """
-        font = {"size": 13, "weight": "normal", "fill": INK, **font}
-        how = {
-            "text-anchor": anchor,
-            "font-size": font["size"],
-            "font-weight": None if font["weight"] == "normal" else font["weight"],
-            "fill": font["fill"],
+        attributes = {
+            "x": float(x),
+            "y": float(y),
+            "width": float(width),
+            "height": float(height),
+            "fill": fill,
+            "fill-opacity": None if tint is None else f"{tint:g}",
+            "stroke": stroke,
+            **more,
         }
-        wide = width_of(text, font["size"], font["weight"])
-        right = x + wide * {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
-        shape = Shape("text", {"x": float(x), "y": float(y), **how}, text)
-        self._add(shape, right, y + 0.3 * font["size"])
+        self._add(Shape("rect", attributes), x + width, y + height)
+
+    def words(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        anchor: str = "start",
+        size: float = 13,
+        weight: str = "normal",
+        fill: str = INK,
+    ) -> None:
+        """Draw one line of text; `y` is its baseline, `size` is in units."""
+        attributes = {
+            "x": float(x),
+            "y": float(y),
+            "text-anchor": anchor,
+            "font-size": size,
+            "font-weight": None if weight == "normal" else weight,
+            "fill": fill,
+        }
+        share_to_the_right = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
+        right = x + share_to_the_right * width_of(text, size, weight)
+        self._add(Shape("text", attributes, text), right, y + 0.3 * size)
 
     def heading(self, lines: Sequence[str], *, wrap: float = 0) -> float:
         """Draw the first line as a bold title, and the others under it; wrap lines wider than
@@ -169,12 +206,13 @@ class Drawing:
         """
         x = MARGIN
         for name, (colour, tint) in meanings.items():
-            wide = 18 + width_of(name, 12) + 14
-            if x > MARGIN and x + wide > wrap:
-                x, y = MARGIN, y + 19
+            width = 18 + width_of(name, 12) + 14
+            if x > MARGIN and x + width > wrap:
+                x = MARGIN
+                y += 19
             self.box(x, y, 12, 12, colour, tint=tint)
             self.words(x + 18, y + 10.5, name, size=12)
-            x += wide
+            x += width
         return y + 22
 
     def note(self, y: float, text: str, wrap: float, fill: str = SOFT) -> float:
@@ -191,28 +229,40 @@ class Drawing:
         `kind`: its CSS class.
         """
         start, bend, back, end = (f"{x:.1f},{y:.1f}" for x, y in curve)
-        how = {"fill": "none", "stroke": colour, "stroke-width": 1.6}
-        path = {"class": kind, "d": f"M{start} C{bend} {back} {end}", **how}
-        self._add(Shape("path", path), *(max(point[axis] for point in curve) for axis in (0, 1)))
+        path = {
+            "class": kind,
+            "d": f"M{start} C{bend} {back} {end}",
+            "fill": "none",
+            "stroke": colour,
+            "stroke-width": 1.6,
+        }
+        self._add(Shape("path", path), *_corner(curve))
         self._head(curve[3], curve[2], colour)
         if both:
             self._head(curve[0], curve[1], colour)
 
     def _head(self, tip: Point, before: Point, colour: str) -> None:
         """Draw the head of an arrow that points from `before` to `tip`."""
-        angle = math.atan2(tip[1] - before[1], tip[0] - before[0])
-        sides = [(tip[0] - 7 * math.cos(angle + turn), tip[1] - 7 * math.sin(angle + turn)) for turn in (-0.42, 0.42)]  # fmt: skip
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, *sides))
-        self._add(Shape("polygon", {"points": points, "fill": colour}), *tip)
+        x, y = tip
+        angle = math.atan2(y - before[1], x - before[0])
+        points = [tip]
+        for turn in (-0.42, 0.42):
+            side = angle + turn
+            points.append((x - 7 * math.cos(side), y - 7 * math.sin(side)))
+        self._add(Shape("polygon", {"points": _listed(points), "fill": colour}), x, y)
 
     def line(
         self, points: Sequence[Point], colour: str, width: float, dashes: str | None = None
     ) -> None:
         if len(points) > 1:
-            through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            look = {"fill": "none", "stroke": colour, "stroke-width": width}
-            shape = Shape("polyline", {"points": through, **look, "stroke-dasharray": dashes})
-            self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
+            attributes = {
+                "points": _listed(points),
+                "fill": "none",
+                "stroke": colour,
+                "stroke-width": width,
+                "stroke-dasharray": dashes,
+            }
+            self._add(Shape("polyline", attributes), *_corner(points))
 
     def dot(self, x: float, y: float, radius: float, fill: str, **more: Any) -> None:
         shape = Shape("circle", {"cx": float(x), "cy": float(y), "r": radius, "fill": fill, **more})
@@ -226,34 +276,34 @@ class Drawing:
 
     def _add(self, shape: Shape, right: float, low: float) -> None:
         self._shapes.append(shape)
-        self._right, self._low = max(self._right, right + MARGIN), max(self._low, low + MARGIN)
-
-    def _markup(self, alone: bool) -> list[str]:
-        return [shape.markup(alone) for shape in self._shapes]
+        self._right = max(self._right, right + MARGIN)
+        self._low = max(self._low, low + MARGIN)
 
     def svg(self) -> str:
         """Return the text of a standalone SVG file."""
-        size = f'width="{round(self.zoom * self.width)}" height="{round(self.zoom * self.height)}"'
-        paper = Shape("rect", {"width": self.width, "height": self.height, "rx": 6, "fill": "var(--paper)"})  # fmt: skip
-        shapes = [paper.markup(True), *self._markup(True)]
-        classes = " ".join(re.findall(r' class="([^"]*)"', "".join(shapes)))  # text is escaped
-        used = sorted(set(re.findall(r"\b[fs]-\w+", classes)))
-        dark = "".join(
-            f".{each}{{{'fill' if each[0] == 'f' else 'stroke'}:{PALETTE[each[2:]][1]}}}"
-            for each in used
-        )
+        width, height = self.width, self.height
+        size = f'width="{round(self.zoom * width)}" height="{round(self.zoom * height)}"'
         begin = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width}'
-            f' {self.height}" role="img" font-family="Helvetica, Arial, sans-serif">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width} {height}"'
+            ' role="img" font-family="Helvetica, Arial, sans-serif">'
         )
-        style = f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>"
-        told = [f"<title>{escape(self.title)}</title>", f"<desc>{escape(self.description)}</desc>"]
-        return "\n".join([begin, *told, style, *shapes, "</svg>"]) + "\n"
+        paper = {"width": width, "height": height, "rx": 6, "fill": "var(--paper)"}
+        shapes = _markup([Shape("rect", paper), *self._shapes], True)
+        title = f"<title>{escape(self.title)}</title>"
+        description = f"<desc>{escape(self.description)}</desc>"
+        lines = [begin, title, description, _dark_style("".join(shapes)), *shapes, "</svg>"]
+        return "\n".join(lines) + "\n"
 
     def inside(self) -> str:
         """Return the SVG element for an HTML page."""
         begin = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" focusable="false">'
-        return "\n".join([begin, *self._markup(False), "</svg>"])
+        return "\n".join([begin, *_markup(self._shapes, False), "</svg>"])
+
+    def enlarge(self, width: float, most: float) -> None:
+        """Make a standalone file `width` pixels wide, but at most `most` times as large as the
+        sheet, and never smaller.
+        """
+        self.zoom = max(1.0, min(most, width / self.width))
 
     def save(self, file: Path | str) -> None:
         """Write a standalone file. Raises UsageError if its name does not end in .svg, or if it
@@ -265,6 +315,16 @@ class Drawing:
             file.write_text(self.svg(), encoding="utf-8")
 
 
+def _dark_style(shapes: str) -> str:
+    """Return the style sheet with the colours, on a dark system, of the classes in `shapes`."""
+    classes = " ".join(re.findall(r' class="([^"]*)"', shapes))  # text is escaped
+    rules = []
+    for name in sorted(set(re.findall(r"\b[fs]-\w+", classes))):
+        paint = "fill" if name.startswith("f-") else "stroke"
+        rules.append(f".{name}{{{paint}:{PALETTE[name[2:]][1]}}}")
+    return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+
+
 def wrapped(text: str, most: float, size: float, weight: str = "normal") -> list[str]:
     """Break a text between words into lines of at most `most` units."""
     lines: list[str] = []
@@ -274,6 +334,15 @@ def wrapped(text: str, most: float, size: float, weight: str = "normal") -> list
         else:
             lines.append(word)
     return lines
+
+
+def _listed(points: Sequence[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _corner(points: Sequence[Point]) -> Point:
+    """Return the smallest x and y that no point exceeds."""
+    return max(x for x, _ in points), max(y for _, y in points)
 
 
 def _number(value: Any) -> str:

@@ -23,6 +23,6 @@ class Finding:
 
 def judged(name: str, value: str, *, fix: str = "", warn: str = "") -> Finding:
     """Return a finding of level "fix" or "warn" if that sentence is given, otherwise "ok"."""
-    return Finding(
-        name=name, value=value, level="fix" if fix else "warn" if warn else "ok", fix=fix or warn
-    )
+    if fix:
+        return Finding(name=name, value=value, level="fix", fix=fix)
+    return Finding(name=name, value=value, level="warn" if warn else "ok", fix=warn)

@@ -30,52 +30,38 @@ class Recorded:
     events: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
     anatomy: Anatomy | None
-    whole: bool
+    complete: bool
     """Whether all records could be read. Unreadable ones are left out."""
 
     @property
     def start(self) -> Mapping[str, Any]:
         """The record of the latest start of the ranks; empty if there is none."""
-        return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
 
 def read(run: Path) -> Recorded:
     """Read the run directory. Raises UsageError if it has no settings."""
     settings = Settings.read(run)
-    lines = _text(run / METRICS).splitlines()
-    found = [_mapping(line) for line in lines]
-    records = [record for record in found if record is not None and "kind" in record]
+    parsed = list(map(_mapping, _text(run / METRICS).splitlines()))
+    records = [record for record in parsed if record is not None]
+    evaluations = [record for record in records if _has(record, "evaluate")]
+    events = [record for record in records if record.get("kind") == "event"]
     result = _mapping(_text(run / RESULT))
+    state: State = "interrupted"
+    if result is not None:
+        state = "finished"
+    elif in_use(run / "lock"):
+        state = "under way"
     return Recorded(
         run=run,
-        state=(
-            "finished"
-            if result is not None
-            else "under way"
-            if in_use(run / "lock")
-            else "interrupted"
-        ),
+        state=state,
         settings=settings,
-        steps=[
-            record
-            for record in records
-            if record["kind"] == "step" and _has(record, "loss", "samples_per_s")
-        ],
-        evaluations=[
-            record
-            for record in records
-            if record["kind"] == "evaluate"
-            and _has(record)
-            and isinstance(record.get("metrics"), dict)
-        ],
-        events=[
-            record
-            for record in records
-            if record["kind"] == "event" and isinstance(record.get("event"), str)
-        ],
+        steps=[record for record in records if _has(record, "step", "loss", "samples_per_s")],
+        evaluations=[record for record in evaluations if isinstance(record.get("metrics"), dict)],
+        events=[event for event in events if isinstance(event.get("event"), str)],
         result=result,
         anatomy=read_anatomy(run),
-        whole=None not in found and (run / METRICS).exists(),
+        complete=None not in parsed and (run / METRICS).exists(),
     )
 
 
@@ -110,18 +96,16 @@ def _text(file: Path) -> str:
 
 def _mapping(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def _has(record: Mapping[str, Any], *names: str) -> bool:
+def _has(record: Mapping[str, Any], kind: str, *names: str) -> bool:
+    """Whether a record is of this kind and has a step and these numbers."""
     step = record.get("step")
-    return (
-        type(step) is int
-        and 0 <= step < 2**53
-        and all(
-            not math.isnan(number(record.get(name))) or record.get(name) == "nan" for name in names
-        )
-    )
+    if record.get("kind") != kind or type(step) is not int or not 0 <= step < 2**53:
+        return False
+    values = [record.get(name) for name in names]
+    return all(value == "nan" or not math.isnan(number(value)) for value in values)

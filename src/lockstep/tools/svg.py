@@ -38,66 +38,81 @@ class Plot(Drawing):
         title: str = "",
     ) -> None:
         super().__init__(title, width=WIDTH)
-        self._log = {axis: axis in log.split() for axis in ("across", "up")}
+        self._log = log.split()
+        self.row_height = row_height
         if title:
             self.words(2, 12, title, size=_FONT + 1, weight="bold")
-        top = self._named(legend or {}, 18.0 * bool(title)) + (14 if up_label else 0)
-        self.row_height = row_height
-        self._across = self._range("across", across)
-        self._up = (float(len(rows)), 0.0) if rows else self._range("up", up)
-        named = {place + 0.5: name for place, name in enumerate(rows)}
-        upwards = named or self._marks("up", up, 5)
-        self._left = 9 + max(width_of(name, _FONT) for name in upwards.values())
-        self._end, self._top = WIDTH - 12.0, top
-        self._bottom = top + (row_height * len(rows) if rows else 130)
+        self._top = self._legend(legend or {}, 18.0 if title else 0.0)
         if up_label:
-            self._said(2, top - 8, up_label)
-        for value, name in upwards.items():
-            self._said(self._left - 5, self.y(value) + 3.5, name, "end")
+            self._text(2, self._top + 6, up_label)
+            self._top += 14
+        self._across = self._range("across", across)
+        if rows:
+            self._up = (float(len(rows)), 0.0)
+            heights = {row + 0.5: name for row, name in enumerate(rows)}
+            self._bottom = self._top + row_height * len(rows)
+        else:
+            self._up = self._range("up", up)
+            heights = self._marks("up", up, 5)
+            self._bottom = self._top + 130
+        self._left = 9 + max(width_of(name, _FONT) for name in heights.values())
+        self._end = WIDTH - 12.0
+        for value, name in heights.items():
+            y = self.y(value)
+            self._text(self._left - 5, y + 3.5, name, "end")
             if not rows:
-                y = self.y(value)
                 self.line([(self._left, y), (self._end, y)], FAINT, 0.5)
         marks = self._marks("across", across, 6) if numbers is None else numbers
         for value, name in marks.items():
-            self._said(self.x(value), self._bottom + 13, name, "middle")
+            self._text(self.x(value), self._bottom + 13, name, "middle")
         self.line([(self._left, self._bottom), (self._end, self._bottom)], FAINT, 1)
-        self._said((self._left + self._end) / 2, self._bottom + 27, label, "middle")
-        self._right, self._low = max(WIDTH, self._right - MARGIN), self._bottom + 32
+        self._text((self._left + self._end) / 2, self._bottom + 27, label, "middle")
+        self._right = max(WIDTH, self._right - MARGIN)
+        self._low = self._bottom + 32
         self.zoom = _FULL / WIDTH
 
     def _range(self, axis: str, ends: Point) -> Point:
-        return _widened((math.log10(ends[0]), math.log10(ends[1])) if self._log[axis] else ends)
+        if axis in self._log:
+            return _widened((math.log10(ends[0]), math.log10(ends[1])))
+        return _widened(ends)
 
     def _marks(self, axis: str, ends: Point, most: int) -> dict[float, str]:
-        if not self._log[axis]:
-            return _marks(*_widened(ends), most)
         low, high = self._range(axis, ends)
+        if axis not in self._log:
+            return _marks(low, high, most)
         powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
-        kept = powers[:: -(-len(powers) // most)] if powers else ()
-        return {10.0**power: f"{10.0**power:g}" for power in kept} or {ends[0]: f"{ends[0]:.3g}"}
+        if not powers:
+            return {ends[0]: f"{ends[0]:.3g}"}
+        step = -(-len(powers) // most)
+        return {10.0**power: f"{10.0**power:g}" for power in powers[::step]}
 
     def x(self, value: float) -> float:
-        low, high = self._across
-        at = math.log10(value) if self._log["across"] else value
-        return self._left + (at - low) / (high - low) * (self._end - self._left)
+        share = self._share("across", self._across, value)
+        return self._left + share * (self._end - self._left)
 
     def y(self, value: float) -> float:
-        low, high = self._up
-        at = math.log10(value) if self._log["up"] else value
-        return self._bottom + (at - low) / (high - low) * (self._top - self._bottom)
+        return self._bottom + self._share("up", self._up, value) * (self._top - self._bottom)
+
+    def _share(self, axis: str, ends: Point, value: float) -> float:
+        """Return how far along an axis a value is: 0 at its begin, 1 at its end."""
+        low, high = ends
+        at = math.log10(value) if axis in self._log else value
+        return (at - low) / (high - low)
 
     def bar(
         self, begin: float, end: float, top: float, height: float, fill: str, **more: Any
     ) -> None:
         """Draw a bar from `begin` to `end` on the horizontal axis; `top` and `height` in rows."""
-        left, more = self.x(begin), {"stroke": "none", **more}
-        self.box(left, self.y(top), self.x(end) - left, height * self.row_height, fill, **more)
+        left = self.x(begin)
+        attributes = {"stroke": "none", **more}
+        width = self.x(end) - left
+        self.box(left, self.y(top), width, height * self.row_height, fill, **attributes)
 
-    def said(self, x: float, row: float, text: str) -> None:
+    def inscribe(self, x: float, row: float, text: str) -> None:
         """Draw text in row `row`, centred at `x` on the horizontal axis."""
-        self._said(self.x(x), self.y(row) + 3.5, text, "middle")
+        self._text(self.x(x), self.y(row) + 3.5, text, "middle")
 
-    def inscribed(self, x: float, row: float, text: str) -> None:
+    def inscribe_small(self, x: float, row: float, text: str) -> None:
         """Draw small text into a bar that begins at `x`."""
         self.words(self.x(x) + 2, self.y(row) + 2.8, text, size=8, fill="var(--paper)")
 
@@ -123,27 +138,33 @@ class Plot(Drawing):
 
     def stripe(self, begin: float, end: float, colour: str) -> None:
         """Draw a stripe of the plot's full height, from `begin` to `end`."""
-        left, high = self.x(begin), self._bottom - self._top
-        self.box(left, self._top, self.x(end) - left, high, colour, tint=0.15, stroke="none")
+        left = self.x(begin)
+        width = self.x(end) - left
+        height = self._bottom - self._top
+        self.box(left, self._top, width, height, colour, tint=0.15, stroke="none")
 
     def _add(self, shape: Shape, right: float, low: float) -> None:
         self._shapes.append(shape)
         if shape.tag == "text":
             self._right = max(self._right, right + 2)
 
-    def _named(self, legend: Mapping[str, str], top: float) -> float:
+    def _legend(self, legend: Mapping[str, str], top: float) -> float:
         """Draw the legend. Returns the y below it."""
-        x, y = 2.0, top + 11.0
+        if not legend:
+            return top + 6
+        x = 2.0
+        y = top + 11.0
         for name, colour in legend.items():
             width = 22 + width_of(name, _FONT)
             if x > 2 and x + width > WIDTH:
-                x, y = 2.0, y + 15
+                x = 2.0
+                y += 15
             self.box(x, y - 8, 9, 9, colour, stroke="none")
-            self._said(x + 13, y, name)
+            self._text(x + 13, y, name)
             x += width
-        return y + 8 if legend else top + 6
+        return y + 8
 
-    def _said(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+    def _text(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         self.words(x, y, text, anchor=anchor, size=_FONT, fill=INK)
 
 
@@ -169,7 +190,11 @@ def _widened(ends: Point) -> Point:
 
 def _marks(low: float, high: float, most: int) -> dict[float, str]:
     """Return at most `most` + 1 round numbers from `low` to `high`, each with its label."""
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each * most >= high - low)
-    places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    return {place * step: f"{place * step:.10g}" for place in places}
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    for factor in (1, 2, 5, 10):
+        if factor * step * most >= high - low:
+            step *= factor
+            break
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return {count * step: f"{count * step:.10g}" for count in range(first, last + 1)}

@@ -23,7 +23,7 @@ from lockstep.errors import TaskError
 from lockstep.tools.bench import scaling
 from lockstep.tools.bench.scaling import global_batches, uneven
 from lockstep.tools.bench.speedup import ScalingRow, Turn
-from lockstep.tools.bench.task_source import Source, made, source_of
+from lockstep.tools.bench.task_source import Source, make_task, source_of
 from tests.refused import refused
 from tests.training import toy
 
@@ -197,7 +197,7 @@ def source(
 
 def sent(given: Source) -> Task:
     """As a rank gets it."""
-    return made(pickle.loads(pickle.dumps(given)))
+    return make_task(pickle.loads(pickle.dumps(given)))
 
 
 def test_names_files_functions_and_tasks(tmp_path: Path) -> None:
@@ -268,4 +268,4 @@ def test_options_of_another_kind_of_task_are_refused() -> None:
     with refused("overrides-without-file", overrides={"lr": "1"}):
         source(toy.task, overrides={"lr": "1"})
     with refused("wrong-return-type", TaskError, type="Linear"):
-        made(source(net))
+        make_task(source(net))

@@ -83,7 +83,7 @@ def test_everybody_ends_with_what_was_promised() -> None:
     for world in (1, 2, 3, 4, 6):
         for name in algorithms_of("all_reduce"):
             *_, last = picture.rounds(schedule("all_reduce", name, world, ranks_per_node=2))
-            for held in last.held:
+            for held in last.contents:
                 assert set(held.values()) == {frozenset(range(world))}, (name, world)
 
 

@@ -177,12 +177,12 @@ def test_the_distance_of_sketches_is_about_that_of_the_tensors() -> None:
     generator = torch.Generator().manual_seed(0)
     one = torch.randn(1000, generator=generator)
     move = 1e-3 * torch.randn(1000, generator=generator)
-    far = sketch(one).far(sketch(one + move))
+    far = sketch(one).distance(sketch(one + move))
     assert 0.05 * move.norm() < far < 4 * move.norm()
-    assert sketch(one).far(sketch(one.clone())) == 0
+    assert sketch(one).distance(sketch(one.clone())) == 0
     nan = sketch(torch.tensor([float("nan"), 1.0]))
-    assert nan.far(nan) == 0.0
-    assert nan.far(sketch(torch.tensor([float("nan"), 2.0]))) == float("inf")
+    assert nan.distance(nan) == 0.0
+    assert nan.distance(sketch(torch.tensor([float("nan"), 2.0]))) == float("inf")
 
 
 @pytest.mark.parametrize(

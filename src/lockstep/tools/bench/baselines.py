@@ -12,7 +12,6 @@ the gradients; the other variants get the sum here at no cost.
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +31,7 @@ from lockstep.runtime import randomness
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.forward import Forward
 from lockstep.step.stepper import Stepper
+from lockstep.tools.verify.trace import random_states
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.opening import grad_scaler
 from lockstep.world.world import World
@@ -52,7 +51,7 @@ class WeighedWindow:
     """This rank's micro-batches, at least one."""
     own: float
     """The weight of this rank's micro-batches."""
-    whole: float
+    total: float
     """The weight of all ranks' micro-batches."""
 
 
@@ -77,18 +76,19 @@ def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True
     windows = list(_like_the_first(loader, world))
     if not windows:
         raise too_few(task, world.size)
-    draws, own = False, [float(window.samples) for window in windows]
+    draws = False
+    own = [float(window.samples) for window in windows]
     if weighed:
         draws, own = _weigh(task, precision, world, windows)
-    whole = torch.tensor(own, dtype=torch.float64)
-    world.control.all_reduce(whole).wait()
-    if not all(weight > 0 for weight in whole.tolist()):
-        raise UsageError("window-without-weight", task=task.name, weight=min(whole.tolist()))
-    given = [
-        WeighedWindow(window, list(window), mine, all_)
-        for window, mine, all_ in zip(windows, own, whole.tolist(), strict=True)
-    ]
-    return Feed(given, world.agree(draws), loader.describe())
+    sums = torch.tensor(own, dtype=torch.float64)
+    world.control.all_reduce(sums).wait()
+    totals = sums.tolist()
+    if not all(total > 0 for total in totals):
+        raise UsageError("window-without-weight", task=task.name, weight=min(totals))
+    weighed_windows = []
+    for window, weight, total in zip(windows, own, totals, strict=True):
+        weighed_windows.append(WeighedWindow(window, list(window), weight, total))
+    return Feed(weighed_windows, world.agree(draws), loader.describe())
 
 
 def too_few(task: Task, workers: int) -> UsageError:
@@ -106,15 +106,15 @@ def _like_the_first(loader: Any, world: World) -> Iterator[Window]:
     """Yield up to WINDOWS windows of the first epoch in which every rank has as many micro-batches
     as in the first window, and at least one.
     """
-    found = 0
+    count = 0
     most = None
     for window in next(loader.epochs(1)):
         most = len(window) if most is None else most
         if world.agree(len(window) == most > 0, "all"):
             list(window)  # fetches the batches while the loader is open
             yield window
-            found += 1
-        if found == WINDOWS:
+            count += 1
+        if count == WINDOWS:
             return
 
 
@@ -126,25 +126,16 @@ def _weigh(
     """
     randomness.shared(task.seed)
     forward = Forward(model_of(task).to(world.device), task, precision, world.device)
-    before = _random_states(world.device)
+    before = random_states(world.device)
     weights = []
     with torch.no_grad():
         for window in windows:
-            weights.append(sum(float(forward.loss(forward(batch), batch)[1]) for batch in window))
-    return _random_states(world.device) != before, weights
-
-
-def _random_states(device: torch.device) -> tuple[object, ...]:
-    numpys: Any = np.random.get_state(legacy=True)
-    states = [torch.get_rng_state()] + (
-        [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    )
-    return (
-        random.getstate(),
-        numpys[1].tobytes(),
-        numpys[2],
-        *(state.numpy().tobytes() for state in states),
-    )
+            total = 0.0
+            for batch in window:
+                _, weight = forward.loss(forward(batch), batch)
+                total += float(weight)
+            weights.append(total)
+    return random_states(world.device) != before, weights
 
 
 _MB = 25.0  # torch's default bucket size
@@ -169,7 +160,9 @@ class Baseline(ABC):
     """A variant of a training step. Calling it takes one optimizer step on one window."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, task, device = setting, setting.task, setting.world.device
+        task = setting.task
+        device = setting.world.device
+        self.setting = setting
         randomness.shared(task.seed)
         self.model = model_of(task).to(device)
         if task.compile:
@@ -187,7 +180,7 @@ class Baseline(ABC):
         return self.model
 
     @abstractmethod
-    def __call__(self, given: WeighedWindow) -> None: ...
+    def __call__(self, weighed: WeighedWindow) -> None: ...
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor]:
         return self.forward.loss(self.forward(batch), batch)
@@ -196,28 +189,30 @@ class Baseline(ABC):
 class Loop(Baseline):
     """The usual training loop. Without a wrapper, it does not communicate."""
 
-    def __call__(self, given: WeighedWindow) -> None:
+    def __call__(self, weighed: WeighedWindow) -> None:
         self.optimizer.zero_grad()
-        last = len(given.batches) - 1
-        for place, batch in enumerate(given.batches):
+        seed = self.setting.task.seed
+        last = len(weighed.batches) - 1
+        for index, batch in enumerate(weighed.batches):
             if self.setting.keyed:
-                randomness.step(
-                    self.setting.task.seed, given.window.step, given.window.slots[place]
-                )
-            with nullcontext() if place == last else self.kept_back():
-                self.backward(self.loss(batch)[0] * self.scale(given))
+                randomness.step(seed, weighed.window.step, weighed.window.slots[index])
+            with nullcontext() if index == last else self.kept_back():
+                loss, _ = self.loss(batch)
+                self.backward(loss * self.scale(weighed))
         self.update()
 
-    def scale(self, given: WeighedWindow) -> float:
+    def scale(self, weighed: WeighedWindow) -> float:
         """Return the factor for the sum of losses before the backward."""
-        return 1 / given.own
+        return 1 / weighed.own
 
     def kept_back(self) -> AbstractContextManager[object]:
         """Return a context in which gradients only accumulate on this rank."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
 
     def update(self) -> None:
         clip, scaler = self.setting.task.clip, self.scaler
@@ -239,12 +234,12 @@ class Averaged(Loop):
     last backward of a step.
     """
 
-    def scale(self, given: WeighedWindow) -> float:
-        return self.setting.world.size / given.whole
+    def scale(self, weighed: WeighedWindow) -> float:
+        return self.setting.world.size / weighed.total
 
     def kept_back(self) -> AbstractContextManager[object]:
-        kept: AbstractContextManager[object] = self.wrapped.no_sync()
-        return kept
+        context: AbstractContextManager[object] = self.wrapped.no_sync()
+        return context
 
 
 class TorchDDP(Averaged):
@@ -298,8 +293,8 @@ class Stepped(Baseline):
             world=setting.world,
         )
 
-    def __call__(self, given: WeighedWindow) -> None:
-        for batch in self.stepper.micro_batches(given.window):
+    def __call__(self, weighed: WeighedWindow) -> None:
+        for batch in self.stepper.micro_batches(weighed.window):
             loss, weight = self.loss(batch)
             self.stepper.backward(loss, weight)
         self.stepper.step()
@@ -322,12 +317,13 @@ def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Bas
     """Build a variant for each name, each with its own model. Raises UsageError for an unknown
     name, TaskError if the task returns the same model twice.
     """
-    found: dict[str, Baseline] = {}
+    built: dict[str, Baseline] = {}
     for name in names:
-        found[name] = maker(name, others)(setting)
-        if len({id(way.model) for way in found.values()}) < len(found):
+        variant = maker(name, others)(setting)
+        if any(variant.model is other.model for other in built.values()):
             raise TaskError("model-returned-twice")
-    return found
+        built[name] = variant
+    return built
 
 
 def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
@@ -339,9 +335,11 @@ def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
     kind, colon, rest = name.partition(":")
     wrappers: Wrappers = {"ddp": TorchDDP, **others}
     if kind not in wrappers:
-        knob.chosen("variant", name, [*(f"{each}:MB" for each in wrappers), *OURS])
+        with_size = [f"{wrapper}:MB" for wrapper in wrappers]
+        knob.chosen("variant", name, [*with_size, *OURS])
+    size = knob.value_of(rest) if colon else _MB
     with knob.within(f"variant={name!r}"):
-        megabytes = knob.number("bucket", knob.value_of(rest) if colon else _MB, above=0, unit="MB")
+        megabytes = knob.number("bucket", size, above=0, unit="MB")
     return partial(wrappers[kind], megabytes=megabytes)  # type: ignore[call-arg]
 
 

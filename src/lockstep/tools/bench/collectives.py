@@ -104,8 +104,11 @@ def check(kind: Any, algorithms: Sequence[str]) -> None:
 def _on_rank(
     kind: Kind, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None
 ) -> list[CollectiveTime]:
+    rows: list[CollectiveTime] = []
     with init() as world:
-        return [each for size in sizes for each in _one_size(world, kind, size, algorithms, runs)]
+        for size in sizes:
+            rows += _one_size(world, kind, size, algorithms, runs)
+    return rows
 
 
 def _one_size(
@@ -122,40 +125,39 @@ def _one_size(
                 seconds[algorithm].append(taken)
                 wrong[algorithm] += bad
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    everywhere = torch.tensor(list(wrong.values()))
+    total_wrong = torch.tensor(list(wrong.values()))
     world.control.all_reduce(slowest, "max").wait()
-    world.control.all_reduce(everywhere).wait()
-    last = count - 1
-    p50s = [statistics.median(row) for row in slowest.tolist()]
-    p99s = [sorted(row)[round(0.99 * last)] for row in slowest.tolist()]
-    rows = zip(algorithms, p50s, p99s, everywhere.tolist(), strict=True)
-    return [
-        CollectiveTime(
-            collective=kind,
-            algorithm=name,
-            size=size,
-            workers=world.size,
-            runs=count,
-            p50=p50,
-            p99=p99,
-            wrong=bad,
+    world.control.all_reduce(total_wrong).wait()
+    rows = []
+    for algorithm, times, bad in zip(
+        algorithms, slowest.tolist(), total_wrong.tolist(), strict=True
+    ):
+        rows.append(
+            CollectiveTime(
+                collective=kind,
+                algorithm=algorithm,
+                size=size,
+                workers=world.size,
+                runs=count,
+                p50=statistics.median(times),
+                p99=sorted(times)[round(0.99 * (count - 1))],
+                wrong=bad,
+            )
         )
-        for name, p50, p99, bad in rows
-    ]
+    return rows
 
 
 class _Case:
     """One collective at one size on one rank: new data and the expected result for each run."""
 
     def __init__(self, world: World, kind: Kind, size: int) -> None:
-        self._world, self._kind = world, kind
+        self._world = world
+        self._kind = kind
         count = max(1, size // 4)
-        pieces = kind in ("all_gather", "all_to_all")
-        self._pattern = torch.arange(
-            max(1, count // world.size) if pieces else count,
-            dtype=torch.float32,
-            device=world.device,
-        ).remainder_(61)
+        if kind in ("all_gather", "all_to_all"):
+            count = max(1, count // world.size)
+        pattern = torch.arange(count, dtype=torch.float32, device=world.device)
+        self._pattern = pattern.remainder_(61)
 
     def worthwhile(self, algorithm: str) -> int:
         """Return the number of runs that take about _WORTH seconds; the same on all ranks."""
@@ -166,63 +168,59 @@ class _Case:
     def run(self, algorithm: str, run: int) -> tuple[float, int]:
         """Run once. Returns this rank's (seconds, number of wrong elements)."""
         world = self._world
-        given, expected = self._data(run)
-        self._world.control.all_reduce(torch.zeros(1)).wait()  # a barrier
+        tensors, expected = self._data(run)
+        world.control.all_reduce(torch.zeros(1)).wait()  # a barrier
         settle(world)
         begin = time.perf_counter()
-        found = getattr(collectives, self._kind)(given, algorithm=algorithm)
+        result = getattr(collectives, self._kind)(tensors, algorithm=algorithm)
         settle(world)
         seconds = time.perf_counter() - begin
-        return seconds, int(
-            ((torch.cat(found) if self._kind == "all_to_all" else found) != expected).sum()
-        )
+        if self._kind == "all_to_all":
+            result = torch.cat(result)
+        return seconds, int((result != expected).sum())
 
     def _data(self, run: int) -> tuple[Tensor | list[Tensor], Tensor]:
         """Return this rank's input and its expected result."""
         rank, size = self._world.rank, self._world.size
-        everyone = [self._pattern + (each + 1) * (run % 5 + 2) for each in range(size)]
-        mine = everyone[rank].clone()
-        total = self._pattern * size + sum(range(1, size + 1)) * (run % 5 + 2)
+        factor = run % 5 + 2
+        inputs = [self._pattern + (other + 1) * factor for other in range(size)]
+        own = inputs[rank].clone()
         if self._kind == "all_to_all":
-            return [mine + other for other in range(size)], torch.cat(
-                [each + rank for each in everyone]
-            )
+            pieces = [own + other for other in range(size)]
+            return pieces, torch.cat([tensor + rank for tensor in inputs])
+        total = self._pattern * size + sum(range(1, size + 1)) * factor
         expected = {
             "all_reduce": total,
-            "broadcast": everyone[0],
-            "reduce": total if rank == 0 else everyone[rank],
-            "all_gather": torch.cat(everyone),
+            "broadcast": inputs[0],
+            "reduce": total if rank == 0 else inputs[rank],
+            "all_gather": torch.cat(inputs),
             "reduce_scatter": total.tensor_split(size)[rank],
         }
-        return mine, expected[self._kind]
+        return own, expected[self._kind]
 
 
 def table(measured: Sequence[CollectiveTime]) -> str:
     """Return a table with nccl-tests' columns and a line for each size and algorithm."""
-    native = {
-        (each.collective, each.size): each.p50 for each in measured if each.algorithm == "native"
-    }
+    native = {}
+    for row in measured:
+        if row.algorithm == "native":
+            native[row.collective, row.size] = row.p50
     head = "collective | algorithm | size | time | p99 | algbw | busbw | #wrong | vs native"
-    units = [None, None, "(B)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
-    return text_table(
-        head,
-        [units, *(_cells(each, native.get((each.collective, each.size))) for each in measured)],
-        left=(0, 1),
-    )
+    rows: list[list[object]] = [[None, None, "(B)", "(us)", "(us)", "(GB/s)", "(GB/s)"]]
+    for row in measured:
+        rows.append(_cells(row, native.get((row.collective, row.size))))
+    return text_table(head, rows, left=(0, 1))
 
 
-def _cells(each: CollectiveTime, native: float | None) -> list[object]:
-    times = [
-        f"{1e6 * each.p50:.1f}",
-        f"{1e6 * each.p99:.1f}",
-        f"{each.algbw:.2f}",
-        f"{each.busbw:.2f}",
-    ]
+def _cells(row: CollectiveTime, native: float | None) -> list[object]:
     return [
-        each.collective,
-        each.algorithm,
-        each.size,
-        *times,
-        each.wrong,
-        native and f"{native / each.p50:.2f}x",
+        row.collective,
+        row.algorithm,
+        row.size,
+        f"{1e6 * row.p50:.1f}",
+        f"{1e6 * row.p99:.1f}",
+        f"{row.algbw:.2f}",
+        f"{row.busbw:.2f}",
+        row.wrong,
+        native and f"{native / row.p50:.2f}x",
     ]

@@ -161,8 +161,12 @@ def communication_ratio(
 
     def forward() -> Tensor:
         if isinstance(batch, Mapping):
-            return checked(total(model(**batch)))
-        return checked(total(model(*batch) if isinstance(batch, tuple | list) else model(batch)))
+            output = model(**batch)
+        elif isinstance(batch, tuple | list):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        return checked(total(output))
 
     seconds, flops = _timed(model, forward, trained[0].device)
     return CommunicationRatio(
@@ -243,11 +247,13 @@ def sum_of(output: Any) -> Tensor:
 
 
 def _floats(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        yield output
-    parts = output.values() if isinstance(output, Mapping) else output
-    if isinstance(output, Mapping | tuple | list):
-        for part in parts:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        yield from _floats(list(output.values()))
+    elif isinstance(output, tuple | list):
+        for part in output:
             yield from _floats(part)
 
 
@@ -262,8 +268,11 @@ def _link(network: object) -> Link:
 
 def _samples(batch: Any) -> int:
     """Return the length of the first tensor's first dim, which is taken as the batch."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    parts = parts if isinstance(batch, Mapping | tuple | list) else [batch]
+    parts = [batch]
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, tuple | list):
+        parts = list(batch)
     first = next((part for part in parts if isinstance(part, Tensor)), None)
     if first is None or not first.dim() or not len(first):
         raise UsageError("batch-without-tensors", kind=type(batch).__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import busy, cores, processor
 from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
-from lockstep.tools.bench.task_source import Source, made, source_of
+from lockstep.tools.bench.task_source import Source, make_task, source_of
 from lockstep.tools.timing.in_turns import largest, settle, trial
 from lockstep.training.build import loader_of
 from lockstep.training.opening import backend_of, computing, matmul_precision
@@ -113,7 +113,7 @@ def benchmark_scaling(
     settings = replace(settings, device=_kind(device, counts))
     if settings.method().server:
         raise UsageError("server-not-measured", update=update)
-    task_here = made(source)
+    task_here = make_task(source)
     batches = global_batches(mode, task_here, counts)
     load = busy()
     turns: dict[int, list[Turn]] = {count: [] for count in counts}
@@ -162,13 +162,13 @@ class _TimedSteps:
 
 
 def _windows(loader: Loader, loading: bool) -> Iterator[Window]:
-    every = (window for epoch in loader.epochs(ENDLESS) for window in epoch)
+    windows = chain.from_iterable(loader.epochs(ENDLESS))
     if loading:
-        return every
-    held = list(islice(every, _HELD))
-    for window in held:
+        return windows
+    repeated = list(islice(windows, _HELD))
+    for window in repeated:
         list(window)  # fetches the batches, which the window keeps
-    return cycle(held)
+    return cycle(repeated)
 
 
 def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
@@ -197,8 +197,8 @@ def global_batches(mode: str, task: Task, workers: Sequence[int]) -> dict[int, i
     batches = dict.fromkeys(workers, task.global_batch)
     if mode == "weak":
         base, micro_batch = workers[0], task.micro_batch
-        each, rest = divmod(task.global_batch, base * micro_batch)
-        if rest or not each:
+        per_rank, rest = divmod(task.global_batch, base * micro_batch)
+        if rest or not per_rank:
             raise UsageError(
                 "weak-scaling-uneven",
                 global_batch=task.global_batch,
@@ -206,7 +206,7 @@ def global_batches(mode: str, task: Task, workers: Sequence[int]) -> dict[int, i
                 workers=base,
                 each=task.global_batch / base,
             )
-        batches = {count: each * micro_batch * count for count in workers}
+        batches = {count: per_rank * micro_batch * count for count in workers}
     length = getattr(task.train_data, "__len__", None)  # a stream has no length
     for count, batch in batches.items():
         if length is not None and batch > length():
@@ -259,31 +259,28 @@ def _summary(
     loading: bool,
     load: str | None,
 ) -> Scaling:
-    on_cpu = settings.device == "cpu"
-    number = cores() if on_cpu else torch.cuda.device_count()
-    where = (
-        f"the CPU ({processor()}, {counted(number, 'core')}), torch {torch.__version__}"
-        if on_cpu
-        else f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')}), torch {torch.__version__}"
-    )
-    every = [*turns.values()]
-    rounds, last = len(every[0]), every[-1][0]
     measured = rows(turns, steps)
+    shared_cores = None  # GPUs are not shared
+    if settings.device == "cpu":
+        number = shared_cores = cores()
+        name = f"the CPU ({processor()}, {counted(number, 'core')})"
+    else:
+        number = torch.cuda.device_count()
+        name = f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')})"
+    warnings = remarks(measured, cores=shared_cores, busy=load)
+    *_, last_turns = turns.values()
     return Scaling(
         task=task.name or "task",
         rows=measured,
         mode=mode,
         constant=_constant(mode, batches, task.micro_batch),
-        where=where,
+        where=f"{name}, torch {torch.__version__}",
         how=(
-            f"{counted(rounds, 'turn')} of {counted(steps, 'step')} for each row, after {WARM_UP}"
-            f" steps to warm up; loading is {'timed too' if loading else 'not timed'}; gradients by"
-            f" {last.reduction}"
+            f"{counted(len(last_turns), 'turn')} of {counted(steps, 'step')} for each row, after"
+            f" {WARM_UP} steps to warm up; loading is {'timed too' if loading else 'not timed'};"
+            f" gradients by {last_turns[0].reduction}"
         ),
-        remarks=(
-            *remarks(measured, cores=number if on_cpu else None, busy=load),
-            *uneven(batches, task.micro_batch),
-        ),
+        remarks=(*warnings, *uneven(batches, task.micro_batch)),
         cores=number,
         device=settings.device,
     )

@@ -103,8 +103,11 @@ class Scaling:
 
     def _panel(self, value: str) -> Plot:
         rows = sorted(self.rows, key=lambda row: row.workers)
-        base, counts = self.rows[0].workers, [row.workers for row in rows]
-        ideal = [count / base if value == "speedup" else 1.0 for count in counts]
+        base = self.rows[0].workers
+        counts = [row.workers for row in rows]
+        ideal = [1.0] * len(rows)
+        if value == "speedup":
+            ideal = [count / base for count in counts]
         names = {"ideal": FAINT, f"{self.mode} scaling, measured": _COLOUR}
         crowded = self.device == "cpu" and counts[-1] > self.cores
         if crowded:
@@ -123,17 +126,17 @@ class Scaling:
         plot.curve(zip(counts, ideal, strict=True), FAINT, dashes="5 4")
         for row in rows:
             unit = getattr(row, value) / row.samples_per_s
-            ends = [(plot.x(row.workers), plot.y(unit * rate)) for rate in (row.low, row.high)]
-            plot.line(ends, _COLOUR, 1)
+            x = plot.x(row.workers)
+            low = plot.y(unit * row.low)
+            high = plot.y(unit * row.high)
+            plot.line([(x, low), (x, high)], _COLOUR, 1)
         plot.curve([(row.workers, getattr(row, value)) for row in rows], _COLOUR, dots=True)
         return plot
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: numbers, strings, lists and dicts."""
-        return asdict(self) | {
-            "rows": [asdict(row) for row in self.rows],
-            "remarks": list(self.remarks),
-        }
+        rows = [asdict(row) for row in self.rows]
+        return asdict(self) | {"rows": rows, "remarks": list(self.remarks)}
 
 
 def efficiency(speedup: float, workers: int, base: int) -> float:
@@ -148,9 +151,12 @@ def rows(turns: Mapping[int, Sequence[Turn]], steps: int) -> list[ScalingRow]:
     measured: list[ScalingRow] = []
     for workers, taken in turns.items():
         rates = [turn.samples / turn.seconds for turn in taken]
-        low, rate, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
-        base = measured[0] if measured else None
-        speedup = rate / base.samples_per_s if base else 1.0
+        low = rate = high = rates[0]
+        if len(rates) > 1:
+            low, rate, high = quantiles(rates, n=4, method="inclusive")
+        base_workers = measured[0].workers if measured else workers
+        base_rate = measured[0].samples_per_s if measured else rate
+        speedup = rate / base_rate
         measured.append(
             ScalingRow(
                 workers=workers,
@@ -158,7 +164,7 @@ def rows(turns: Mapping[int, Sequence[Turn]], steps: int) -> list[ScalingRow]:
                 low=low,
                 high=high,
                 speedup=speedup,
-                efficiency=efficiency(speedup, workers, base.workers if base else workers),
+                efficiency=efficiency(speedup, workers, base_workers),
                 threads=taken[0].threads,
                 step_ms=1e3 * median(turn.seconds for turn in taken) / steps,
             )

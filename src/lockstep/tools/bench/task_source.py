@@ -38,17 +38,14 @@ class TaskParts:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
     def __call__(self) -> Task:
+        model = self.model
+        name = getattr(model, "__name__", "model")
+        if isinstance(model, nn.Module):
+            name = type(model).__name__
+            model = partial(copy.deepcopy, model)
         return Task(
-            name=(
-                type(self.model).__name__
-                if isinstance(self.model, nn.Module)
-                else getattr(self.model, "__name__", "model")
-            ),
-            model=(
-                partial(copy.deepcopy, self.model)
-                if isinstance(self.model, nn.Module)
-                else self.model
-            ),
+            name=name,
+            model=model,
             train_data=self.dataset,
             loss=partial(_summed, self.loss),
             optimizer=self.optimizer or _sgd,
@@ -66,9 +63,11 @@ def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tupl
     """Return the sum of the loss over the batch, and its number of samples. `loss` returns the mean
     over the batch, as torch's criteria do, or one element per sample.
     """
-    found = loss(output, batch[1])
-    count = len(batch[1])
-    return (found * count if found.dim() == 0 else found.sum()), float(count)
+    target = batch[1]
+    losses = loss(output, target)
+    count = len(target)
+    total = losses * count if losses.dim() == 0 else losses.sum()
+    return total, float(count)
 
 
 def _same(task: Task) -> Task:
@@ -76,53 +75,52 @@ def _same(task: Task) -> Task:
 
 
 def source_of(
-    given: Any,
+    task: Any,
     workers: Sequence[int],
     growth: float,
     overrides: Mapping[str, str] | None,
     parts: Mapping[str, Any],
 ) -> Source:
-    """Return a function that makes the task. `given`: a Task, a name or file, a function that
+    """Return a function that makes the task. `task`: a Task, a name or file, a function that
     returns a Task, or (model, dataset, loss). Only the last allows values in `parts`.
 
     `growth`: by how much the global batch grows at the largest number of workers. Raises
     UsageError, also for an object that cannot be sent to ranks.
     """
-    if overrides and not isinstance(given, str | Path):
+    if overrides and not isinstance(task, str | Path):
         raise UsageError("overrides-without-file", overrides=dict(overrides))
-    if isinstance(given, tuple):
-        return _portable(_from_parts(given, workers, growth, parts))
+    if isinstance(task, tuple):
+        return _portable(_from_parts(task, workers, growth, parts))
     for name, value in parts.items():
         if value is not None:
             raise UsageError("not-for-a-task", name=name, value=value)
-    if isinstance(given, str | Path):
-        return partial(resolve, locate(str(given)), dict(overrides or {}))
-    if isinstance(given, Task):
-        return _portable(partial(_same, given))
-    if callable(given) and not isinstance(given, nn.Module):
-        return _portable(given)
-    raise UsageError("not-a-task-source", kind=type(given).__name__)
+    if isinstance(task, str | Path):
+        return partial(resolve, locate(str(task)), dict(overrides or {}))
+    if isinstance(task, Task):
+        return _portable(partial(_same, task))
+    if callable(task) and not isinstance(task, nn.Module):
+        return _portable(task)
+    raise UsageError("not-a-task-source", kind=type(task).__name__)
 
 
 def _from_parts(
-    given: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
+    objects: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
 ) -> TaskParts:
-    if len(given) != 3:
-        raise UsageError("not-model-dataset-loss", given=f"a tuple of {len(given)}")
-    model, dataset, loss = given
+    if len(objects) != 3:
+        raise UsageError("not-model-dataset-loss", given=f"a tuple of {len(objects)}")
+    model, dataset, loss = objects
     if not (isinstance(model, nn.Module) or callable(model)) or not callable(loss):
         kinds = f"({type(model).__name__}, ..., {type(loss).__name__})"
         raise UsageError("not-model-dataset-loss", given=kinds)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UsageError("not-map-style", name="dataset", kind=type(dataset).__name__)
     most = max(workers)
-    micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
+    micro_batch = parts["micro_batch"]
+    global_batch = parts["global_batch"]
     if micro_batch is None:
-        fits = (
-            int(len(dataset) // (most * growth))
-            if global_batch is None
-            else math.ceil(global_batch / most)
-        )
+        fits = int(len(dataset) // (most * growth))
+        if global_batch is not None:
+            fits = math.ceil(global_batch / most)
         micro_batch = max(1, min(MICRO_BATCH, fits))
     return TaskParts(
         model=model,
@@ -145,14 +143,14 @@ def _portable(source: Source) -> Source:
     return source
 
 
-def made(source: Source) -> Task:
+def make_task(source: Source) -> Task:
     """Make the task in this process. Raises TaskError if the function returns something else."""
-    found: Any = source()
-    if not isinstance(found, Task):
+    task: Any = source()
+    if not isinstance(task, Task):
         raise TaskError(
             "wrong-return-type",
             function="the function",
-            type=type(found).__name__,
+            type=type(task).__name__,
             expected="a lockstep.Task",
         )
-    return found
+    return task

@@ -75,9 +75,9 @@ class StepRow:
     @property
     def p25(self) -> float:
         """25th percentile of the seconds of a step."""
-        return (
-            statistics.quantiles(self.seconds, n=4)[0] if len(self.seconds) > 1 else self.seconds[0]
-        )
+        if len(self.seconds) == 1:
+            return self.seconds[0]
+        return statistics.quantiles(self.seconds, n=4)[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,23 +99,16 @@ class StepComparison:
     @property
     def best(self) -> StepRow | None:
         """The DDP variant with the lowest median."""
-        return min(
-            (row for row in self.rows if row.variant.startswith("ddp")),
-            key=lambda row: row.median,
-            default=None,
-        )
+        ddp = [row for row in self.rows if row.variant.startswith("ddp")]
+        return min(ddp, key=lambda row: row.median, default=None)
 
     @property
     def fastest(self) -> StepRow | None:
         """The variant with the lowest median of those that `lockstep train` can run. A variant that
         made another update does not count.
         """
-        wrong = {row.variant for row in self.wrong}
-        candidates = [
-            row
-            for row in self.rows
-            if row.variant in OPTIONS_OF_VARIANT and row.variant not in wrong
-        ]
+        right = [row for row in self.rows if row not in self.wrong]
+        candidates = [row for row in right if row.variant in OPTIONS_OF_VARIANT]
         return min(candidates, key=lambda row: row.median, default=None)
 
     @property
@@ -135,21 +128,19 @@ class StepComparison:
         return self.best.median / row.median if self.best else None
 
     def as_json(self) -> dict[str, Any]:
-        more = [
-            {"median": row.median, "p25": row.p25, "ratio": self.ratio(row)} for row in self.rows
-        ]
-        found = asdict(self) | {
-            "rows": [asdict(row) | each for row, each in zip(self.rows, more, strict=True)]
-        }
-        best = self.best.variant if self.best else None
-        found = found | {
+        rows = []
+        for row in self.rows:
+            derived = {"median": row.median, "p25": row.p25, "ratio": self.ratio(row)}
+            rows.append(asdict(row) | derived)
+        data = asdict(self) | {
+            "rows": rows,
             "tolerance": self.tolerance,
-            "best": best,
+            "best": None if self.best is None else self.best.variant,
             "fastest": None if self.fastest is None else self.fastest.variant,
             "cores": os.cpu_count(),
             "versions": {"torch": str(torch.__version__)},
         }
-        return dict(finite(found))
+        return dict(finite(data))
 
 
 def measure(
@@ -172,39 +163,45 @@ def measure(
     others = others or {}
     _check(task, workers, variants, steps, others)
     kind = kind_of_device(device)
-    if kind == "cuda" and workers > (gpus := torch.cuda.device_count()):
+    gpus = torch.cuda.device_count()
+    if kind == "cuda" and workers > gpus:
         raise UsageError("too-few-gpus", workers=workers, gpus=gpus)
-    why_not = {name: baselines.why_not(name, workers, kind) for name in variants}
-    names = [name for name in variants if why_not[name] is None]
-    left_out = {name: reason for name, reason in why_not.items() if reason is not None}
+    names = []
+    left_out = {}
+    for name in variants:
+        reason = baselines.why_not(name, workers, kind)
+        if reason is None:
+            names.append(name)
+        else:
+            left_out[name] = reason
     if not names:
         reasons = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
         raise UsageError("no-variant-left", reasons=reasons)
-    found = launch(_on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
-    measured = names if memory else []
-    peaks = {
-        name: launch(_peak_on_rank, workers=workers, args=(source, name, kind, others))[0]
-        for name in measured
-    }
+    measured = launch(_on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
+    rows = []
+    for name in names:
+        peak_mib = None
+        if memory:
+            peak_mib = launch(_peak_on_rank, workers=workers, args=(source, name, kind, others))[0]
+        rows.append(
+            StepRow(
+                variant=name,
+                seconds=measured.seconds[name],
+                apart=measured.apart.get(name),
+                peak_mib=peak_mib,
+            )
+        )
     return StepComparison(
         task=task.name or "task",
-        recipe=found.recipe,
+        recipe=measured.recipe,
         workers=workers,
         device=kind,
         precision=task.precision,
         steps=steps,
-        gradient_mib=found.gradient_mib,
-        rows=[
-            StepRow(
-                variant=name,
-                seconds=found.seconds[name],
-                apart=found.apart.get(name),
-                peak_mib=peaks.get(name),
-            )
-            for name in names
-        ],
+        gradient_mib=measured.gradient_mib,
+        rows=rows,
         left_out=left_out,
-        notes=found.notes,
+        notes=measured.notes,
     )
 
 
@@ -214,8 +211,8 @@ def _check(
     """Raise UsageError here for what would fail on every rank. A stream, whose length is unknown,
     is assumed to fill a step.
     """
-    for name, value in (("steps", steps), ("workers", workers)):
-        knob.whole(name, value)
+    knob.whole("steps", steps)
+    knob.whole("workers", workers)
     for name in variants:
         baselines.maker(name, others)
     twice = [name for name in variants if variants.count(name) > 1]
@@ -223,11 +220,8 @@ def _check(
         raise UsageError("given-twice", where=f"variants={','.join(variants)}", name=twice[0])
     length = getattr(task.train_data, "__len__", None)
     samples = task.global_batch if length is None or task.order is not None else length()
-    if (
-        not Plan(samples=samples, global_batch=task.global_batch, micro_batch=task.micro_batch)
-        .cut(0)
-        .filled(workers - 1, workers)
-    ):
+    plan = Plan(samples=samples, global_batch=task.global_batch, micro_batch=task.micro_batch)
+    if not plan.cut(0).filled(workers - 1, workers):
         raise too_few(task, workers)
 
 
@@ -251,49 +245,45 @@ def _on_rank(
 ) -> _Found:
     task = source()
     with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
-        given = feed(task, task.precision, world)
+        data = feed(task, task.precision, world)
         setting = baselines.Setting(
             task=task,
             world=world,
             precision=task.precision,
             steps=steps + _WARM_UP,
-            keyed=given.draws,
+            keyed=data.draws,
         )
         built = baselines.build(names, setting, others)
         first = next(iter(built.values())).model
         start = [parameter.detach().clone() for parameter in first.parameters()]
-        seconds = take_turns(
-            {name: _turns(way, given) for name, way in built.items()},
-            steps,
-            world,
-            warm_up=_WARM_UP,
-        )
-        compared = [name for name in names if name != "local" or world.size == 1]
+        turns = {name: _turns(variant, data) for name, variant in built.items()}
+        seconds = take_turns(turns, steps, world, warm_up=_WARM_UP)
         notes = []
+        compared: dict[str, nn.Module] = {}
         if task.precision == "fp16":
             notes.append(
                 "weights not compared: with fp16 each variant skips the steps that overflow its"
                 " own loss scale"
             )
-            compared = []
-        if given.draws:
+        else:
+            for name, variant in built.items():
+                if name != "local" or world.size == 1:
+                    compared[name] = variant.model
+        if data.draws:
             notes.append(
                 "the model draws random numbers: the loops around a DDP seed them for each"
                 " micro-batch, as a Stepper does anyway"
             )
-        apart = _apart({name: built[name].model for name in compared}, start, world)
-        trained = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in first.parameters()
-            if parameter.requires_grad
-        )
-        return _Found(given.recipe, seconds, apart, trained / 2**20, notes)
+        apart = _apart(compared, start, world)
+        trained = [parameter for parameter in first.parameters() if parameter.requires_grad]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        return _Found(data.recipe, seconds, apart, size / 2**20, notes)
 
 
-def _turns(way: baselines.Baseline, given: Feed) -> Callable[[], None]:
+def _turns(variant: baselines.Baseline, data: Feed) -> Callable[[], None]:
     """Return a function that takes a step of the variant with the next window, in a cycle."""
-    windows = cycle(given.given)
-    return lambda: way(next(windows))
+    windows = cycle(data.given)
+    return lambda: variant(next(windows))
 
 
 def _apart(
@@ -322,11 +312,11 @@ def _apart(
     return dict(zip(compared, worst.tolist(), strict=True))
 
 
-def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    parts = [
-        torch.linalg.vector_norm((a.detach() - b.detach()).double()).item()
-        for a, b in zip(ours, theirs, strict=True)
-    ]
+def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    parts = []
+    for tensor, other in zip(tensors, others, strict=True):
+        gap = (tensor.detach() - other.detach()).double()
+        parts.append(torch.linalg.vector_norm(gap).item())
     return math.hypot(*parts)
 
 
@@ -336,55 +326,57 @@ def _peak_on_rank(
     task = source()
     with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
         # the weights of windows do not change memory, so they are not computed
-        given = feed(task, task.precision, world, weighed=False)
+        data = feed(task, task.precision, world, weighed=False)
         # the first optimizer imports modules: do it before the measurement
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
         peak = Peak(world.device)
         setting = baselines.Setting(
             task=task, world=world, precision=task.precision, steps=_STEPS_FOR_MEMORY, keyed=False
         )
-        turns = _turns(baselines.maker(name, others)(setting), given)
+        turns = _turns(baselines.maker(name, others)(setting), data)
         for _ in range(_STEPS_FOR_MEMORY):
             turns()
         return largest(peak.mib(), world)
 
 
-def text(found: StepComparison) -> str:
+def text(comparison: StepComparison) -> str:
     """Return a text with a line for each variant. "DDP / it" is the median of the best DDP variant
     divided by the line's: above 1 is faster than DDP.
     """
-    best = f"; best DDP: {found.best.variant}" if found.best else ""
-    has_memory = any(row.peak_mib is not None for row in found.rows)
-    head = ["variant", "median", "p25", "DDP / it", "apart", *(["peak MiB"] if has_memory else [])]
-    compared = [
-        row.variant
-        for row in sorted(found.rows, key=lambda row: not row.variant.startswith("ddp"))
-        if row.apart is None
+    rows = comparison.rows
+    best = f"; best DDP: {comparison.best.variant}" if comparison.best else ""
+    head = ["variant", "median", "p25", "DDP / it", "apart"]
+    if any(row.peak_mib is not None for row in rows):
+        head.append("peak MiB")
+    lines = [
+        f"{comparison.task}: {comparison.recipe}; {comparison.gradient_mib:.1f} MiB of gradients,"
+        f" {comparison.precision}",
+        f"{counted(comparison.workers, 'rank')} on {comparison.device}, torch"
+        f" {torch.__version__}, {comparison.steps} steps each in turns{best}",
+        table(head, [_row(comparison, row)[: len(head)] for row in rows]),
     ]
-    wrong = [
-        f"{row.variant} trained something else: its weights lie {row.apart:.2g} of the way that"
-        f" they moved from those of {compared[0]}, and more than {found.tolerance:g} is no rounding"
-        for row in found.wrong
-    ]
-    return "\n".join(
-        [
-            (
-                f"{found.task}: {found.recipe}; {found.gradient_mib:.1f} MiB of gradients,"
-                f" {found.precision}"
-            ),
-            (
-                f"{counted(found.workers, 'rank')} on {found.device}, torch {torch.__version__},"
-                f" {found.steps} steps each in turns{best}"
-            ),
-            table(head, [_row(found, row)[: len(head)] for row in found.rows]),
-            *(f"{name} is left out: {reason}" for name, reason in found.left_out.items()),
-            *("\n".join(textwrap.wrap(note, 120)) for note in found.notes),
-            *wrong,
-        ]
-    )
+    for name, reason in comparison.left_out.items():
+        lines.append(f"{name} is left out: {reason}")
+    for note in comparison.notes:
+        lines += textwrap.wrap(note, 120)
+    references = [row.variant for row in rows if row.apart is None]
+    ddp_first = sorted(references, key=lambda variant: not variant.startswith("ddp"))
+    for row in comparison.wrong:
+        lines.append(
+            f"{row.variant} trained something else: its weights lie {row.apart:.2g} of the way that"
+            f" they moved from those of {ddp_first[0]}, and more than {comparison.tolerance:g} is"
+            " no rounding"
+        )
+    return "\n".join(lines)
 
 
-def _row(found: StepComparison, row: StepRow) -> list[str]:
-    figures = [(found.ratio(row), ".2f"), (row.apart, ".0e"), (row.peak_mib, ".1f")]
-    told = ["" if each is None else f"{each:{how}}" for each, how in figures]
-    return [row.variant, milliseconds(row.median), milliseconds(row.p25), *told]
+def _row(comparison: StepComparison, row: StepRow) -> list[str]:
+    ratio = comparison.ratio(row)
+    return [
+        row.variant,
+        milliseconds(row.median),
+        milliseconds(row.p25),
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if row.apart is None else f"{row.apart:.0e}",
+        "" if row.peak_mib is None else f"{row.peak_mib:.1f}",
+    ]

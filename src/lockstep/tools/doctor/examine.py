@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from lockstep import collectives
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
+from lockstep.data.windows import counted
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import launch
 from lockstep.runtime.interfaces import towards
@@ -46,24 +47,26 @@ class Examined:
 
     def text(self) -> str:
         """Return one line per check, the table of links, and the verdict."""
-        lines = [
-            f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
-        ]
-        table = ["", links.squares(self.links)] if self.links else []
-        return "\n".join([*lines, *table, "", self.verdict()])
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.level:<6}{finding.name:<12}{finding.value}")
+        if self.links:
+            lines += ["", links.squares(self.links)]
+        return "\n".join([*lines, "", self.verdict()])
 
     def verdict(self) -> str:
         """Return the warnings, then "fit to train" or what to fix."""
-        lines = [
-            f"warning: {finding.name}: {finding.fix}"
-            for finding in self.findings
-            if finding.level == "warn"
-        ]
-        fixes = [finding for finding in self.findings if finding.level == "fix"]
-        if not fixes:
-            return "\n".join([*lines, "fit to train"])
-        lines.append(f"not fit to train: {len(fixes)} thing{'s' * (len(fixes) != 1)} to fix")
-        lines += [f"{number}. {each.name}: {each.fix}" for number, each in enumerate(fixes, 1)]
+        lines = []
+        fixes: list[str] = []
+        for finding in self.findings:
+            if finding.level == "warn":
+                lines.append(f"warning: {finding.name}: {finding.fix}")
+            elif finding.level == "fix":
+                fixes.append(f"{len(fixes) + 1}. {finding.name}: {finding.fix}")
+        if fixes:
+            lines += [f"not fit to train: {counted(len(fixes), 'thing')} to fix", *fixes]
+        else:
+            lines.append("fit to train")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -77,57 +80,51 @@ def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) ->
     """Return the collectives with a wrong result on any rank, such as "all_reduce by native". All
     members must call it, and all get the result.
     """
-    names = [
-        (kind, algorithm)
-        for algorithm in algorithms
-        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-    ]
-    bad = torch.tensor(
-        [float(_differs(group, device, kind, algorithm)) for kind, algorithm in names],
-        device=device,
-    )
-    group.all_reduce(bad, "max").wait()
-    return [
-        f"{kind} by {algorithm}"
-        for (kind, algorithm), flag in zip(names, bad.tolist(), strict=True)
-        if flag
-    ]
+    wrong = {}
+    for algorithm in algorithms:
+        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
+            wrong[f"{kind} by {algorithm}"] = float(_differs(group, device, kind, algorithm))
+    flags = torch.tensor(list(wrong.values()), device=device)
+    group.all_reduce(flags, "max").wait()
+    return [name for name, flag in zip(wrong, flags.tolist(), strict=True) if flag]
 
 
 def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> bool:
     size = group.size
     # Sums of small integers are exact.
     pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
-    everyone = [pattern * (rank + 1) + rank for rank in range(size)]
-    mine, total = everyone[group.rank].clone(), torch.stack(everyone).sum(0)
-    found: Tensor
+    inputs = [pattern * (rank + 1) + rank for rank in range(size)]
+    own = inputs[group.rank].clone()
+    total = torch.stack(inputs).sum(0)
+    result: Tensor
     if kind == "all_reduce":
-        found, expected = collectives.all_reduce(mine, algorithm=algorithm, group=group), total
+        result = collectives.all_reduce(own, algorithm=algorithm, group=group)
+        expected = total
     elif kind == "broadcast":
-        found = collectives.broadcast(mine, size - 1, algorithm=algorithm, group=group)
-        expected = everyone[-1]
+        result = collectives.broadcast(own, size - 1, algorithm=algorithm, group=group)
+        expected = inputs[-1]
     elif kind == "all_gather":
-        found = collectives.all_gather(mine, algorithm=algorithm, group=group)
-        expected = torch.cat(everyone)
+        result = collectives.all_gather(own, algorithm=algorithm, group=group)
+        expected = torch.cat(inputs)
     else:
-        found = collectives.reduce_scatter(mine, algorithm=algorithm, group=group)
+        result = collectives.reduce_scatter(own, algorithm=algorithm, group=group)
         expected = total.tensor_split(size)[group.rank]
-    return not torch.equal(found, expected)
+    return not torch.equal(result, expected)
 
 
-def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what: str) -> Finding:
-    """Judge the result of `wrong_sums`. `what` is "rank" or "host"."""
+def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, member: str) -> Finding:
+    """Judge the result of `wrong_sums`. `member` is "rank" or "host"."""
     value = (
-        f"all_reduce, broadcast, all_gather, reduce_scatter over {members}"
-        f" {what}{'s' * (members != 1)} by {' and '.join(algorithms)}"
+        "all_reduce, broadcast, all_gather, reduce_scatter over"
+        f" {counted(members, member)} by {' and '.join(algorithms)}"
     )
-    why = (
+    if not bad:
+        return judged("sums", value)
+    fix = (
         f"{', '.join(bad)} gave wrong numbers: do not train here. Test the memory and the network"
         " card, and try another torch"
-        if bad
-        else ""
     )
-    return judged("sums", value, fix=why)
+    return judged("sums", value, fix=fix)
 
 
 _PATIENCE = timedelta(seconds=120)  # to start ranks and measure, on a busy machine
@@ -135,33 +132,30 @@ _PATIENCE = timedelta(seconds=120)  # to start ranks and measure, on a busy mach
 
 def examine_host(workers: int) -> Examined:
     """Examine this host, and start `workers` ranks on it."""
-    name = socket.gethostname()
-    found = [
+    findings = [
         *host.installation(),
         *host.findings(workers),
-        host.own_name(name, host.addresses_of),
+        host.own_name(socket.gethostname(), host.addresses_of),
         host.used(host.interfaces(), "127.0.0.1", os.environ.get("GLOO_SOCKET_IFNAME")),
         host.loopback_port(),
     ]
     try:
         bad, algorithms, pairs = launch(_on_rank, workers, timeout=_PATIENCE)[0]
     except (WorkerFailed, LaunchTimeout) as error:
-        found.append(judged("sums", f"{workers} ranks did not finish this check", fix=str(error)))
-        return Examined(found, [])
-    return Examined(
-        [*found, judge_sums(bad, algorithms, workers, "rank"), links.judge(pairs, hosts=False)],
-        pairs,
-    )
+        value = f"{workers} ranks did not finish this check"
+        return Examined([*findings, judged("sums", value, fix=str(error))], [])
+    findings.append(judge_sums(bad, algorithms, workers, "rank"))
+    findings.append(links.judge(pairs, hosts=False))
+    return Examined(findings, pairs)
 
 
 def _on_rank() -> tuple[list[str], list[str], list[MeasuredLink]]:
     workers = int(os.environ["WORLD_SIZE"])
-    with init(
-        backend=(
-            "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= workers else "gloo"
-        )
-    ) as world:
-        algorithms = ["native", *(["shared_memory"] if world.group.memory is not None else [])]
+    gpu_for_each = torch.cuda.is_available() and torch.cuda.device_count() >= workers
+    with init(backend="nccl" if gpu_for_each else "gloo") as world:
+        algorithms = ["native"]
+        if world.group.memory is not None:
+            algorithms.append("shared_memory")
         bad = wrong_sums(world.group, world.device, algorithms)
         names = [f"rank {rank}" for rank in range(world.size)]
         return bad, algorithms, links.measure(world.group, names, world.device, hosts=False)
@@ -177,93 +171,81 @@ def main(json_file: Path | None) -> bool:
     Return on all ranks whether the nodes are fit to train.
     """
     with init() as world:
-        found = examine_nodes(world)
+        examined = examine_nodes(world)
         if world.rank == 0:
-            print(found.text(), flush=True)
+            print(examined.text(), flush=True)
             if json_file is not None:
                 from lockstep.tools.timing.output_files import write_json
 
-                write_json(json_file, found.as_json())
-    return found.fit
+                write_json(json_file, examined.as_json())
+    return examined.fit
 
 
 def examine_nodes(world: World) -> Examined:
     """Examine the nodes. All ranks must call it, and all get the same result."""
-    own = [*host.installation(), *host.findings(world.local_size)]
     address = "127.0.0.1"
     with suppress(OSError, KeyError):
         address = towards(os.environ["MASTER_ADDR"])
+    own = [*host.installation(), *host.findings(world.local_size)]
     own.append(host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")))
-    mine = {
+    report = {
         "node": world.node,
         "name": socket.gethostname(),
         "found": [asdict(finding) for finding in own],
     }
-    said: list[Any] = [
-        said_by(rank, mine, world.control, "for what this node has") for rank in range(world.size)
-    ]
-    # the first rank of each node
-    firsts = {each["node"]: rank for rank, each in reversed(list(enumerate(said)))}
-    ranks = sorted(firsts.values())
-    names = _named([said[rank]["name"] for rank in ranks])
-    told = ([Finding(**each) for each in said[rank]["found"]] for rank in ranks)
-    found = merged(dict(zip(names, told, strict=True)))
+    reports: dict[int, Any] = {}  # of the first rank of each node, by its rank
+    nodes = set()
+    for rank in range(world.size):
+        received: Any = said_by(rank, report, world.control, "for what this node has")
+        if received["node"] not in nodes:
+            nodes.add(received["node"])
+            reports[rank] = received
+    first_ranks = list(reports)
+    names = _named([received["name"] for received in reports.values()])
+    by_node = {}
+    for name, received in zip(names, reports.values(), strict=True):
+        by_node[name] = [Finding(**fields) for fields in received["found"]]
+    findings = merged(by_node)
     bad = wrong_sums(world.group, world.device, ["native"])
-    found.append(judge_sums(bad, ["native"], world.size, "rank"))
+    findings.append(judge_sums(bad, ["native"], world.size, "rank"))
     measured: dict[str, Any] = {}
-    if world.rank in ranks:
-        one_each = world.subgroup(ranks)
+    if world.rank in first_ranks:
+        one_each = world.subgroup(first_ranks)
         pairs = links.measure(one_each, names, world.device, hosts=True)
         measured = {"links": [asdict(link) for link in pairs], "clocks": clocks(one_each)}
-    measured = said_by(ranks[0], measured, world.control, "for the links")
-    pairs = [MeasuredLink(**each) for each in measured["links"]]
-    found += [
-        links.judge(pairs, hosts=True),
-        judge_clocks(dict(zip(names, measured["clocks"], strict=True))),
-    ]
-    return Examined(found, pairs)
+    measured = said_by(first_ranks[0], measured, world.control, "for the links")
+    pairs = [MeasuredLink(**fields) for fields in measured["links"]]
+    findings.append(links.judge(pairs, hosts=True))
+    findings.append(judge_clocks(dict(zip(names, measured["clocks"], strict=True))))
+    return Examined(findings, pairs)
 
 
 def _named(names: Sequence[str]) -> list[str]:
     """Return the host names, with a number if several nodes have the same host name."""
-    return [
-        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
-    ]
+    distinct = []
+    for number, name in enumerate(names):
+        distinct.append(name if names.count(name) == 1 else f"{name}-{number}")
+    return distinct
 
 
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     """Return one line for a check on which all nodes agree or must agree, else one per node."""
     lines: list[Finding] = []
     for column in zip(*by_node.values(), strict=True):
-        values = {finding.value for finding in column}
         name = column[0].name
-        ok = all(finding.level == "ok" for finding in column)
-        if len(values) == 1 and (ok or name in _SAME):
+        on_nodes = list(zip(by_node, column, strict=True))
+        same = len({finding.value for finding in column}) == 1
+        if same and (name in _SAME or all(finding.level == "ok" for finding in column)):
             lines.append(column[0])
         elif name in _SAME:
-            told = ", ".join(
-                f"{finding.value} on {node}" for node, finding in zip(by_node, column, strict=True)
-            )
-            lines.append(
-                judged(
-                    name,
-                    told,
-                    fix=(
-                        f"{name} differs between nodes ({told}): install the same version on every"
-                        " node"
-                    ),
-                )
-            )
+            values = ", ".join(f"{finding.value} on {node}" for node, finding in on_nodes)
+            fix = f"{name} differs between nodes ({values}): install the same version on every node"
+            lines.append(judged(name, values, fix=fix))
         else:
-            lines += [
-                Finding(
-                    name=name,
-                    value=f"{node}: {finding.value}",
-                    level=finding.level,
-                    fix=finding.fix and f"{node}: {finding.fix}",
-                )
-                for node, finding in zip(by_node, column, strict=True)
-            ]
+            for node, finding in on_nodes:
+                value = f"{node}: {finding.value}"
+                fix = finding.fix and f"{node}: {finding.fix}"
+                lines.append(replace(finding, value=value, fix=fix))
     return lines
 
 
@@ -273,31 +255,36 @@ def clocks(group: Group) -> list[float]:
     """
     offsets = torch.zeros(group.size, dtype=torch.float64)
     for rank in range(1, group.size):
-        answer, best = torch.zeros(1, dtype=torch.float64), float("inf")
+        answer = torch.zeros(1, dtype=torch.float64)
+        shortest = float("inf")
         for _ in range(10):
             if group.rank == 0:
-                asked = time.time()
+                begin = time.time()
                 group.send(answer, rank)
                 group.receive(answer, rank)
-                trip = time.time() - asked
-                if trip < best:
-                    best, offsets[rank] = trip, answer.item() - asked - trip / 2
+                trip = time.time() - begin
+                if trip < shortest:
+                    shortest = trip
+                    offsets[rank] = answer.item() - begin - trip / 2
             elif group.rank == rank:
                 group.receive(answer, 0)
                 group.send(torch.tensor([time.time()], dtype=torch.float64), 0)
     group.all_reduce(offsets).wait()
-    return [float(each) for each in offsets]
+    return [float(offset) for offset in offsets]
 
 
 def judge_clocks(offsets: dict[str, float]) -> Finding:
     """Judge the clocks. `offsets` are seconds ahead of the first node, by node."""
-    value = ", ".join(f"{name} {1e3 * each:+.1f} ms" for name, each in list(offsets.items())[1:])
-    apart = [f"{name} by {each:+.1f} s" for name, each in offsets.items() if abs(each) > _APART]
+    first, *others = offsets
+    value = ", ".join(f"{name} {1e3 * offsets[name]:+.1f} ms" for name in others)
+    apart = [
+        f"{name} by {offset:+.1f} s" for name, offset in offsets.items() if abs(offset) > _APART
+    ]
+    if not apart:
+        return judged("clocks", value)
     warn = (
-        f"clocks differ from {next(iter(offsets))}'s, {' and '.join(apart)}: run chrony or ntpd on"
-        " all nodes, so that their logs can be compared"
-        if apart
-        else ""
+        f"clocks differ from {first}'s, {' and '.join(apart)}: run chrony or ntpd on all nodes, so"
+        " that their logs can be compared"
     )
     return judged("clocks", value, warn=warn)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.data.windows import counted
 from lockstep.runtime.cores import allowed_cores, quota
 from lockstep.tools.finding import Finding, judged
 
@@ -27,26 +28,27 @@ _NO_LIMIT = 2**62
 def findings(workers: int) -> list[Finding]:
     """Examine this host's resources for `workers` ranks."""
     group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    shm = psutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     system = psutil.virtual_memory()
-    return [
+    checks = [
         cores(allowed_cores(), quota(), workers, os.environ.get("OMP_NUM_THREADS")),
         memory(system.available, system.total, group, workers),
-        *([shared_memory(shm.total, shm.free)] if shm is not None else []),
-        limits(current_limits(), infiniband=Path("/dev/infiniband").exists()),
     ]
+    if os.path.isdir("/dev/shm"):
+        shm = psutil.disk_usage("/dev/shm")
+        checks.append(shared_memory(shm.total, shm.free))
+    checks.append(limits(current_limits(), infiniband=Path("/dev/infiniband").exists()))
+    return checks
 
 
 def cgroup(of_process: Path, root: Path) -> Path:
     """Return the directory of this process's control group (version 2), or `root` if the file names
     none.
     """
-    try:
-        named = next(line for line in of_process.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return root
-    inside = root / named.removeprefix("0::").lstrip("/")
-    return inside if inside.is_dir() else root
+    for line in _read(of_process).splitlines():
+        if line.startswith("0::"):
+            inside = root / line.removeprefix("0::").lstrip("/")
+            return inside if inside.is_dir() else root
+    return root
 
 
 def cores(available: int, allowed: float, workers: int, threads: str | None) -> Finding:
@@ -54,18 +56,18 @@ def cores(available: int, allowed: float, workers: int, threads: str | None) -> 
     quota of the control group, `threads` is OMP_NUM_THREADS.
     """
     usable = min(available, max(1.0, allowed))
-    each = int(threads) if threads and threads.isdigit() else max(1, int(usable) // workers)
-    value = f"{available}" + (
-        f", of which a cgroup allows {allowed:g}" if allowed < available else ""
-    )
-    value += f"; {workers} rank{'s' * (workers != 1)} x {each} thread{'s' * (each != 1)}"
     should = max(1, int(usable) // workers)
+    per_rank = int(threads) if threads and threads.isdigit() else should
+    value = f"{available}"
+    if allowed < available:
+        value += f", of which a cgroup allows {allowed:g}"
+    value += f"; {counted(workers, 'rank')} x {counted(per_rank, 'thread')}"
     warn = ""
     if workers > usable:
         warn = f"{workers} ranks share {usable:g} cores: start at most {int(usable)}"
-    elif threads and workers * each > usable:
+    elif threads and workers * per_rank > usable:
         warn = (
-            f"OMP_NUM_THREADS={threads} and {workers} ranks want {workers * each} cores of"
+            f"OMP_NUM_THREADS={threads} and {workers} ranks want {workers * per_rank} cores of"
             f" {usable:g}: set OMP_NUM_THREADS={should}, or unset it"
         )
     elif threads == "1" and should > 1:
@@ -93,11 +95,11 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
     killed = int(events.get("oom_kill", 0))
     per_rank = free / workers
     if per_rank < 300 * MIB:
-        why = (
+        fix = (
             f"{_size(max(0, per_rank))} for each of {workers} ranks is less than the 300 MiB that"
             " torch alone takes: free memory, or start fewer ranks"
         )
-        return judged("memory", value, fix=why)
+        return judged("memory", value, fix=fix)
     warnings = []
     if killed:
         warnings.append(
@@ -118,15 +120,18 @@ def shared_memory(size: int, free: int) -> Finding:
     """
     value = f"{_size(free)} free of {_size(size)}"
     remedy = "in a container, start it with --shm-size=8g or --ipc=host"
-    there = f"{_size(free)} in /dev/shm"
     if free < 32 * MIB:
-        why = (
-            f"{there} is too little for a loader worker's batches (bus error): remove files there;"
-            f" {remedy}"
+        fix = (
+            f"{_size(free)} in /dev/shm is too little for a loader worker's batches (bus error):"
+            f" remove files there; {remedy}"
         )
-        return judged("/dev/shm", value, fix=why)
-    why = f"{there} may be too little for loader workers (bus error): {remedy}"
-    return judged("/dev/shm", value, warn=why if free < 512 * MIB else "")
+        return judged("/dev/shm", value, fix=fix)
+    if free < 512 * MIB:
+        warn = (
+            f"{_size(free)} in /dev/shm may be too little for loader workers (bus error): {remedy}"
+        )
+        return judged("/dev/shm", value, warn=warn)
+    return judged("/dev/shm", value)
 
 
 def current_limits() -> dict[str, int]:
@@ -136,31 +141,22 @@ def current_limits() -> dict[str, int]:
         "locked memory": psutil.RLIMIT_MEMLOCK,
         "processes": psutil.RLIMIT_NPROC,
     }
-    soft = {name: psutil.Process().rlimit(kind)[0] for name, kind in kinds.items()}
-    return {
-        name: _NO_LIMIT if limit == psutil.RLIM_INFINITY else limit for name, limit in soft.items()
-    }
+    limits = {}
+    for name, kind in kinds.items():
+        soft, _ = psutil.Process().rlimit(kind)
+        limits[name] = _NO_LIMIT if soft == psutil.RLIM_INFINITY else soft
+    return limits
 
 
 def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
     """Judge `ulimit`'s values, in files, bytes and processes."""
-    shown = {
-        name: (
-            "unlimited"
-            if value >= _NO_LIMIT
-            else _size(value)
-            if name == "locked memory"
-            else str(value)
-        )
-        for name, value in soft.items()
-    }
-    value = ", ".join(f"{name} {text}" for name, text in shown.items())
+    value = ", ".join(f"{name} {_limit(name, limit)}" for name, limit in soft.items())
     if infiniband and soft["locked memory"] < GIB:
-        why = (
-            f"InfiniBand pins memory, but {shown['locked memory']} of locked memory are not"
+        fix = (
+            f"InfiniBand pins memory, but {_size(soft['locked memory'])} of locked memory are not"
             " enough: `ulimit -l unlimited` (LimitMEMLOCK=infinity)"
         )
-        return judged("limits", value, fix=why)
+        return judged("limits", value, fix=fix)
     tight = []
     if soft["open files"] < _OPEN_FILES:
         tight.append(
@@ -175,6 +171,12 @@ def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
     return judged("limits", value, warn="; ".join(tight))
 
 
+def _limit(name: str, limit: int) -> str:
+    if limit >= _NO_LIMIT:
+        return "unlimited"
+    return _size(limit) if name == "locked memory" else str(limit)
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text()
@@ -182,8 +184,8 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _size(octets: float) -> str:
-    return f"{octets / GIB:.1f} GiB" if octets >= GIB else f"{octets / MIB:.0f} MiB"
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 Resolve = Callable[[str], Sequence[str]]
@@ -192,67 +194,56 @@ Resolve = Callable[[str], Sequence[str]]
 def addresses_of(name: str) -> list[str]:
     """Return the IPv4 addresses of a name; none if it cannot be resolved."""
     try:
-        return list(
-            dict.fromkeys(
-                str(found[4][0])
-                for found in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-            )
-        )
+        results = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
-    every = psutil.net_if_addrs().items()
-    return {
-        name: each.address
-        for name, found in every
-        for each in found
-        if each.family == socket.AF_INET
-    }
+    ips = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                ips[name] = address.address
+    return ips
 
 
 def own_name(name: str, resolve: Resolve) -> Finding:
     """Judge what this host's own name resolves to. torchrun tells other hosts to connect to it."""
-    found = resolve(name)
-    value = f"{name} is {', '.join(found) if found else 'unknown'}"
-    why = (
+    addresses = resolve(name)
+    if addresses:
+        return judged("own name", f"{name} is {', '.join(addresses)}")
+    warn = (
         f"this host's name {name!r} does not resolve: add it to /etc/hosts (Lockstep does not need"
         " it on one host; torchrun does)"
     )
-    return judged("own name", value, warn="" if found else why)
+    return judged("own name", f"{name} is unknown", warn=warn)
 
 
-def used(every: Mapping[str, str], address: str, asked: str | None) -> Finding:
+def used(every: Mapping[str, str], address: str, requested: str | None) -> Finding:
     """Judge the interface that ranks will use: that of `address`, or the one that
-    GLOO_SOCKET_IFNAME (`asked`) names.
+    GLOO_SOCKET_IFNAME (`requested`) names. `every`: the addresses of all interfaces.
     """
-    listed = ", ".join(f"{name} {each}" for name, each in every.items()) or "unknown"
-    mine = next(
-        (
-            name
-            for name, each in every.items()
-            if each == address or (name == "lo" and address.startswith("127."))
-        ),
-        None,
-    )
-    if asked and every and asked not in every:
-        return judged(
-            "interfaces",
-            listed,
-            fix=(
-                f"GLOO_SOCKET_IFNAME={asked} names no interface with an address here ({listed}):"
-                " unset it, or name one of them"
-            ),
+    listed = ", ".join(f"{name} {ip}" for name, ip in every.items()) or "unknown"
+    reached = {name for name, ip in every.items() if ip == address}
+    if address.startswith("127."):
+        reached.add("lo")
+    interface = next((name for name in every if name in reached), None)
+    if requested and every and requested not in every:
+        fix = (
+            f"GLOO_SOCKET_IFNAME={requested} names no interface with an address here ({listed}):"
+            " unset it, or name one of them"
         )
-    if asked and mine and asked != mine:
+        return judged("interfaces", listed, fix=fix)
+    if requested and interface and requested != interface:
         warn = (
-            f"GLOO_SOCKET_IFNAME={asked}, but {mine} reaches the peers: unset it, unless you want"
-            " that"
+            f"GLOO_SOCKET_IFNAME={requested}, but {interface} reaches the peers: unset it, unless"
+            " you want that"
         )
-        return judged("interfaces", f"{listed}; used: {asked}", warn=warn)
-    return judged("interfaces", f"{listed}; used: {mine or address}")
+        return judged("interfaces", f"{listed}; used: {requested}", warn=warn)
+    return judged("interfaces", f"{listed}; used: {interface or address}")
 
 
 def loopback_port() -> Finding:
@@ -264,11 +255,11 @@ def loopback_port() -> Finding:
         ):
             return judged("loopback", f"127.0.0.1:{server.getsockname()[1]} can be reached")
     except OSError as error:
-        why = (
+        fix = (
             f"processes of this host cannot connect to 127.0.0.1 ({error.strerror or error}):"
             " bring lo up (`ip link set lo up`), and check the firewall"
         )
-        return judged("loopback", "127.0.0.1 cannot be reached", fix=why)
+        return judged("loopback", "127.0.0.1 cannot be reached", fix=fix)
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -288,27 +279,19 @@ def installation() -> list[Finding]:
 
     python, torch_range = required()
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    gpus = (
-        [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and "nccl" in backends else ""
-    driver = _DRIVER.read_text() if _DRIVER.exists() else ""
+    gpus = []
+    nccl = ""
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        if gpus and "nccl" in backends:
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    no_gloo = "this torch was built without gloo: install a wheel of it"
     return [
         version("Python", platform.python_version(), python),
         version("torch", torch.__version__, torch_range),
         system(sys.platform, platform.machine()),
-        judged(
-            "backends",
-            ", ".join(backends),
-            fix=(
-                ""
-                if "gloo" in backends
-                else "this torch was built without gloo: install a wheel of it"
-            ),
-        ),
-        graphics(gpus, torch.version.cuda, driver, nccl),
+        judged("backends", ", ".join(backends), fix="" if "gloo" in backends else no_gloo),
+        graphics(gpus, torch.version.cuda, _read(_DRIVER), nccl),
     ]
 
 
@@ -320,33 +303,36 @@ def required() -> tuple[str, str]:
         about = metadata.metadata("lockstep-train")
     except metadata.PackageNotFoundError:
         return "", ""
-    needs = [
-        text.removeprefix("torch")
-        for text in about.get_all("Requires-Dist", ())
-        if re.match(r"torch[<>=]", text)
-    ]
-    return next(iter(about.get_all("Requires-Python", ())), ""), needs[0] if needs else ""
+    torch_range = ""
+    for requirement in about.get_all("Requires-Dist", ()):
+        if re.match(r"torch[<>=]", requirement):
+            torch_range = requirement.removeprefix("torch")
+            break
+    return next(iter(about.get_all("Requires-Python", ())), ""), torch_range
 
 
-def version(name: str, found: str, wanted: str) -> Finding:
+def version(name: str, installed: str, wanted: str) -> Finding:
     """Judge a version. `wanted` is a range such as `>=2.11,<2.14`."""
-    outside = [part for part in wanted.split(",") if part and not _satisfies(found, part.strip())]
-    why = (
-        f"{name} {found} is outside {wanted}, with which this version of Lockstep is tested:"
+    if not wanted:
+        return judged(name, installed)
+    value = f"{installed} (supported: {wanted})"
+    if all(_satisfies(installed, part.strip()) for part in wanted.split(",")):
+        return judged(name, value)
+    fix = (
+        f"{name} {installed} is outside {wanted}, with which this version of Lockstep is tested:"
         " install a version in that range"
     )
-    supported = f" (supported: {wanted})" if wanted else ""
-    return judged(name, found + supported, fix=why if outside else "")
+    return judged(name, value, fix=fix)
 
 
 def system(name: str, machine: str) -> Finding:
     """Judge the operating system and the processor's architecture."""
-    warn = (
-        ""
-        if name == "linux"
-        else f"{name} is not tested: ranks use the backend's own transport there, not shared memory"
-    )
-    if name == "linux" and machine not in ("x86_64", "AMD64"):
+    warn = ""
+    if name != "linux":
+        warn = (
+            f"{name} is not tested: ranks use the backend's own transport there, not shared memory"
+        )
+    elif machine not in ("x86_64", "AMD64"):
         warn = (
             f"on {machine} ranks do not use shared memory, which Lockstep supports on x86 only:"
             " the backend sums"
@@ -357,30 +343,27 @@ def system(name: str, machine: str) -> Finding:
 def graphics(gpus: Sequence[str], built_for: str | None, driver: str, nccl: str) -> Finding:
     """Judge the GPUs. `driver` is the version text of the kernel's module; "" without a driver."""
     number = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", driver)
-    named = f"driver {number[1]}" if number else "no driver"
+    driver_version = f"driver {number[1]}" if number else "no driver"
     if gpus:
         kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
-        return judged(
-            "GPUs", f"{kinds}; {named}, CUDA {built_for}" + (f", NCCL {nccl}" if nccl else "")
-        )
-    if driver and built_for is None:
-        return judged(
-            "GPUs",
-            f"none that torch sees; {named}",
-            warn="a GPU driver is loaded, but this torch is built for CPUs: install a CUDA wheel",
-        )
-    if driver:
-        why = (
-            f"a GPU driver is loaded, but torch (CUDA {built_for}) sees no GPU: check"
-            " CUDA_VISIBLE_DEVICES, the container's GPU option and the driver's version"
-        )
-        return judged("GPUs", f"none that torch sees; {named}", fix=why)
-    return judged("GPUs", "none")
+        value = f"{kinds}; {driver_version}, CUDA {built_for}"
+        return judged("GPUs", f"{value}, NCCL {nccl}" if nccl else value)
+    if not driver:
+        return judged("GPUs", "none")
+    value = f"none that torch sees; {driver_version}"
+    if built_for is None:
+        warn = "a GPU driver is loaded, but this torch is built for CPUs: install a CUDA wheel"
+        return judged("GPUs", value, warn=warn)
+    fix = (
+        f"a GPU driver is loaded, but torch (CUDA {built_for}) sees no GPU: check"
+        " CUDA_VISIBLE_DEVICES, the container's GPU option and the driver's version"
+    )
+    return judged("GPUs", value, fix=fix)
 
 
-def _satisfies(found: str, part: str) -> bool:
+def _satisfies(version: str, part: str) -> bool:
     match = re.match(r"(>=|<=|==|<|>)\s*([\d.]+)", part)
-    return match is None or bool(_COMPARE[match[1]](_numbers(found), _numbers(match[2])))
+    return match is None or bool(_COMPARE[match[1]](_numbers(version), _numbers(match[2])))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

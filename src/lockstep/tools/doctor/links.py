@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -45,44 +46,40 @@ def measure(
     A direction that looks slow (with `hosts`, by the rule between hosts) is measured again, and the
     best result counts: a busy machine is slow once, a slow link every time.
     """
-    size = group.size
-    every = [
-        (source, target) for source in range(size) for target in range(size) if source != target
-    ]
-    found = _measured(group, every, names, device)
+    pairs = list(itertools.permutations(range(group.size), 2))
+    best = _measured(group, pairs, names, device)
     for _ in range(_AGAIN):
-        doubted = slow(list(found.values()), hosts=hosts)
-        again = _measured(
-            group, [pair for pair, link in found.items() if link in doubted], names, device
-        )
-        found |= {
-            pair: max(found[pair], link, key=lambda each: each.bandwidth)
-            for pair, link in again.items()
-        }
-    return list(found.values())
+        suspects = slow(list(best.values()), hosts=hosts)
+        slow_pairs = [pair for pair, link in best.items() if link in suspects]
+        for pair, link in _measured(group, slow_pairs, names, device).items():
+            if link.bandwidth > best[pair].bandwidth:
+                best[pair] = link
+    return list(best.values())
 
 
 def _measured(
     group: Group, pairs: Sequence[tuple[int, int]], names: Sequence[str], device: torch.device
 ) -> dict[tuple[int, int], MeasuredLink]:
     """Measure these pairs of ranks. All members must pass the same pairs."""
+    if not pairs:
+        return {}
     table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     for row, (source, target) in zip(table, pairs, strict=True):
         group.all_reduce(torch.zeros(1, device=device)).wait()
         if group.rank == source:
-            row.copy_(torch.tensor(_ask(group, target, device), dtype=torch.float64))
+            row[0], row[1] = _ping(group, target, device)
         elif group.rank == target:
             _answer(group, source, device)
-    if pairs:
-        group.all_reduce(table).wait()
-    rows = zip(pairs, table.tolist(), strict=True)
-    return {
-        (source, target): MeasuredLink(names[source], names[target], *row)
-        for (source, target), row in rows
-    }
+    group.all_reduce(table).wait()
+    links = {}
+    for (source, target), (latency, bandwidth) in zip(pairs, table.tolist(), strict=True):
+        link = MeasuredLink(names[source], names[target], latency, bandwidth)
+        links[source, target] = link
+    return links
 
 
-def _ask(group: Group, target: int, device: torch.device) -> tuple[float, float]:
+def _ping(group: Group, target: int, device: torch.device) -> tuple[float, float]:
+    """Return the latency and the bandwidth to rank `target`, which must call `_answer`."""
     small = torch.zeros(1, device=device)
     trips = []
     for _ in range(_PINGS):
@@ -91,17 +88,20 @@ def _ask(group: Group, target: int, device: torch.device) -> tuple[float, float]
         group.receive(small, target)
         small.item()
         trips.append(time.perf_counter() - begin)
-    probe = _send(group, target, _PROBE, small)
-    octets = int(min(_LARGEST, max(_PROBE, _PROBE / probe * _WORTH)))
-    group.send(torch.tensor([octets], dtype=torch.int64, device=device), target)
-    return statistics.median(trips) / 2, octets / _send(group, target, octets, small)
+    probe_seconds = _send(group, target, _PROBE, small)
+    worthwhile = _PROBE / probe_seconds * _WORTH
+    count = int(min(_LARGEST, max(_PROBE, worthwhile)))
+    group.send(torch.tensor([count], dtype=torch.int64, device=device), target)
+    seconds = _send(group, target, count, small)
+    return statistics.median(trips) / 2, count / seconds
 
 
-def _send(group: Group, target: int, octets: int, answer: Tensor) -> float:
-    data = torch.zeros(octets, dtype=torch.uint8, device=answer.device)
+def _send(group: Group, target: int, count: int, answer: Tensor) -> float:
+    """Send `count` bytes. Return the seconds until the answer says that all have arrived."""
+    data = torch.zeros(count, dtype=torch.uint8, device=answer.device)
     begin = time.perf_counter()
     group.send(data, target)
-    group.receive(answer, target)  # the answer says that all bytes have arrived
+    group.receive(answer, target)
     answer.item()
     return time.perf_counter() - begin
 
@@ -111,14 +111,14 @@ def _answer(group: Group, source: int, device: torch.device) -> None:
     for _ in range(_PINGS):
         group.receive(small, source)
         group.send(small, source)
-    _take(group, source, _PROBE, small)
-    octets = torch.zeros(1, dtype=torch.int64, device=device)
-    group.receive(octets, source)
-    _take(group, source, int(octets.item()), small)
+    _receive(group, source, _PROBE, small)
+    count = torch.zeros(1, dtype=torch.int64, device=device)
+    group.receive(count, source)
+    _receive(group, source, int(count.item()), small)
 
 
-def _take(group: Group, source: int, octets: int, answer: Tensor) -> None:
-    group.receive(torch.empty(octets, dtype=torch.uint8, device=answer.device), source)
+def _receive(group: Group, source: int, count: int, answer: Tensor) -> None:
+    group.receive(torch.empty(count, dtype=torch.uint8, device=answer.device), source)
     group.send(answer, source)
 
 
@@ -126,10 +126,10 @@ def slow(links: Sequence[MeasuredLink], *, hosts: bool) -> list[MeasuredLink]:
     """Return the links with less than half of the median bandwidth, and between hosts also those
     below SLOWEST.
     """
-    usual = _usual(links)
-    return [
-        link for link in links if link.bandwidth < usual / 2 or (hosts and link.bandwidth < SLOWEST)
-    ]
+    least = _usual(links) / 2
+    if hosts:
+        least = max(least, SLOWEST)
+    return [link for link in links if link.bandwidth < least]
 
 
 def _usual(links: Sequence[MeasuredLink]) -> float:
@@ -140,38 +140,46 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
     """Judge the links, and name each slow link."""
     if not links:
         return judged("links", "none: one rank has no link")
-    usual, slowest = _usual(links), slow(links, hosts=hosts)
+    usual = _usual(links)
+    slowest = slow(links, hosts=hosts)
     value = f"{len(links)} measured, {_rate(usual)} usually"
     if not slowest:
         return judged("links", value)
-    named = "; ".join(
+    slow_links = "; ".join(
         f"{link.source} to {link.target}: {_rate(link.bandwidth)}, {1e3 * link.latency:.2f} ms"
         for link in slowest
     )
-    what = (
-        "every step waits for the slowest link: check its cable, port, driver and other traffic"
-        if hosts
-        else "the machine may be busy: try again"
-    )
-    found = (
-        f"slow link{'s' * (len(slowest) != 1)}, {named}, where"
-        f" {_rate(max(usual, SLOWEST) if hosts else usual)} or more is expected; {what}"
-    )
-    return judged("links", value, fix=found) if hosts else judged("links", value, warn=found)
+    expected = max(usual, SLOWEST) if hosts else usual
+    kind = "slow link" if len(slowest) == 1 else "slow links"
+    problem = f"{kind}, {slow_links}, where {_rate(expected)} or more is expected"
+    if hosts:
+        advice = "check its cable, port, driver and other traffic"
+        fix = f"{problem}; every step waits for the slowest link: {advice}"
+        return judged("links", value, fix=fix)
+    return judged("links", value, warn=f"{problem}; the machine may be busy: try again")
 
 
 def squares(links: Sequence[MeasuredLink]) -> str:
     """Return two tables, one below the other: MB/s and microseconds, from row to column."""
-    speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
-    times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
+    speeds = {}
+    times = {}
+    for link in links:
+        pair = link.source, link.target
+        speeds[pair] = f"{link.bandwidth / 1e6:,.0f}"
+        times[pair] = f"{1e6 * link.latency:,.0f}"
     return f"{_square('MB/s from', speeds)}\n\n{_square('us from', times)}" if links else ""
 
 
 def _square(title: str, cells: Mapping[tuple[str, str], str]) -> str:
     names = list(dict.fromkeys(source for source, _ in cells))
-    rows = ([row, *(cells.get((row, name), "-") for name in names)] for row in names)
+    rows = []
+    for source in names:
+        row = [cells.get((source, target), "-") for target in names]
+        rows.append([source, *row])
     return table([title, *names], rows)
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.1f} MB/s"
+    if bandwidth >= 1e9:
+        return f"{bandwidth / 1e9:.2f} GB/s"
+    return f"{bandwidth / 1e6:.1f} MB/s"

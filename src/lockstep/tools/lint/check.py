@@ -67,7 +67,7 @@ def check_source(source: bytes, file: str = "<text>") -> Checked:
 
 
 def _checked(script: Script, file: str) -> Checked:
-    found: dict[tuple[int, str], LintFinding] = {}
+    findings: dict[tuple[int, str], LintFinding] = {}
     fixes: dict[cst.CSTNode, cst.CSTNode] = {}
     ignored = _ignored(script)
     for code, rule in RULES.items():
@@ -76,25 +76,25 @@ def _checked(script: Script, file: str) -> Checked:
             if code in ignored.get(line, ()):
                 continue
             message = sentence(code, problem.values)
-            found.setdefault((line, code), LintFinding(file, line, code, message))
+            findings.setdefault((line, code), LintFinding(file, line, code, message))
             if problem.fix is not None:
                 fixes[problem.node] = problem.fix
-    for line, name in ((line, name) for line, names in ignored.items() for name in names):
-        if name not in RULES:
-            message = sentence(UNKNOWN, {"name": name, "rules": list(RULES)})
-            found[line, name] = LintFinding(file, line, UNKNOWN, message)
+    for line, names in ignored.items():
+        for name in names:
+            if name not in RULES:
+                message = sentence(UNKNOWN, {"name": name, "rules": list(RULES)})
+                findings[line, name] = LintFinding(file, line, UNKNOWN, message)
     fixed = script.module.visit(_Fix(fixes)).bytes if fixes else None
-    return Checked(sorted(found.values()), fixed)
+    return Checked(sorted(findings.values()), fixed)
 
 
 def _ignored(script: Script) -> dict[int, list[str]]:
     """The rules that comments ask to ignore, by line."""
-    found = {comment: _COMMENT.search(comment.value) for comment in script.all(cst.Comment)}
-    return {
-        script.line(comment): re.split(r"\s*,\s*", names[1].strip())
-        for comment, names in found.items()
-        if names is not None
-    }
+    ignored = {}
+    for comment in script.all(cst.Comment):
+        if match := _COMMENT.search(comment.value):
+            ignored[script.line(comment)] = re.split(r"\s*,\s*", match[1].strip())
+    return ignored
 
 
 def _parsed(source: bytes, file: str) -> cst.Module:

@@ -48,18 +48,28 @@ _Joined = type[cst.BaseBooleanOp]
 
 
 def _parts(script: Script, test: Test, joined: _Joined, depth: int = 8) -> list[Test]:
-    tests = [test]
+    parts = _halves(test, joined)
+    if not parts and depth:
+        meaning = definition(script, test.expression)
+        if meaning is not None:
+            parts = [Test(meaning, test.value)]
+    if not parts:
+        return [test]
+    tests: list[Test] = []
+    for part in parts:
+        tests += _parts(script, part, joined, depth - 1)
+    return tests
+
+
+def _halves(test: Test, joined: _Joined) -> list[Test]:
+    """Return the tests that `test` consists of, without `not`; none if it has no such parts."""
     match test.expression:
         case cst.UnaryOperation(operator=cst.Not(), expression=negated):
-            tests = [Test(negated, not test.value)]
+            return [Test(negated, not test.value)]
         case cst.BooleanOperation(left=left, right=right, operator=operator):
             if isinstance(operator, joined) == test.value:  # not (a and b) is not a or not b
-                tests = [Test(left, test.value), Test(right, test.value)]
-        case expression if depth and (meaning := definition(script, expression)) is not None:
-            tests = [Test(meaning, test.value)]
-    if tests == [test]:
-        return tests
-    return [part for each in tests for part in _parts(script, each, joined, depth - 1)]
+                return [Test(left, test.value), Test(right, test.value)]
+    return []
 
 
 def definition(script: Script, node: cst.BaseExpression) -> Value:
@@ -67,14 +77,19 @@ def definition(script: Script, node: cst.BaseExpression) -> Value:
     once in its function, or once in the innermost loop, and before `node`.
     """
     name = dotted(node)
-    found = script.lookup(name, node)
+    bindings = script.lookup(name, node)
     if name.startswith("self."):
-        found = [each for each in found if script.scope(each.node) is script.scope(node)]
-    if len(found) > 1 and (loops := script.loops(node)):
-        found = [each for each in found if script.inside(each.node, loops[0])]
-    if len(found) != 1 or isinstance(found[0].node, cst.WithItem):
+        scope = script.scope(node)
+        bindings = [binding for binding in bindings if script.scope(binding.node) is scope]
+    loops = script.loops(node)
+    if len(bindings) > 1 and loops:
+        bindings = [binding for binding in bindings if script.inside(binding.node, loops[0])]
+    if len(bindings) != 1:
         return None
-    return found[0].value if script.before(found[0].node, node) else None
+    binding = bindings[0]
+    if isinstance(binding.node, cst.WithItem) or not script.before(binding.node, node):
+        return None
+    return binding.value
 
 
 _MODULO = re.compile(
@@ -98,64 +113,83 @@ class Modulo:
 
 def modulo(script: Script, test: Test) -> Modulo | None:
     """Parse `i % N`, `(i + 1) % N == 0`, `i % N != N - 1` and the like; None for other tests."""
-    found = _MODULO.fullmatch(script.text(test.expression).replace(" ", ""))
-    if found is None:
+    match = _MODULO.fullmatch(script.text(test.expression).replace(" ", ""))
+    if match is None:
         return None
-    size, value = found["size"], found["value"] or "0"
+    size = match["size"]
+    value = match["value"] or "0"
+    sign = match["flipped"] or match["sign"] or "!="
     last = str(int(size) - 1) if size.isdigit() else f"{size}-1"
-    sign = found["flipped"] or found["sign"] or "!="
-    unequal = ("!=", ">") if value == "0" else ("!=", "<")
-    if value not in ("0", last) or sign not in ("==", *unequal):
+    if value == "0":
+        residue = 0
+        unequal = ("!=", ">")
+    elif value == last:
+        residue = -1
+        unequal = ("!=", "<")
+    else:
         return None
-    residue = (0 if value == "0" else -1) - int(found["offset"] or 0)
-    return Modulo(found["counter"], size, residue, (sign == "==") == test.value)
+    if sign != "==" and sign not in unequal:
+        return None
+    residue -= int(match["offset"] or 0)
+    return Modulo(match["counter"], size, residue, (sign == "==") == test.value)
 
 
 def only_modulo(script: Script, tests: list[Test]) -> tuple[Modulo, list[Test]] | None:
     """The one test of a remainder among `tests`, and the others."""
-    found = {test: window for test in tests if (window := modulo(script, test)) is not None}
-    others = [test for test in tests if test not in found]
-    return (next(iter(found.values())), others) if len(found) == 1 else None
+    remainders = set()
+    others = []
+    for test in tests:
+        remainder = modulo(script, test)
+        if remainder is None:
+            others.append(test)
+        else:
+            remainders.add((test, remainder))
+    if len(remainders) != 1:
+        return None
+    _, remainder = remainders.pop()
+    return remainder, others
 
 
 def counting_loop(script: Script, counter: str, node: cst.CSTNode) -> Loop | None:
     """The innermost loop around `node` that gives the counter its values."""
-    bound = [each.node for each in script.lookup(counter, node)]
+    bindings = script.lookup(counter, node)
     for loop in script.loops(node):
-        if any(script.inside(each, loop) for each in bound):
+        if any(script.inside(binding.node, loop) for binding in bindings):
             return loop
     return None
 
 
 def first_value(script: Script, counter: str, loop: Loop, node: cst.CSTNode) -> int | None:
     """Return the counter's value at `node` in the loop's first iteration; None if unknown."""
-    bound = script.lookup(counter, node)
-    within = [each for each in bound if script.inside(each.node, loop)]
-    before = [each for each in bound if script.before(each.node, loop)]
-    if len(within) == 1 and within[0].node is loop:
+    bindings = script.lookup(counter, node)
+    within = [binding for binding in bindings if script.inside(binding.node, loop)]
+    before = [binding for binding in bindings if script.before(binding.node, loop)]
+    if len(within) != 1:
+        return None
+    if within[0].node is loop:
         return _first_counted(script, loop, counter)
-    if len(within) != 1 or len(before) != 1 or not _adds_one(script, within[0], loop):
+    if len(before) != 1 or not _adds_one(script, within[0], loop):
         return None
     start = _integer(script, before[0].value)
     return None if start is None else start + script.before(within[0].node, node)
 
 
-def _adds_one(script: Script, bound: Binding, loop: Loop) -> bool:
-    above = [above for above, _ in script.ancestors(bound.node)]
+def _adds_one(script: Script, binding: Binding, loop: Loop) -> bool:
+    above = [above for above, _ in script.ancestors(binding.node)]
     always = loop in above[:3]  # a line, a block, the loop
-    return always and script.text(bound.node).replace(" ", "").endswith("+=1")
+    return always and script.text(binding.node).replace(" ", "").endswith("+=1")
 
 
 def _first_counted(script: Script, loop: Loop, counter: str) -> int | None:
-    counted = counted_call(loop)
-    given = [arg.value for arg in counted.args] if counted is not None else []
-    if counted is None or len(given) > 2:
+    call = counted_call(loop)
+    if call is None or len(call.args) > 2:
         return None
-    if last_name(counted) == "range":
-        return _integer(script, given[0]) if len(given) == 2 else 0
+    arguments = [argument.value for argument in call.args]
+    if last_name(call) == "range":
+        return _integer(script, arguments[0]) if len(arguments) == 2 else 0
     if not isinstance(loop, cst.For) or not script.text(loop.target).startswith(f"{counter},"):
         return None
-    return _integer(script, given[1]) if len(given) == 2 else 0
+    return _integer(script, arguments[1]) if len(arguments) == 2 else 0
 
 
 def _integer(script: Script, node: Value) -> int | None:
@@ -169,9 +203,12 @@ def counted_call(loop: Loop) -> cst.Call | None:
     """
     node = loop.iter if isinstance(loop, cst.For) else None
     while isinstance(node, cst.Call) and node.args:
-        if last_name(node) in ("enumerate", "range"):
+        name = last_name(node)
+        if name in ("enumerate", "range"):
             return node
-        node = node.args[0].value if re.search(r"(tqdm|track|trange)$", last_name(node)) else None
+        if not re.search(r"(tqdm|track|trange)$", name):
+            return None
+        node = node.args[0].value
     return None
 
 
@@ -205,13 +242,18 @@ def side(script: Script, test: Test) -> Side | None:
     of one process passes it.
     """
     parts = all_of(script, test)
-    found = [each for part in parts if (each := _single(script, part)) is not None]
-    if found:
-        return None if any(_means_alone(script, part) for part in parts) else found[0]
+    sides = _sides(script, parts)
+    if sides:
+        return None if any(_means_alone(script, part) for part in parts) else sides[0]
     parts = any_of(script, test)  # rank == 0 or not distributed
-    found = [each for part in parts if (each := _single(script, part)) is not None]
+    sides = _sides(script, parts)
     alone = [part for part in parts if _means_alone(script, part)]
-    return found[0] if len(found) == 1 and len(alone) == len(parts) - 1 else None
+    return sides[0] if len(sides) == 1 and len(alone) == len(parts) - 1 else None
+
+
+def _sides(script: Script, parts: list[Test]) -> list[Side]:
+    singles = [_single(script, part) for part in parts]
+    return [single for single in singles if single is not None]
 
 
 def _means_alone(script: Script, part: Test) -> bool:
@@ -225,32 +267,40 @@ def _means_alone(script: Script, part: Test) -> bool:
 
 
 def _single(script: Script, part: Test) -> Side | None:
-    match part.expression:
-        case cst.Comparison(left=left, comparisons=[target]):
-            sign, right = target.operator, target.comparator
-            flipped = is_rank(script, right)
-            numbers = _numbers(script.text(left if flipped else right))
-            known = flipped or is_rank(script, left)
-            return _compared(script.text(sign), numbers, part.value) if known else None
-        case expression if is_rank(script, expression) and not isinstance(expression, cst.Call):
-            return Side(0, not part.value)
-        case expression if main := _MAIN.fullmatch(last_name(expression)):
-            return Side(0, part.value) if main[1] or not isinstance(expression, cst.Call) else None
-    return None
+    expression = part.expression
+    if isinstance(expression, cst.Comparison):
+        return _compared(script, expression, part.value)
+    is_call = isinstance(expression, cst.Call)
+    if is_rank(script, expression):
+        return None if is_call else Side(0, not part.value)
+    main = _MAIN.fullmatch(last_name(expression))
+    if main is None or (is_call and not main[1]):
+        return None
+    return Side(0, part.value)
 
 
-def _compared(sign: str, numbers: set[int], value: bool) -> Side | None:
+def _compared(script: Script, comparison: cst.Comparison, value: bool) -> Side | None:
+    """Return the ranks for which the comparison of a rank with a number has this value."""
+    if len(comparison.comparisons) != 1:
+        return None
+    target = comparison.comparisons[0]
+    left, right = comparison.left, target.comparator
+    if is_rank(script, right):
+        left, right = right, left
+    if not is_rank(script, left):
+        return None
+    numbers = _numbers(script.text(right))
     if len(numbers) != 1:
         return None
     number = numbers.pop()
-    match sign, number:
-        case (("==" | "in"), _):
-            return Side(number, value)
-        case (("!=" | "not in"), _):
-            return Side(number, not value)
-        case (">", 0) | ("<", 1):
-            return Side(0, value == (sign == "<"))
-    return None
+    sign = script.text(target.operator)
+    if sign in ("==", "in"):
+        return Side(number, value)
+    if sign in ("!=", "not in"):
+        return Side(number, not value)
+    if (sign, number) == (">", 0):
+        return Side(0, not value)
+    return Side(0, value) if (sign, number) == ("<", 1) else None
 
 
 def _numbers(text: str) -> set[int]:
@@ -258,9 +308,9 @@ def _numbers(text: str) -> set[int]:
     the run is not distributed.
     """
     try:
-        given = ast.literal_eval(text)
-        several = given if isinstance(given, (tuple, list, set)) else [given]
-        return {int(each) for each in several} - {-1}
+        value = ast.literal_eval(text)
+        several = value if isinstance(value, (tuple, list, set)) else [value]
+        return set(map(int, several)) - {-1}
     except (ValueError, TypeError, SyntaxError):
         return set()
 
@@ -269,7 +319,8 @@ def is_rank(script: Script, node: cst.BaseExpression) -> bool:
     """Whether an expression is the number of a process. The rank in a group is not, nor a loop
     variable with the name of a rank.
     """
-    bound = [each.node for each in script.lookup(dotted(node), node)]
-    counts = any(isinstance(each, (cst.For, cst.CompFor)) for each in bound)
-    other = counts or dotted(node).endswith("group.rank")
-    return not other and _RANK.fullmatch(script.text(node)) is not None
+    name = dotted(node)
+    for binding in script.lookup(name, node):
+        if isinstance(binding.node, (cst.For, cst.CompFor)):
+            return False
+    return not name.endswith("group.rank") and _RANK.fullmatch(script.text(node)) is not None

@@ -50,8 +50,9 @@ def dotted(node: cst.CSTNode | None) -> str:
     match node:
         case cst.Name(value=name):
             return name
-        case cst.Attribute(value=above, attr=cst.Name(value=name)) if base := dotted(above):
-            return f"{base}.{name}"
+        case cst.Attribute(value=above, attr=cst.Name(value=name)):
+            base = dotted(above)
+            return f"{base}.{name}" if base else ""
     return ""
 
 
@@ -65,18 +66,24 @@ def last_name(node: cst.CSTNode | None) -> str:
     return ""
 
 
-def argument(call: cst.Call, name: str, place: int | None = None) -> Value:
+def argument(call: cst.Call, name: str, position: int | None = None) -> Value:
     """Return the argument that a call passes for a parameter, by name or by position, or None."""
-    given: dict[str | int, cst.BaseExpression] = {}
+    by_name = {}
+    by_position = {}
     for number, arg in enumerate(call.args):
-        given[arg.keyword.value if arg.keyword else number] = arg.value
-    return given.get(name, None if place is None else given.get(place))
+        if arg.keyword:
+            by_name[arg.keyword.value] = arg.value
+        else:
+            by_position[number] = arg.value
+    if name in by_name:
+        return by_name[name]
+    return None if position is None else by_position.get(position)
 
 
-def parameter(function: cst.FunctionDef, place: int) -> str:
+def parameter(function: cst.FunctionDef, position: int) -> str:
     """Return the name of the parameter at a position; "" beyond the last."""
-    named = [*function.params.posonly_params, *function.params.params]
-    return named[place].name.value if place < len(named) else ""
+    parameters = [*function.params.posonly_params, *function.params.params]
+    return parameters[position].name.value if position < len(parameters) else ""
 
 
 class Script(cst.CSTVisitor):
@@ -93,26 +100,28 @@ class Script(cst.CSTVisitor):
         self._kinds: dict[type, list[Any]] = defaultdict(list)
         self._bound: dict[tuple[cst.CSTNode, str], list[Binding]] = defaultdict(list)
         module.visit(self)
-        for name, full in (pair for node in self._span for pair in _imported(node)):
-            self.imports[name].add(full)
         for node in self._span:
+            for name, full in _imported(node):
+                self.imports[name].add(full)
             for target, value in _bindings(node):
-                if name := dotted(target):
+                name = dotted(target)
+                if name:
                     home = self.home(node) if name.startswith("self.") else self.frames[node]
                     self._bound[home, name].append(Binding(node, value))
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        above = self._path[-1] if self._path else node
+        self.parents[node] = above
+        self.frames[node] = above if isinstance(above, _FRAMES) else self.frames.get(above, node)
         self._span[node] = (len(self._span), 0)
         self._kinds[type(node)].append(node)
-        self.parents[node] = self._path[-1] if self._path else node
-        above = self.parents[node]
-        self.frames[node] = above if isinstance(above, _FRAMES) else self.frames.get(above, node)
         self._path.append(node)
         return not isinstance(node, cst.SimpleWhitespace)
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         self._path.pop()
-        self._span[original_node] = (self._span[original_node][0], len(self._span))
+        first, _ = self._span[original_node]
+        self._span[original_node] = (first, len(self._span))
 
     def line(self, node: cst.CSTNode) -> int:
         """The first line of a node. The lookup is slow: call it for reported nodes only."""
@@ -138,9 +147,10 @@ class Script(cst.CSTVisitor):
         of functions and classes in it are left out.
         """
         frame = root if isinstance(root, _FRAMES) else self.frames[root]
-        for node in (node for kind in kinds for node in self.all(kind)):
-            if self.frames[node] is frame and self.inside(node, root):
-                yield node
+        for kind in kinds:
+            for node in self.all(kind):
+                if self.frames[node] is frame and self.inside(node, root):
+                    yield node
 
     def calls(self, root: cst.CSTNode, *names: str) -> list[cst.Call]:
         """The calls that run when `root` runs: all calls, or the calls with these last names."""
@@ -183,8 +193,11 @@ class Script(cst.CSTVisitor):
 
     def loops(self, node: cst.CSTNode) -> list[Loop]:
         """The loops that repeat `node`, the innermost first."""
-        around = self.ancestors(node)
-        return [loop for loop, body in around if isinstance(loop, Loop) and body is loop.body]
+        loops: list[Loop] = []
+        for above, below in self.ancestors(node):
+            if isinstance(above, Loop) and below is above.body:
+                loops.append(above)
+        return loops
 
     def lookup(self, name: str, node: cst.CSTNode) -> list[Binding]:
         """The bindings of a name that is used at `node`, in the order of lines: those in the
@@ -192,11 +205,11 @@ class Script(cst.CSTVisitor):
         """
         if name.startswith("self."):
             return self._bound.get((self.home(node), name), [])
-        found: list[Binding] = []
-        while not found and not isinstance(node, cst.Module):
+        bindings: list[Binding] = []
+        while not bindings and not isinstance(node, cst.Module):
             node = self.scope(node)
-            found = self._bound.get((node, name), [])
-        return found
+            bindings = self._bound.get((node, name), [])
+        return bindings
 
     def same(self, name: str, node: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Whether a name has the same bindings at both nodes."""
@@ -213,13 +226,18 @@ class Script(cst.CSTVisitor):
         """The dotted name with its import resolved; "" for a node without a name, and for a name
         that is imported from several places.
         """
-        first, _, rest = dotted(node).partition(".")
+        first, dot, rest = dotted(node).partition(".")
         homes = self.imports.get(first, {"torch.distributed"} if first == "dist" else {first})
-        return ".".join(filter(None, (*homes, rest))) if len(homes) == 1 else ""
+        if len(homes) != 1:
+            return ""
+        (home,) = homes
+        return f"{home}{dot}{rest}"
 
     def text(self, node: cst.CSTNode | None) -> str:
         """The source of a node in one line, without the parentheses around it; "" for None."""
-        text = "" if node is None else " ".join(self.module.code_for_node(node).split())
+        if node is None:
+            return ""
+        text = " ".join(self.module.code_for_node(node).split())
         for _ in getattr(node, "lpar", ()):
             text = text[1:-1].strip()
         return text
@@ -230,16 +248,20 @@ class Script(cst.CSTVisitor):
 
     def called(self, call: cst.Call) -> cst.FunctionDef | None:
         """The function of this file that `name(...)` calls, if only one function has the name."""
-        found = self.functions(dotted(call.func))
-        found = [each for each in found if not isinstance(self.frames[each], cst.ClassDef)]
-        return found[0] if len(found) == 1 else None
+        functions = []
+        for function in self.functions(dotted(call.func)):
+            if not isinstance(self.frames[function], cst.ClassDef):
+                functions.append(function)
+        return functions[0] if len(functions) == 1 else None
 
 
 def _imported(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
+    """Yield each name that an import binds, with the full name of what it stands for."""
     match node:
         case cst.Import():
             for alias in node.names:
-                full, top = alias.evaluated_name, alias.evaluated_name.split(".")[0]
+                full = alias.evaluated_name
+                top = full.split(".")[0]
                 yield (alias.evaluated_alias, full) if alias.evaluated_alias else (top, top)
         case cst.ImportFrom(names=cst.ImportStar()):
             yield "*", dotted(node.module)
@@ -253,8 +275,8 @@ def _imported(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
 def _bindings(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, Value]]:
     match node:
         case cst.Assign():
-            for each in node.targets:
-                yield from _unpacked(each.target, node.value)
+            for assigned in node.targets:
+                yield from _unpacked(assigned.target, node.value)
         case cst.AnnAssign() | cst.NamedExpr():
             yield node.target, node.value
         case cst.AugAssign() | cst.For() | cst.CompFor():
@@ -271,20 +293,30 @@ def _unpacked(target: cst.CSTNode, value: Value) -> Iterator[tuple[cst.CSTNode, 
         return
     values: list[Value] = [None] * len(target.elements)
     if isinstance(value, (cst.Tuple, cst.List)) and len(value.elements) == len(values):
-        values = [each.value for each in value.elements]
-    for element, its in zip(target.elements, values, strict=True):
-        yield from _unpacked(element.value, its)
+        values = [element.value for element in value.elements]
+    for part, part_value in zip(target.elements, values, strict=True):
+        yield from _unpacked(part.value, part_value)
 
 
-_PLACES = {
-    0: "barrier monitored_barrier",
-    2: "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all broadcast"
-    " broadcast_object_list",
-    3: "gather gather_object reduce reduce_scatter reduce_scatter_tensor scatter"
-    " scatter_object_list",
-    4: "all_to_all_single",
+_GROUP = {
+    "barrier": 0,
+    "monitored_barrier": 0,
+    "all_reduce": 2,
+    "all_gather": 2,
+    "all_gather_into_tensor": 2,
+    "all_gather_object": 2,
+    "all_to_all": 2,
+    "broadcast": 2,
+    "broadcast_object_list": 2,
+    "gather": 3,
+    "gather_object": 3,
+    "reduce": 3,
+    "reduce_scatter": 3,
+    "reduce_scatter_tensor": 3,
+    "scatter": 3,
+    "scatter_object_list": 3,
+    "all_to_all_single": 4,
 }
-_GROUP = {name: place for place, names in _PLACES.items() for name in names.split()}
 """The position of `group` among the arguments, by collective."""
 _TORCH = re.compile(r"torch\.distributed\.(distributed_c10d\.)?(?P<last>\w+)")
 _LOCKSTEP = re.compile(r"lockstep\.(evaluate|train|collectives\.(all_reduce|broadcast|all_gather))")
@@ -297,28 +329,32 @@ def collective(script: Script, call: cst.Call) -> str:
     """Return the name, for messages, of a call that every rank must make. Return "" for other
     calls, and for a collective of a group.
     """
-    name, last = script.name(call.func), last_name(call)
+    name = script.name(call.func)
+    last = last_name(call)
     if _LOCKSTEP.fullmatch(name):
         return "" if _of_a_group(script, call, 4) else name
     if _TORCH.fullmatch(name) and last in _GROUP:
         return "" if _of_a_group(script, call, _GROUP[last]) else f"dist.{last}"
-    match call.func:
-        case cst.Attribute(attr=cst.Name("wait_for_everyone")):
-            return last
-        case cst.Attribute(value=world) if last in _WORLD and _is_world(script, world):
-            return f"world.{last}"
+    if last == "wait_for_everyone" and isinstance(call.func, cst.Attribute):
+        return last
+    if (
+        last in _WORLD
+        and isinstance(call.func, cst.Attribute)
+        and _is_world(script, call.func.value)
+    ):
+        return f"world.{last}"
     return ""
 
 
-def _of_a_group(script: Script, call: cst.Call, place: int) -> bool:
-    return not re.fullmatch(r"|None|(.*\.)?WORLD", script.text(argument(call, "group", place)))
+def _of_a_group(script: Script, call: cst.Call, position: int) -> bool:
+    return not re.fullmatch(r"|None|(.*\.)?WORLD", script.text(argument(call, "group", position)))
 
 
 def _is_world(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(node, cst.Call):
         return script.name(node.func) in _WORLDS
-    for bound in script.lookup(dotted(node), node):
-        match bound.value, bound.node:
+    for binding in script.lookup(dotted(node), node):
+        match binding.value, binding.node:
             case (cst.Call(func=kind), _) | (_, cst.Param(annotation=cst.Annotation(kind))):
                 return script.name(kind) in _WORLDS
     return False
@@ -329,25 +365,31 @@ def is_torch_class(script: Script, node: cst.CSTNode, names: Collection[str]) ->
     module of torch.
     """
     full = script.name(node)
-    known = dotted(node).split(".")[0] in script.imports
-    homes = {full} if known else script.imports.get("*", ()) if "." not in full else ()
-    torch = any(re.match(r"(torch|apex)\b", home) for home in homes)
-    return torch and full.rpartition(".")[2] in names
+    if full.rpartition(".")[2] not in names:
+        return False
+    homes: Collection[str] = ()
+    if dotted(node).split(".")[0] in script.imports:
+        homes = {full}
+    elif "." not in full:
+        homes = script.imports.get("*", ())
+    return any(re.match(r"(torch|apex)\b", home) for home in homes)
 
 
 def wrapper(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> cst.Call | None:
     """Return the call of torch's or Lockstep's DistributedDataParallel that a name at `use` is
     bound to.
     """
-    bound = script.lookup(dotted(node), use)
+    bindings = script.lookup(dotted(node), use)
     if not dotted(node).startswith("self."):
-        bound = [each for each in bound if _is_before(script, each.node, use)]
-    value = bound[-1].value if bound else None
-    for made in (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,):
-        if not isinstance(made, cst.Call):
+        bindings = [binding for binding in bindings if _is_before(script, binding.node, use)]
+    if not bindings:
+        return None
+    value = bindings[-1].value
+    for call in (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,):
+        if not isinstance(call, cst.Call):
             continue
-        if _is_ours(script, made) or is_torch_class(script, made.func, _WRAPPERS):
-            return made
+        if _is_lockstep(script, call) or is_torch_class(script, call.func, _WRAPPERS):
+            return call
     return None
 
 
@@ -355,15 +397,16 @@ def _is_before(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> bool:
     return script.before(node, use) or script.scope(node) is not script.scope(use)
 
 
-def _is_ours(script: Script, call: cst.Call) -> bool:
+def _is_lockstep(script: Script, call: cst.Call) -> bool:
     return re.fullmatch(r"lockstep\..*DistributedDataParallel", script.name(call.func)) is not None
 
 
 def is_torch_wrapper(script: Script, node: cst.CSTNode, use: cst.CSTNode) -> bool:
     """Whether a name at `use` is certainly torch's DistributedDataParallel."""
-    values = [each.value for each in script.lookup(dotted(node), use)]
-    ours = any(isinstance(value, cst.Call) and _is_ours(script, value) for value in values)
-    return wrapper(script, node, use) is not None and not ours
+    for binding in script.lookup(dotted(node), use):
+        if isinstance(binding.value, cst.Call) and _is_lockstep(script, binding.value):
+            return False
+    return wrapper(script, node, use) is not None
 
 
 def without_gradients(script: Script, node: cst.CSTNode) -> bool:
@@ -372,6 +415,7 @@ def without_gradients(script: Script, node: cst.CSTNode) -> bool:
     """
     around = list(getattr(script.scope(node), "decorators", ()))
     for above, _ in script.ancestors(node):
-        around += above.items if isinstance(above, cst.With) else ()
+        if isinstance(above, cst.With):
+            around += above.items
     words = r"no_grad|inference_mode|set_grad_enabled(?!\((mode\s*=\s*)?True\))"
-    return any(re.search(words, script.text(each)) for each in around)
+    return any(re.search(words, script.text(context)) for context in around)

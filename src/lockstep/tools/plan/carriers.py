@@ -42,13 +42,15 @@ def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
     """Return the cost of a collective among `world` ranks by an algorithm of `collectives`."""
     if world == 1:
         return NOTHING
-    found = _schedule(kind, algorithm, world, network.ranks_per_node)
-    latency = network.time(found, 0)
-    per_byte = network.time(found, 1.0) - latency if latency < 1e3 else _per_byte(network, found)
-    return Cost(latency, per_byte, len(found), _most_sent(found))
+    planned = _schedule(kind, algorithm, world, network.ranks_per_node)
+    latency = network.time(planned, 0)
+    per_byte = network.time(planned, 1.0) - latency
+    if latency >= 1e3:
+        per_byte = _per_byte(network, planned)
+    return Cost(latency, per_byte, len(planned), _most_sent(planned))
 
 
-def _per_byte(network: Network, found: Schedule) -> float:
+def _per_byte(network: Network, planned: Schedule) -> float:
     """Return the seconds per byte, computed without latency: next to a very long latency, rounding
     would lose the time of one byte.
     """
@@ -57,37 +59,36 @@ def _per_byte(network: Network, found: Schedule) -> float:
         within=Link(0.0, network.within.bandwidth),
         between=Link(0.0, network.between.bandwidth),
     )
-    return without.time(found, 1.0)
+    return without.time(planned, 1.0)
 
 
 def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule:
+    rounds: list[Round] = []
     if algorithm == "direct" and kind == "all_to_all":
-        rounds = tuple(
-            _distance(world, distance, repeat) for distance, repeat in _distances(world, per_node)
-        )
-        return Schedule("direct", kind, world, world * world, rounds)
+        for distance, repeat in _distances(world, per_node):
+            rounds.append(_distance(world, distance, repeat))
+        return Schedule("direct", kind, world, world * world, tuple(rounds))
     if algorithm == "central" and kind == "all_reduce":
-        spread = tuple(
-            together(0, rank, reduce=False, repeat=repeat)
-            for rank, repeat in _others(world, per_node)
-        )
-        collect = tuple(
-            together(rank, 0, reduce=True, repeat=repeat)
-            for rank, repeat in _others(world, per_node)
-        )
-        return Schedule("central", kind, world, 1, (*collect, *spread))
-    return schedule(
-        kind, algorithm, world, ranks_per_node=per_node if algorithm == "hierarchical" else None
-    )
+        others = _others(world, per_node)
+        rounds += [together(rank, 0, reduce=True, repeat=repeat) for rank, repeat in others]
+        rounds += [together(0, rank, reduce=False, repeat=repeat) for rank, repeat in others]
+        return Schedule("central", kind, world, 1, tuple(rounds))
+    nodes = per_node if algorithm == "hierarchical" else None
+    return schedule(kind, algorithm, world, ranks_per_node=nodes)
 
 
 def _distances(world: int, per_node: int) -> list[tuple[int, int]]:
     """Return pairs (distance from sender to receiver, number of rounds with the same cost). All
     distances of at least a node's size, in either direction, cost the same.
     """
-    near = sorted({*range(1, min(per_node, world)), *range(max(1, world - per_node + 1), world)})
+    forward = range(1, min(per_node, world))
+    backward = range(max(1, world - per_node + 1), world)
+    near = sorted({*forward, *backward})
+    distances = [(distance, 1) for distance in near]
     far = world - 1 - len(near)
-    return [(distance, 1) for distance in near] + ([(per_node, far)] if far else [])
+    if far:
+        distances.append((per_node, far))
+    return distances
 
 
 def _distance(world: int, distance: int, repeat: int) -> Round:
@@ -99,12 +100,13 @@ def _others(world: int, per_node: int) -> list[tuple[int, int]]:
     """Return pairs (a rank, number of ranks for which a message to rank 0 costs the same)."""
     near = min(per_node, world) - 1
     far = world - 1 - near
-    return [(1, near)] * (near > 0) + [(world - 1, far)] * (far > 0)
+    pairs = [(1, near), (world - 1, far)]
+    return [(rank, count) for rank, count in pairs if count > 0]
 
 
-def _most_sent(found: Schedule) -> float:
-    sends = np.zeros(found.world)
-    for each in found.rounds:
-        np.add.at(sends, each.src, each.repeat * each.count)
-    cells = found.world if found.kind == "all_to_all" else found.cells
+def _most_sent(planned: Schedule) -> float:
+    sends = np.zeros(planned.world)
+    for one_round in planned.rounds:
+        np.add.at(sends, one_round.src, one_round.repeat * one_round.count)
+    cells = planned.world if planned.kind == "all_to_all" else planned.cells
     return float(sends.max()) / cells

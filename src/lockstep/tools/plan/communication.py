@@ -17,7 +17,7 @@ Computation and link run in parallel, and each of them does one thing at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,8 +63,8 @@ def messages(method: Parallelism, bucket: Leaves, width: float, workers: int) ->
     name = "native" if method.reduce in ("auto", "native") else method.reduce
     late = name in _AT_THE_END
     if name == "central":
-        each = bucket.tensors or ((bucket.elements,),)
-        return [Message("all_reduce", "central", width * math.prod(shape), late) for shape in each]
+        shapes = bucket.tensors or ((bucket.elements,),)
+        return [Message("all_reduce", name, width * math.prod(shape), late) for shape in shapes]
     return [Message("all_reduce", name, width * bucket.elements, late)]  # type: ignore[arg-type]  # Parallelism has refused other names
 
 
@@ -73,13 +73,13 @@ def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[
         if not bucket.tensors:
             raise UsageError("powersgd-needs-shapes", compress=str(compression))
         first, second = _factors(bucket.tensors, compression.rank)
-        found = [
+        factors = [
             Message("all_reduce", "native", WIDTH * first),
             Message("all_reduce", "native", WIDTH * second, late=True),
         ]
-        return [each for each in found if each.bytes]
-    each = 1 + 4 / INT8_BLOCK if compression.kind == "int8" else 2
-    sent = each * bucket.elements
+        return [message for message in factors if message.bytes]
+    width = 1 + 4 / INT8_BLOCK if compression.kind == "int8" else 2
+    sent = width * bucket.elements
     return [Message("all_to_all", "direct", sent), Message("all_gather", "native", sent, late=True)]
 
 
@@ -87,16 +87,19 @@ def _factors(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int]:
     """Return the elements of PowerSGD's first message (P, and what is sent uncompressed) and of its
     second (Q).
     """
-    first = second = 0
+    first = 0
+    second = 0
     for shape in shapes:
-        sides = [size for size in shape if size != 1]
         elements = math.prod(shape)
-        rows = sides[0] if len(sides) > 1 else elements
-        columns = elements // rows if rows else 0
-        if len(sides) > 1 and rank * (rows + columns) < elements:
-            first, second = first + rank * rows, second + rank * columns
-        else:
-            first += elements
+        sides = [size for size in shape if size != 1]
+        if len(sides) > 1 and elements:
+            rows = sides[0]
+            columns = elements // rows
+            if rank * (rows + columns) < elements:
+                first += rank * rows
+                second += rank * columns
+                continue
+        first += elements
     return first, second
 
 
@@ -142,7 +145,7 @@ def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class StepCommunication:
     """Communication of a step. If ranks synchronize every H steps, 1/H of a synchronization."""
 
     exposed: float
@@ -153,11 +156,8 @@ class Talk:
     """Bytes sent by the rank that sends most."""
 
 
-SILENCE = Talk(0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
-class TalkingRanks:
+class CommunicatingRanks:
     """Ranks that communicate, and the network between them."""
 
     workers: int
@@ -173,72 +173,73 @@ class TalkingRanks:
         """Return the seconds of an all-reduce of the library's own numbers, `bytes` in size."""
         ring = cost(self.network, "all_reduce", "ring", self.workers)
         doubling = cost(self.network, "all_reduce", "recursive_doubling", self.workers)
-        return self._seconds(min(ring, doubling, key=lambda one: one.seconds(bytes)), bytes)
+        fastest = ring if ring.seconds(bytes) <= doubling.seconds(bytes) else doubling
+        return self._seconds(fastest, bytes)
 
-    def seconds(self, message: Message) -> float:
-        return self._seconds(self.cost(message), message.bytes)
+    def seconds(self, messages: Iterable[Message]) -> float:
+        """Return the seconds of these messages, one after the other."""
+        return sum(self._seconds(self.cost(message), message.bytes) for message in messages)
 
-    def _seconds(self, of: Cost, bytes: float) -> float:
-        if not bytes or not of.rounds:
+    def _seconds(self, price: Cost, bytes: float) -> float:
+        if not bytes or not price.rounds:
             return 0.0
-        return max(self.software, of.latency) + bytes * of.per_byte
+        return max(self.software, price.latency) + bytes * price.per_byte
 
-    def sent(self, message: Message) -> float:
-        return self.cost(message).sends * message.bytes
+    def sent(self, messages: Iterable[Message]) -> float:
+        """Return the bytes that the rank that sends most sends for these messages."""
+        return sum(self.cost(message).sends * message.bytes for message in messages)
 
 
-def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def communication_of(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication of a step. `rank`: the work of the slowest rank, with its delay
     included.
     """
     if ranks.workers == 1:
-        return SILENCE
+        return StepCommunication(exposed=0.0, busy=0.0, sent=0.0)
     if method.local is not None:
         return _synchronization(method, rank, ranks)
     return _every_step(method, rank, ranks)
 
 
-def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def _every_step(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication if ranks synchronize in every step: the facts of a step, all
     gradients, BatchNorm's buffers, and for a sharded update an all-gather of the parameters.
     """
     facts = ranks.small(rank.facts) if rank.facts else 0.0
     buckets = [QueuedBucket(0.0, facts, 0.0)]
     sent = 0.0
+    gathers = []
     for bucket in rank.buckets:
         sends = messages(method, bucket, rank.width, ranks.workers)
-        late = sum(ranks.seconds(each) for each in sends if each.late)
-        buckets.append(
-            QueuedBucket(bucket.ready, sum(ranks.seconds(each) for each in sends) - late, late)
-        )
-        sent += sum(ranks.sent(each) for each in sends)
-    ended = replicated(rank.computation - rank.backward, rank.backward, buckets)
-    after = []
-    more = ranks.small(rank.buffers) if rank.buffers else 0.0
-    if method.update == "sharded":
-        after = [
-            Message("all_gather", "native", rank.width * bucket.elements) for bucket in rank.buckets
-        ]
-    more += sum(ranks.seconds(each) for each in after)
-    return Talk(
-        ended.arrived - ended.computed + more,
-        ended.busy + more,
-        sent + sum(ranks.sent(each) for each in after),
-    )
+        late = ranks.seconds(message for message in sends if message.late)
+        early = ranks.seconds(sends) - late
+        buckets.append(QueuedBucket(bucket.ready, early, late))
+        sent += ranks.sent(sends)
+        if method.update == "sharded":
+            gathers.append(Message("all_gather", "native", rank.width * bucket.elements))
+    overlap = replicated(rank.computation - rank.backward, rank.backward, buckets)
+    after = ranks.small(rank.buffers) if rank.buffers else 0.0
+    after += ranks.seconds(gathers)
+    exposed = overlap.arrived - overlap.computed + after
+    return StepCommunication(exposed, overlap.busy + after, sent + ranks.sent(gathers))
 
 
-def _synchronization(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+def _synchronization(
+    method: Parallelism, rank: RankWork, ranks: CommunicatingRanks
+) -> StepCommunication:
     """Return the communication of local steps: every H steps, after the backward, replicas send the
     change of their weights. With `overlap`, the next steps are computed at the same time.
     """
     assert method.local is not None
     every = method.sync_every or 1
-    sends = [
-        each
-        for bucket in rank.buckets
-        for each in messages(method, bucket, rank.width, ranks.workers)
-    ]
-    whole = sum(ranks.seconds(each) for each in sends)
-    sent = sum(ranks.sent(each) for each in sends)
-    behind = method.local.overlap * (rank.computation + rank.optimizer)
-    return Talk(max(0.0, whole - behind) / every, whole / every, sent / every)
+    sends: list[Message] = []
+    for bucket in rank.buckets:
+        sends += messages(method, bucket, rank.width, ranks.workers)
+    seconds = ranks.seconds(sends)
+    hidden = method.local.overlap * (rank.computation + rank.optimizer)
+    exposed = max(0.0, seconds - hidden)
+    return StepCommunication(exposed / every, seconds / every, ranks.sent(sends) / every)

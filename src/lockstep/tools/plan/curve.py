@@ -10,9 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.parallelism import Parallelism
+from lockstep.data.windows import counted
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.simulate import Predicted, simulate, spent
-from lockstep.tools.plan.work import PlanScaling, heard, samples_of, slots_of, work_of
+from lockstep.tools.plan.simulate import Predicted, duration, simulate
+from lockstep.tools.plan.work import (
+    PlanScaling,
+    representative_ranks,
+    samples_of,
+    slots_of,
+    work_of,
+)
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Profile
 
@@ -56,7 +63,7 @@ class PlanRow:
         step = self.predicted
         return [
             self.workers,
-            spent(step.step),
+            duration(step.step),
             percent(self.efficiency),
             f"{self.samples_per_s:.4g}",
             megabytes(step.sent),
@@ -93,18 +100,18 @@ def predicted(
     """
     work = work_of(profile, scaling, workers)
     free = network.between.latency == 0 and math.isinf(network.between.bandwidth)
-    software = 0.0 if workers == 1 or free else profile.message(heard(scaling, workers))
-    methods = [method]
+    software = (
+        0.0 if workers == 1 or free else profile.message(representative_ranks(scaling, workers))
+    )
+    step = simulate(work, workers, network, method, software)
     several_hosts = 1 < network.ranks_per_node < workers
-    if (
-        several_hosts
-        and profile.device == "cpu"
-        and method.reduce == "auto"
-        and method.compression is None
-    ):
-        methods.append(replace(method, reduce="hierarchical"))
-    steps = [simulate(work, workers, network, each, software) for each in methods]
-    return min(steps, key=lambda step: step.step)
+    uncompressed = method.reduce == "auto" and method.compression is None
+    if several_hosts and uncompressed and profile.device == "cpu":
+        hierarchical = replace(method, reduce="hierarchical")
+        other = simulate(work, workers, network, hierarchical, software)
+        if other.step < step.step:
+            return other
+    return step
 
 
 def describe(rows: Sequence[PlanRow], profile: Profile, scaling: PlanScaling) -> str:
@@ -115,15 +122,13 @@ def describe(rows: Sequence[PlanRow], profile: Profile, scaling: PlanScaling) ->
 
 def _notes(rows: Sequence[PlanRow], slots: int, scaling: PlanScaling) -> Iterator[str]:
     base = scaling.base
-    kind = (
-        f"every rank keeps its share of {base} (weak scaling)"
-        if scaling.weak
-        else "the global batch stays the same (strong scaling)"
-    )
-    yield f"{kind}; efficiency is relative to {base} rank{'s' * (base > 1)}"
+    kind = "the global batch stays the same (strong scaling)"
+    if scaling.weak:
+        kind = f"every rank keeps its share of {base} (weak scaling)"
+    yield f"{kind}; efficiency is relative to {counted(base, 'rank')}"
     idle = [row.workers for row in rows if row.workers > slots]
     if idle and not scaling.weak:
         yield (
-            f"a step has {slots} micro-batch{'es' * (slots > 1)}: among {idle[0]} ranks some have"
+            f"a step has {counted(slots, 'micro-batch', 'es')}: among {idle[0]} ranks some have"
             " none and wait. Use a smaller micro_batch, a larger global_batch, or --weak"
         )

@@ -17,7 +17,7 @@ from lockstep.collectives.schedule import spans
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.simulate import Predicted, simulate, spent
+from lockstep.tools.plan.simulate import Predicted, duration, simulate
 from lockstep.tools.plan.work import BACKWARD, WIDTH, RankWork
 from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Leaves
@@ -81,32 +81,32 @@ class GivenRow:
 
 
 def rows(
-    given: GivenStep,
+    step: GivenStep,
     counts: Sequence[int],
     network: Network,
     method: Parallelism,
 ) -> list[GivenRow]:
     """Return a row for each number of ranks."""
-    work = given.work()
+    work = step.work()
     return [
         GivenRow(workers=workers, predicted=simulate(work, workers, network, method))
         for workers in counts
     ]
 
 
-def describe(given: GivenStep, found: Sequence[GivenRow]) -> str:
+def describe(step: GivenStep, predictions: Sequence[GivenRow]) -> str:
     """Return a text with a line for each number of ranks."""
     head = "workers | step | efficiency | exposed | communication | sent a step"
     lines = [
         (
             row.workers,
-            spent(row.predicted.step),
+            duration(row.predicted.step),
             percent(row.efficiency),
-            spent(row.predicted.exposed),
-            spent(row.predicted.communication),
+            duration(row.predicted.exposed),
+            duration(row.predicted.communication),
             megabytes(row.predicted.sent),
         )
-        for row in found
+        for row in predictions
     ]
-    sizes = f"{given.gradient_mb:g} MB of gradients in {given.buckets} equal buckets"
-    return f"{sizes}; every rank computes {given.step_ms:g} ms\n{table(head, lines, left=())}"
+    sizes = f"{step.gradient_mb:g} MB of gradients in {step.buckets} equal buckets"
+    return f"{sizes}; every rank computes {step.step_ms:g} ms\n{table(head, lines, left=())}"

@@ -38,11 +38,12 @@ def link_named(text: str) -> Link:
     """Read a link such as `100Mbit`, `25GbE`, `free`, or `500,50Mbit`: microseconds and a line
     rate. Raises UsageError for any other text.
     """
-    named = {_plain(name): link for name, link in NETWORKS.items()}
-    if _plain(text) in named:
-        return named[_plain(text)]
+    for name, link in NETWORKS.items():
+        if _plain(name) == _plain(text):
+            return link
     latency, _, rate = text.partition(",")
-    microseconds, bits = value_of(latency), bits_per_second(rate)
+    microseconds = value_of(latency)
+    bits = bits_per_second(rate)
     if isinstance(microseconds, str) or not 0 <= microseconds < math.inf or bits is None:
         raise UsageError("unknown-choice", name="network", value=text, choices=LINKS)
     return Link(microseconds / 1e6, TCP * bits / 8)
@@ -54,8 +55,11 @@ def _plain(name: str) -> str:
 
 def bits_per_second(rate: str) -> float | None:
     """Read a rate such as `100mbit`, `2.5Gbit` or `25GbE`; None if the text is no rate."""
-    found = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
-    return (float(found[1]) * _UNITS[found[2]] or None) if found else None
+    match = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
+    if match is None:
+        return None
+    number, unit = match.groups()
+    return float(number) * _UNITS[unit] or None
 
 
 def connection(text: str, per_node: int = 1) -> Network:
@@ -69,15 +73,21 @@ def connection(text: str, per_node: int = 1) -> Network:
 
 def described(network: Network, name: str) -> str:
     """Return a sentence with the rates and latencies of the network."""
-    between = f"{name}: {_rate(network.between)}, {1e6 * network.between.latency:.3g} us a message"
+    between = f"{name}: {_link(network.between)} a message"
     if network.ranks_per_node == 1:
         return between
-    inside = f"inside {_rate(network.within)}, {1e6 * network.within.latency:.3g} us"
-    return f"{between} between nodes of {network.ranks_per_node}, {inside}"
+    nodes = f"nodes of {network.ranks_per_node}"
+    return f"{between} between {nodes}, inside {_link(network.within)}"
 
 
-def _rate(link: Link) -> str:
-    if math.isinf(link.bandwidth):
+def _link(link: Link) -> str:
+    """`1.5 Mbit/s, 100 us`, or `no limit, 0 us`"""
+    return f"{_rate(8 * link.bandwidth)}, {1e6 * link.latency:.3g} us"
+
+
+def _rate(bits: float) -> str:
+    if math.isinf(bits):
         return "no limit"
-    bits = 8 * link.bandwidth
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    if bits >= 1e9:
+        return f"{bits / 1e9:.3g} Gbit/s"
+    return f"{bits / 1e6:.3g} Mbit/s"

@@ -28,7 +28,7 @@ from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.communication import TalkingRanks, talk
+from lockstep.tools.plan.communication import CommunicatingRanks, communication_of
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.output_files import milliseconds
 
@@ -77,7 +77,7 @@ class Predicted:
         return max(parts, key=parts.__getitem__)
 
 
-def spent(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a text such as `12.3 ms`, `12.34 s` or `12.34 min`."""
     if seconds < 10:
         return milliseconds(seconds)
@@ -100,7 +100,7 @@ def simulate(
     knob.whole("workers", workers)
     method = method or Parallelism()
     check_method(method)
-    ranks = TalkingRanks(workers, network, software)
+    ranks = CommunicatingRanks(workers, network, software)
     late = max(1, round(workers / work.in_turns))  # number of independent delays
     mean = _step(work, method, ranks, 0.0)
     expected = _step(work, method, ranks, expected_maximum(late))
@@ -115,12 +115,14 @@ def check_method(method: Parallelism) -> None:
         raise UsageError("not-planned", name="mesh", value=str(method.mesh))
 
 
-def _step(work: RankWork, method: Parallelism, ranks: TalkingRanks, deviations: float) -> Predicted:
+def _step(
+    work: RankWork, method: Parallelism, ranks: CommunicatingRanks, deviations: float
+) -> Predicted:
     """Simulate a step in which the slowest rank is `deviations` standard deviations slower than the
     mean. The spread of H local steps grows only with sqrt(H).
     """
     rank = _slowed(work, deviations / math.sqrt(method.sync_every or 1))
-    communication = talk(method, rank, ranks)
+    communication = communication_of(method, rank, ranks)
     optimizer = rank.optimizer / (ranks.workers if method.update == "sharded" else 1)
     step = rank.computation + optimizer + rank.other + communication.exposed + rank.loading
     return Predicted(
@@ -156,10 +158,11 @@ def expected_maximum(draws: int) -> float:
     one draw. It is the integral of 1 - Phi^W above 0, minus that of Phi^W below 0.
     """
     assert draws >= 1
-    above = np.arange(0, _FAR + _STEP / 2, _STEP)
+    deviations = np.arange(0, _FAR + _STEP / 2, _STEP)
     # 1 - Phi(x), which is Phi(-x)
-    tail = np.array([0.5 * math.erfc(each / math.sqrt(2)) for each in above])
+    tail = np.array([math.erfc(deviation / math.sqrt(2)) / 2 for deviation in deviations])
     late = -np.expm1(draws * np.log1p(-tail))
     early = tail**draws
     values = late - early
-    return float(_STEP * (values.sum() - (values[0] + values[-1]) / 2))
+    ends = (values[0] + values[-1]) / 2
+    return float(_STEP * (values.sum() - ends))

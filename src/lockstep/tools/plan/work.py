@@ -100,9 +100,8 @@ def sides(
     """
     if device == "cuda":
         return [1]
-    return sorted(
-        {min(_computing(scaling, count, slots), cores) for count in (*counts, scaling.base)}
-    )
+    computing = {_computing(scaling, count, slots) for count in (*counts, scaling.base)}
+    return sorted({min(ranks, cores) for ranks in computing})
 
 
 def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[int]:
@@ -111,18 +110,20 @@ def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[in
     """
     if device == "cuda":
         return []
-    return sorted({heard(scaling, count) for count in (*counts, scaling.base) if count > 1})
+    return sorted(
+        {representative_ranks(scaling, count) for count in (*counts, scaling.base) if count > 1}
+    )
 
 
-def heard(scaling: PlanScaling, workers: int) -> int:
+def representative_ranks(scaling: PlanScaling, workers: int) -> int:
     """Return the number of ranks of one host whose messages represent those of `workers` ranks."""
     return max(2, scaling.on_host(workers))
 
 
 def _computing(scaling: PlanScaling, workers: int, slots: int) -> int:
     """Return the number of ranks of one host that have a micro-batch."""
-    here = scaling.on_host(workers)
-    return here if scaling.weak else min(here, slots)
+    on_host = scaling.on_host(workers)
+    return on_host if scaling.weak else min(on_host, slots)
 
 
 def samples_of(profile: Profile, scaling: PlanScaling, workers: int) -> float:
@@ -137,11 +138,15 @@ def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
 
     If a host has more ranks than cores, they take turns: all times grow in proportion.
     """
-    here = _computing(scaling, workers, slots_of(profile))
-    beside = 1 if profile.device == "cuda" else min(here, profile.cores)
-    turns = 1.0 if profile.device == "cuda" else here / beside
-    side = profile.side(beside)
-    micro_batches = -(-slots_of(profile) // (scaling.base if scaling.weak else workers))
+    slots = slots_of(profile)
+    side_by_side = 1
+    turns = 1.0
+    if profile.device != "cuda":
+        on_host = _computing(scaling, workers, slots)
+        side_by_side = min(on_host, profile.cores)
+        turns = on_host / side_by_side
+    side = profile.side(side_by_side)
+    micro_batches = -(-slots // (scaling.base if scaling.weak else workers))
     return RankWork(
         forward=turns * side.forward,
         backward=turns * side.backward,

@@ -49,7 +49,7 @@ class Section:
         return not (self.text or self.figures or self.tables)
 
 
-def render(**what: Any) -> str:
+def render(**values: Any) -> str:
     """Render the page."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup, escape
@@ -64,7 +64,6 @@ def render(**what: Any) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["said"] = said
-    template = environment.from_string(
-        here.joinpath("report.html.jinja").read_text(encoding="utf-8")
-    )
-    return template.render(style=here.joinpath("style.css").read_text(encoding="utf-8"), **what)
+    page = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
+    style = here.joinpath("style.css").read_text(encoding="utf-8")
+    return environment.from_string(page).render(style=style, **values)

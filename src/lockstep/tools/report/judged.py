@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from lockstep.config.mesh import Mesh
-from lockstep.training.timeline import PHASES, Begin, Generation, StepsLine
+from lockstep.training.timeline import PHASES, Generation, StepsLine
 
-Kept = Mapping[int, Sequence[StepsLine]]
+LinesByRank = Mapping[int, Sequence[StepsLine]]
 """The recorded lines of each rank."""
 _SUMS = ("seconds", "moving", "waits", "micro_batches")
 
@@ -35,16 +36,16 @@ class RankTimes:
     lost: Mapping[int, float]
     """Seconds that it waited, by the place it waited for."""
 
-    def each(self, *names: str) -> float:
+    def per_step(self, *names: str) -> float:
         """The sum of these totals, per step."""
         return sum(self.totals[name] for name in names) / self.steps
 
-    def waited_for(self, who: int) -> float:
+    def waited_for(self, number: int) -> float:
         """Seconds a step that it waited for place `who`."""
-        return self.lost.get(who, 0.0) / self.steps
+        return self.lost.get(number, 0.0) / self.steps
 
     @property
-    def hidden_each(self) -> float | None:
+    def hidden_per_step(self) -> float | None:
         """Seconds a step of hidden communication; None if unknown."""
         return None if self.hidden is None else self.hidden / self.steps
 
@@ -61,13 +62,12 @@ class Judged:
     places: Mapping[int, RankTimes]
     mesh: Mesh | None
 
-    @property
-    def begin(self) -> Begin:
-        return self.generation.begin
-
     def total(self, *names: str) -> float:
         """The sum of these totals over all places."""
-        return sum(place.totals[name] for place in self.places.values() for name in names)
+        values = []
+        for times in self.places.values():
+            values += [times.totals[name] for name in names]
+        return sum(values)
 
     @property
     def seconds(self) -> float:
@@ -84,20 +84,19 @@ class Judged:
     @property
     def lost_to(self) -> dict[int, float]:
         """Seconds that the others waited for each place, the largest first."""
-        found = dict.fromkeys(self.places, 0.0)
-        for number, place in self.places.items():
-            for who, seconds in place.lost.items():
-                if who != number:
-                    found[who] = found.get(who, 0.0) + seconds
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+        lost = dict.fromkeys(self.places, 0.0)
+        for number, times in self.places.items():
+            for awaited, seconds in times.lost.items():
+                if awaited != number:
+                    lost[awaited] = lost.get(awaited, 0.0) + seconds
+        longest_first = sorted(lost, key=lambda number: -lost[number])
+        return {number: lost[number] for number in longest_first}
 
     def name(self, number: int) -> str:
         """`rank 3`; on a mesh `replica 1 (ranks 2 and 3)`."""
-        return (
-            f"rank {number}"
-            if self.mesh is None
-            else f"replica {number} ({ranks(self.places[number].ranks)})"
-        )
+        if self.mesh is None:
+            return f"rank {number}"
+        return f"replica {number} ({ranks(self.places[number].ranks)})"
 
 
 def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
@@ -106,39 +105,41 @@ def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
     """
     if not generation.begin.method.startswith("server"):  # ranks of a server step independently
         generation = generation.common()
-    lanes = generation.lanes.items()
-    kept: Kept = {
-        rank: lane.steps[min(WARM_UP, len(lane.steps) // 2) :] for rank, lane in lanes if lane.steps
-    }
-    if not kept:
+    lines: dict[int, Sequence[StepsLine]] = {}
+    for rank, lane in generation.lanes.items():
+        if lane.steps:
+            warm_up = min(WARM_UP, len(lane.steps) // 2)
+            lines[rank] = lane.steps[warm_up:]
+    if not lines:
         return None
-    whole = mesh is None or mesh.only_data
-    split = None if whole or mesh is None or mesh.size != generation.workers else mesh
-    if split is not None:
-        kept = {
-            rank: [_of_replicas(line, split, rank) for line in lines]
-            for rank, lines in kept.items()
-        }
-    elif (
-        whole
-        and not _alone(generation)
-        and not any(line.lost for lines in kept.values() for line in lines)
-    ):
-        kept = _with_lost(kept)
+    split = None  # the mesh, if a replica has several ranks
+    if mesh is None or mesh.only_data:
+        if not _alone(generation) and not _records_waits(lines):
+            lines = _with_lost(lines)
+    elif mesh.size == generation.workers:
+        split = mesh
     members: dict[int, list[int]] = {}
-    for rank in kept:
+    for rank in lines:
         members.setdefault(rank if split is None else split.at(rank).data, []).append(rank)
-    places = {
-        number: _rank_times(tuple(inside), [kept[rank] for rank in inside])
-        for number, inside in members.items()
-    }
+    places = {}
+    for number in sorted(members):
+        of_place = []
+        for rank in members[number]:
+            for line in lines[rank]:
+                of_place.append(line if split is None else _of_replicas(line, split, rank))
+        places[number] = _rank_times(tuple(members[number]), of_place)
     return Judged(
         generation=generation,
-        first=min(lines[0].first for lines in kept.values()),
-        last=max(lines[-1].last for lines in kept.values()),
-        places=dict(sorted(places.items())),
+        first=min(of_rank[0].first for of_rank in lines.values()),
+        last=max(of_rank[-1].last for of_rank in lines.values()),
+        places=places,
         mesh=split,
     )
+
+
+def _records_waits(lines: LinesByRank) -> bool:
+    """Whether any rank recorded which rank it waited for."""
+    return any(line.lost for line in chain(*lines.values()))
 
 
 def _alone(generation: Generation) -> bool:
@@ -150,35 +151,47 @@ def _of_replicas(line: StepsLine, mesh: Mesh, rank: int) -> StepsLine:
     replica are left out: they belong to the pipeline.
     """
     lost: dict[int, float] = {}
-    for who, seconds in line.lost.items():
-        if who < mesh.size and (replica := mesh.at(who).data) != mesh.at(rank).data:
+    for awaited, seconds in line.lost.items():
+        if awaited >= mesh.size:
+            continue
+        replica = mesh.at(awaited).data
+        if replica != mesh.at(rank).data:
             lost[replica] = lost.get(replica, 0.0) + seconds
     return replace(line, lost=lost)
 
 
-def _with_lost(kept: Kept) -> dict[int, Sequence[StepsLine]]:
+def _with_lost(lines: LinesByRank) -> dict[int, Sequence[StepsLine]]:
     """Estimate which rank the others waited for, if no rank recorded it. The rank that waited least
     arrived last, and the others waited for it by so much longer.
     """
-    by_rank = {rank: {line.place: line for line in lines} for rank, lines in kept.items()}
-    for key in set.intersection(*map(set, by_rank.values())):
-        waits = {rank: lines[key].waits for rank, lines in by_rank.items()}
-        least, latest = min((time, rank) for rank, time in waits.items())
-        for rank, time in waits.items():
-            if time > least:
-                by_rank[rank][key] = replace(by_rank[rank][key], lost={latest: time - least})
-    return {rank: list(lines.values()) for rank, lines in by_rank.items()}
+    by_rank: dict[int, dict[tuple[int, int], StepsLine]] = {}
+    for rank, of_rank in lines.items():
+        by_rank[rank] = {line.place: line for line in of_rank}
+    for steps in set.intersection(*map(set, by_rank.values())):
+        waits = {rank: of_rank[steps].waits for rank, of_rank in by_rank.items()}
+        shortest = min(waits.values())
+        latest = min(rank for rank, seconds in waits.items() if seconds == shortest)
+        for rank, seconds in waits.items():
+            if seconds > shortest:
+                lost = {latest: seconds - shortest}
+                by_rank[rank][steps] = replace(by_rank[rank][steps], lost=lost)
+    return {rank: list(of_rank.values()) for rank, of_rank in by_rank.items()}
 
 
-def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]]) -> RankTimes:
-    lines = [line for each in lines_of for line in each]
+def _rank_times(numbers: tuple[int, ...], lines: Sequence[StepsLine]) -> RankTimes:
     hidden = [line.hidden for line in lines if line.hidden is not None]
-    waited_for = sorted({who for line in lines for who in line.lost})
+    lost: dict[int, float] = {}
+    for line in lines:
+        for awaited, seconds in line.lost.items():
+            lost[awaited] = lost.get(awaited, 0.0) + seconds
+    totals = {}
+    for name in (*PHASES, *_SUMS):
+        totals[name] = sum(line.total(name) for line in lines)
     return RankTimes(
         ranks=numbers,
         steps=sum(line.count for line in lines),
-        totals={name: sum(line.total(name) for line in lines) for name in (*PHASES, *_SUMS)},
-        lost={who: sum(line.lost.get(who, 0.0) for line in lines) for who in waited_for},
+        totals=totals,
+        lost={awaited: lost[awaited] for awaited in sorted(lost)},
         hidden=sum(hidden) if len(hidden) == len(lines) else None,
     )
 
@@ -187,23 +200,27 @@ def percentages(shares: Sequence[float]) -> list[int]:
     """Round shares to whole per cents that add up as the shares do. What rounding down leaves goes
     to the largest remainders.
     """
-    whole = [math.floor(100 * share) for share in shares]
-    left = round(100 * sum(shares)) - sum(whole)
-    by_remainder = sorted(range(len(shares)), key=lambda index: whole[index] - 100 * shares[index])
-    for index in by_remainder[:left]:
-        whole[index] += 1
-    return whole
+    percents = [math.floor(100 * share) for share in shares]
+    left = round(100 * sum(shares)) - sum(percents)
+    largest_remainder_first = sorted(
+        range(len(shares)), key=lambda index: percents[index] - 100 * shares[index]
+    )
+    for index in largest_remainder_first[:left]:
+        percents[index] += 1
+    return percents
 
 
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 3`, `ranks 0 and 2`, `ranks 0, 1 and 2`, `ranks 0, 1, 2 and 9 more`."""
-    shown = [str(number) for number in numbers[:4]]
-    if len(numbers) > 4:
-        shown = [*shown[:3], f"{len(numbers) - 3} more"]
-    listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-    return f"rank{'s' * (len(numbers) > 1)} {listed}"
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = [str(number) for number in numbers]
+    if len(shown) > 4:
+        shown[3:] = [f"{len(numbers) - 3} more"]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds without a unit: `212`, `11`, `0.35`."""
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.00995 else f"{1e3 * seconds:.2g}"
+    figure = 1e3 * seconds
+    return f"{figure:.0f}" if seconds >= 0.00995 else f"{figure:.2g}"

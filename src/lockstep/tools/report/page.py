@@ -26,47 +26,42 @@ NO_ANATOMY = "This run has no record of its steps' times (RUN/anatomy/)."
 NO_STEP = "No step was recorded yet, so there is nothing to judge."
 
 
-def told(recorded: Recorded, found: Verdict | None) -> list[str]:
+def told(recorded: Recorded, verdict: Verdict | None) -> list[str]:
     """Return what to do first and its reasons, in sentences."""
-    if found is not None:
-        return [found.do_first.sentence, *found.reasons()]
+    if verdict is not None:
+        return [verdict.do_first.sentence, *verdict.reasons()]
     return [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
 
 
-def page(recorded: Recorded, found: Verdict | None) -> str:
-    """Return the report as HTML, with the verdict `found` at the top."""
-    places = _judged(recorded)
+def page(recorded: Recorded, verdict: Verdict | None) -> str:
+    """Return the report as HTML, with the verdict at the top."""
+    table = Numbers("Machine, versions and numbers", ["fact", "value"], _run(recorded))
     sections = [
-        by_rank.times(places),
+        by_rank.times(_judged(recorded)),
         history.curves(recorded),
         by_rank.memory(recorded.anatomy),
         history.history(recorded),
-        Section(
-            "run",
-            "The run",
-            tables=[Numbers("Machine, versions and numbers", ["fact", "value"], _run(recorded))],
-        ),
+        Section("run", "The run", tables=[table]),
     ]
+    began = str(recorded.start.get("at", ""))
     return render(
         task=short_name(recorded.settings.task),
         run=recorded.run.resolve().name,
         state=recorded.state,
-        began=str(recorded.start.get("at", "")).replace("T", " ").replace("+00:00", " UTC"),
+        began=began.replace("T", " ").replace("+00:00", " UTC"),
         command=_command(recorded.settings),
         facts=_facts(recorded),
-        do_first=None if found is None else found.do_first.sentence,
-        shares=[] if found is None else found.parts(),
-        reasons=told(recorded, found) if found is None else found.notes,
-        sections=[each for each in sections if not each.empty],
+        do_first=None if verdict is None else verdict.do_first.sentence,
+        shares=[] if verdict is None else verdict.parts(),
+        reasons=told(recorded, verdict) if verdict is None else verdict.notes,
+        sections=[section for section in sections if not section.empty],
     )
 
 
 def _judged(recorded: Recorded) -> Judged | None:
-    return (
-        None
-        if recorded.anatomy is None
-        else judged(recorded.anatomy.longest, recorded.settings.mesh)
-    )
+    if recorded.anatomy is None:
+        return None
+    return judged(recorded.anatomy.longest, recorded.settings.mesh)
 
 
 def _command(settings: Settings) -> str:
@@ -76,15 +71,16 @@ def _command(settings: Settings) -> str:
     if settings.task not in BUNDLED and not settings.task.endswith(".py"):
         return ""
     words = ["lockstep", "train", settings.task]
-    for name, each in knobs(Settings).items():
+    for name, knob in knobs(Settings).items():
         value = getattr(settings, name)
-        if value == each.default or name in _INSIDE:
+        if value == knob.default or name in _INSIDE:
             continue
-        values = value if each.is_repeated else [value]
+        flag = knob.flags[0]
         if isinstance(value, bool):
-            words.append(each.flags[0] if value else each.flags[0].replace("--", "--no-", 1))
-        else:
-            words += [word for one in values for word in (each.flags[0], str(one))]
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+            continue
+        for single in value if knob.is_repeated else [value]:
+            words += [flag, str(single)]
     for key, value in settings.overrides.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(words)
@@ -94,55 +90,61 @@ def _facts(recorded: Recorded) -> list[tuple[str, str]]:
     """Return the facts for the top of the page: workers, epochs, steps, headline, seconds."""
     result = recorded.result or {}
     last = recorded.steps[-1]["step"] if recorded.steps else None
-    found = [
+    facts = [
         ("workers", result.get("workers", recorded.settings.workers)),
         ("epochs", result.get("epochs")),
         ("steps", result.get("steps", last)),
     ]
-    if isinstance(result.get("headline"), dict):
-        headline = result["headline"]
-        found.append((str(headline.get("name")), _short(headline.get("value"))))
-    if isinstance(result.get("seconds"), int | float):
-        found.append(("seconds", f"{number(result['seconds']):.1f}"))
-    return [(name, str(value)) for name, value in found if value is not None]
+    headline = result.get("headline")
+    if isinstance(headline, dict):
+        facts.append((str(headline.get("name")), _short(headline.get("value"))))
+    seconds = result.get("seconds")
+    if isinstance(seconds, int | float):
+        facts.append(("seconds", f"{number(seconds):.1f}"))
+    return [(name, str(value)) for name, value in facts if value is not None]
 
 
 def _run(recorded: Recorded) -> list[tuple[str, str]]:
     """Return the machine, the versions and the main numbers of the run."""
-    start, begin = recorded.start, None
+    facts: dict[str, Any] = {}
+    machine = _mapping(recorded.start.get("machine"))
+    versions = {**_mapping(recorded.start.get("versions")), "torch": machine.get("torch")}
+    begin = None
     if recorded.anatomy is not None:
-        lanes = recorded.anatomy.generations[-1].lanes.values()
-        begin = recorded.anatomy.generations[-1].begin
-        hosts = ", ".join(dict.fromkeys(lane.begin.host for lane in lanes))
-    machine, versions = start.get("machine"), start.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    machine = machine if isinstance(machine, dict) else {}
-    found = {
-        "hosts": begin and f"{hosts} ({counted(begin.cores, 'core')} each)",
-        "processor": machine.get("processor"),
-        "GPU": machine.get("GPU"),
-        "versions": ", ".join(
-            f"{name} {version}"
-            for name, version in {**versions, "torch": machine.get("torch")}.items()
-            if version
-        ),
-        "threads a rank": begin and begin.threads,
-        "batch": begin and f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}",
-        "seed": start.get("seed"),
-        "learning rate": _range(recorded, "lr"),
-        "gradient norm": _range(recorded, "grad_norm"),
-        "weights sha256": (recorded.result or {}).get("sha256"),
-    }
-    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+        generation = recorded.anatomy.generations[-1]
+        begin = generation.begin
+        hosts = dict.fromkeys(lane.begin.host for lane in generation.lanes.values())
+        facts["hosts"] = f"{', '.join(hosts)} ({counted(begin.cores, 'core')} each)"
+    facts["processor"] = machine.get("processor")
+    facts["GPU"] = machine.get("GPU")
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    facts["versions"] = ", ".join(installed)
+    if begin is not None:
+        facts["threads a rank"] = begin.threads
+        batch = f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}"
+        facts["batch"] = batch
+    facts["seed"] = recorded.start.get("seed")
+    facts["learning rate"] = _range(recorded, "lr")
+    facts["gradient norm"] = _range(recorded, "grad_norm")
+    facts["weights sha256"] = (recorded.result or {}).get("sha256")
+    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _range(recorded: Recorded, name: str) -> str:
     """`0.001`, or `0.0001 to 0.002, 0.0003 at the end`."""
-    known = [value for each in recorded.steps if not isnan(value := number(each.get(name)))]
+    values = [number(record.get(name)) for record in recorded.steps]
+    known = [value for value in values if not isnan(value)]
     if not known:
         return ""
-    least, most = _short(min(known)), _short(max(known))
-    return least if least == most else f"{least} to {most}, {_short(known[-1])} at the end"
+    least = _short(min(known))
+    most = _short(max(known))
+    if least == most:
+        return f"{least}"
+    return f"{least} to {most}, {_short(known[-1])} at the end"
 
 
 def _short(value: Any) -> Any:
@@ -153,33 +155,35 @@ def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
     """Return the report as JSON, with times in seconds a step. `ranks` has one row per rank, or on
     a mesh one per replica.
     """
-    found = _judged(recorded)
+    judged_run = _judged(recorded)
+    generations = () if recorded.anatomy is None else recorded.anatomy.generations
     starts = [
         {
-            "workers": each.workers,
-            "from": each.step,
-            "to": each.last,
-            "missing": list(each.missing),
-            "seconds": each.seconds,
+            "workers": generation.workers,
+            "from": generation.step,
+            "to": generation.last,
+            "missing": list(generation.missing),
+            "seconds": generation.seconds,
         }
-        for each in (() if recorded.anatomy is None else recorded.anatomy.generations)
+        for generation in generations
     ]
+    places = () if judged_run is None else judged_run.places.values()
     return {
         "run": str(recorded.run),
         "state": recorded.state,
         "verdict": None if verdict is None else verdict.as_json(),
-        "ranks": [] if found is None else [_row(place) for place in found.places.values()],
+        "ranks": [_row(times) for times in places],
         "starts": starts,
         "result": recorded.result,
     }
 
 
-def _row(place: RankTimes) -> dict[str, Any]:
-    lost = {str(who): place.waited_for(who) for who in place.lost}
-    times = {name: place.each(name) for name in (*PHASES, "seconds", "moving", "waits")}
-    whole = {
-        "hidden": place.hidden_each,
-        "lost": lost,
-        "micro_batches": place.each("micro_batches"),
+def _row(times: RankTimes) -> dict[str, Any]:
+    return {
+        "ranks": list(times.ranks),
+        "steps": times.steps,
+        **{name: times.per_step(name) for name in (*PHASES, "seconds", "moving", "waits")},
+        "hidden": times.hidden_per_step,
+        "lost": {str(number): times.waited_for(number) for number in times.lost},
+        "micro_batches": times.per_step("micro_batches"),
     }
-    return {"ranks": list(place.ranks), "steps": place.steps, **times, **whole}

@@ -68,8 +68,8 @@ class Verdict:
 
     def parts(self) -> list[tuple[int, str]]:
         """Return each share in per cent and in words, without those below 1 %."""
-        whole = zip(percentages([*self.shares.values()]), self.shares, strict=True)
-        return [(percent, _NAMES[name]) for percent, name in whole if percent]
+        percents = zip(percentages([*self.shares.values()]), self.shares, strict=True)
+        return [(percent, _NAMES[name]) for percent, name in percents if percent]
 
     def reasons(self) -> list[str]:
         """Say in one line where the time went, then each note."""
@@ -82,17 +82,17 @@ class Verdict:
 
 def verdict(anatomy: Anatomy, settings: Settings | None = None) -> Verdict | None:
     """Return the verdict; None if no step was recorded. `settings` are those of the run."""
-    found = judged(anatomy.longest, None if settings is None else settings.mesh)
-    if found is None:
+    judged_run = judged(anatomy.longest, None if settings is None else settings.mesh)
+    if judged_run is None:
         return None
-    shares = shares_of(found)
+    shares = shares_of(judged_run)
     return Verdict(
-        ranks=found.generation.workers,
-        first=found.first,
-        last=found.last,
+        ranks=judged_run.generation.workers,
+        first=judged_run.first,
+        last=judged_run.last,
         shares=shares,
-        do_first=_do_first(anatomy, found, shares),
-        notes=tuple(_notes(anatomy, found)),
+        do_first=_do_first(anatomy, judged_run, shares),
+        notes=tuple(_notes(anatomy, judged_run)),
     )
 
 
@@ -109,8 +109,8 @@ def shares_of(judged: Judged) -> dict[str, float]:
     }
     if judged.generation.workers == 1:  # nobody to communicate with
         seconds["other"] += seconds.pop("communication")
-    whole = sum(seconds.values()) or 1.0
-    return {name: value / whole for name, value in seconds.items()}
+    total = sum(seconds.values()) or 1.0
+    return {name: value / total for name, value in seconds.items()}
 
 
 def _do_first(anatomy: Anatomy, judged: Judged, shares: Mapping[str, float]) -> DoFirst:
@@ -139,7 +139,7 @@ def _do_first(anatomy: Anatomy, judged: Judged, shares: Mapping[str, float]) -> 
         "data": (
             f"Load data faster: the ranks wait for data in {percent} of their time"
             f" ({_mean(judged, 'data')} ms a step, with --loader-workers"
-            f" {judged.begin.loader_workers})."
+            f" {judged.generation.begin.loader_workers})."
         ),
         "communication": (
             f"Send less, or less often: {percent} of the ranks' time is communication that no"
@@ -169,16 +169,16 @@ def _late(judged: Judged, share: float, percent: str) -> DoFirst:
             f" the others wait for it in {percent} of their time."
         )
         return DoFirst(cause="late", share=share, sentence=sentence)
-    place = judged.places[rank]
-    others = [other for number, other in judged.places.items() if number != rank]
-    usual = {
-        phase: statistics.median_low([other.each(phase) for other in others]) for phase in _PHASES
-    }
-    phase = max(_PHASES, key=lambda name: place.each(name) - usual[name])
+    slow = judged.places[rank]
+    others = [times for number, times in judged.places.items() if number != rank]
+    usual = {}
+    for phase in _PHASES:
+        usual[phase] = statistics.median_low([times.per_step(phase) for times in others])
+    phase = max(_PHASES, key=lambda name: slow.per_step(name) - usual[name])
     sentence = (
         f"Find out why {judged.name(rank)} is slow: the others wait for it in"
         f" {100 * seconds / judged.seconds:.0f} % of the ranks' time (its {phase} phase takes"
-        f" {milliseconds(place.each(phase))} ms a step, others {milliseconds(usual[phase])})."
+        f" {milliseconds(slow.per_step(phase))} ms a step, others {milliseconds(usual[phase])})."
     )
     return DoFirst(cause="late", share=share, sentence=sentence, rank=rank, phase=phase)
 
@@ -207,7 +207,7 @@ def steps_again(anatomy: Anatomy) -> float:
 
 def _mean(judged: Judged, phase: str) -> str:
     """Return the milliseconds a step of the mean rank in this phase."""
-    return milliseconds(statistics.fmean(place.each(phase) for place in judged.places.values()))
+    return milliseconds(statistics.fmean(times.per_step(phase) for times in judged.places.values()))
 
 
 def _notes(anatomy: Anatomy, judged: Judged) -> Iterator[str]:
@@ -230,4 +230,4 @@ def _notes(anatomy: Anatomy, judged: Judged) -> Iterator[str]:
             f" {'are' if lines > 1 else 'is'} left out."
         )
     if judged.alone and generation.workers > 1:
-        yield f"Ranks do not wait for each other in a step ({judged.begin.method})."
+        yield f"Ranks do not wait for each other in a step ({judged.generation.begin.method})."

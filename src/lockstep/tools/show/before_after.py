@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
 
 _ROOTED = ("reduce", "broadcast", "scatter", "gather")
+_USUAL = {
+    "all_reduce": "ring",
+    "all_gather": "ring",
+    "reduce_scatter": "ring",
+    "all_to_all": "direct",
+}
 _NOTHING = "nothing"
 
 
@@ -33,27 +40,24 @@ def before_and_after(
     Raises UsageError for rows that do not fit together, and for an unknown root or algorithm.
     """
     _check(kind, rows, algorithm, root)
-    whole = all(isinstance(number, int) for row in rows for number in row)
-    tensors = [torch.tensor(row, dtype=torch.int64 if whole else torch.float64) for row in rows]
-    usual = {
-        "all_reduce": "ring",
-        "all_gather": "ring",
-        "reduce_scatter": "ring",
-        "all_to_all": "direct",
-    }
-    name = algorithm or usual.get(kind, "tree")
-    before = (
-        [tensors if rank == root else _NOTHING for rank in range(len(rows))]
-        if kind == "scatter"
-        else tensors
-    )
-    shown = [_shown(value) for value in before]
+    integers = all(isinstance(number, int) for number in chain(*rows))
+    dtype = torch.int64 if integers else torch.float64
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    name = algorithm or _USUAL.get(kind, "tree")
+    before = [_shown(tensor) for tensor in tensors]
+    if kind == "scatter":
+        before = [_NOTHING] * len(rows)
+        before[root] = _shown(tensors)
     after = _run(kind, tensors, op, name, root)
-    how = (f", {op}" if kind in REDUCING else "") + (f", root {root}" if kind in _ROOTED else "")
-    width = max(map(len, [*shown, "before"]))
-    lines = [f"{_dashed(kind)}{how}, by {_dashed(name)}", f"        {'before':<{width}}    after"]
-    for rank, (left, value) in enumerate(zip(shown, after, strict=True)):
-        lines.append(f"rank {rank}  {left:<{width}}    {_shown(value)}")
+    title = _dashed(kind)
+    if kind in REDUCING:
+        title += f", {op}"
+    if kind in _ROOTED:
+        title += f", root {root}"
+    width = max(map(len, [*before, "before"]))
+    lines = [f"{title}, by {_dashed(name)}", f"        {'before':<{width}}    after"]
+    for rank, value in enumerate(after):
+        lines.append(f"rank {rank}  {before[rank]:<{width}}    {_shown(value)}")
     return "\n".join(lines)
 
 
@@ -61,14 +65,13 @@ def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, r
     world = len(rows)
     if not 0 <= root < world:
         raise UsageError("root-outside-group", root=root, size=world, last=world - 1)
-    if kind in (*REDUCING, "broadcast") and len({len(row) for row in rows}) > 1:
-        raise UsageError(
-            "rows-not-equal", lengths=[len(row) for row in rows], collective=_dashed(kind)
-        )
-    known = [each for each in algorithms_of(kind) if each != "hierarchical"]
+    lengths = [len(row) for row in rows]
+    if kind in (*REDUCING, "broadcast") and len(set(lengths)) > 1:
+        raise UsageError("rows-not-equal", lengths=lengths, collective=_dashed(kind))
     if algorithm is not None:
-        chosen("algorithm", _dashed(algorithm), map(_dashed, known))
-    if kind == "all_to_all" and any(len(row) != world for row in rows):
+        known = [_dashed(name) for name in algorithms_of(kind) if name != "hierarchical"]
+        chosen("algorithm", _dashed(algorithm), known)
+    if kind == "all_to_all" and set(lengths) != {world}:
         raise UsageError("one-number-per-rank", ranks=world)
 
 
@@ -78,11 +81,17 @@ def _run(
     own: Any = [tensor.clone() for tensor in tensors]
     if kind == "all_to_all":
         own = [tensor.split(1) for tensor in own]
-    given = ({"op": op} if kind in REDUCING else {}) | ({"root": root} if kind in _ROOTED else {})
-    found: Sequence[Any] = getattr(in_process, kind)(own, algorithm=name, **given)
+    options: dict[str, Any] = {"algorithm": name}
+    if kind in REDUCING:
+        options["op"] = op
+    if kind in _ROOTED:
+        options["root"] = root
+    result: Sequence[Any] = getattr(in_process, kind)(own, **options)
     if kind == "gather":
-        return [found if rank == root else _NOTHING for rank in range(len(own))]
-    return [torch.cat(pieces) for pieces in found] if kind == "all_to_all" else found
+        after: list[object] = [_NOTHING] * len(own)
+        after[root] = result
+        return after
+    return [torch.cat(pieces) for pieces in result] if kind == "all_to_all" else result
 
 
 def _dashed(name: str) -> str:
@@ -91,5 +100,9 @@ def _dashed(name: str) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"[{' '.join(str(number) if isinstance(number, int) else f'{number:g}' for number in value.tolist())}]"
-    return " ".join(_shown(each) for each in value) if isinstance(value, list) else str(value)
+        return f"[{' '.join(map(_number, value.tolist()))}]"
+    return " ".join(map(_shown, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

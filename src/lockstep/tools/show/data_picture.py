@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lockstep.config.knob import whole
@@ -33,7 +34,9 @@ class Deal:
 
     def names(self) -> list[str]:
         """The names of the epochs; a single epoch has an empty name."""
-        return [f"epoch {each}" for each in range(len(self.epochs))] if self.epochs[1:] else [""]
+        if len(self.epochs) == 1:
+            return [""]
+        return [f"epoch {epoch}" for epoch in range(len(self.epochs))]
 
 
 def deal(
@@ -49,35 +52,40 @@ def deal(
     """Return the samples that the sampler gives to each rank. Raises UsageError for numbers below 1
     and for an unknown split.
     """
-    for name, value in (("samples", samples), ("workers", workers), ("epochs", epochs)):
-        whole(name, value)
+    whole("samples", samples)
+    whole("workers", workers)
+    whole("epochs", epochs)
     dataset: Any = range(samples)
-    ranks = [
+    samplers = [
         DistributedSampler(dataset, workers, rank, shuffle, seed, drop_last, split)
         for rank in range(workers)
     ]
-    found = []
+    parts_by_epoch = []
     for epoch in range(epochs):
-        for sampler in ranks:
+        for sampler in samplers:
             sampler.set_epoch(epoch)
-        found.append([list(sampler) for sampler in ranks])
+        parts_by_epoch.append([list(sampler) for sampler in samplers])
     title = f"{counted(samples, 'sample')}, {counted(workers, 'rank')}, {split}"
-    title += ", drop last" * drop_last + f", shuffled with seed {seed}" * shuffle
-    return Deal(title, samples, found)
+    if drop_last:
+        title += ", drop last"
+    if shuffle:
+        title += f", shuffled with seed {seed}"
+    return Deal(title, samples, parts_by_epoch)
 
 
-def title(found: Deal) -> str:
-    return found.title
+def title(deal: Deal) -> str:
+    return deal.title
 
 
-def text(found: Deal) -> str:
+def text(deal: Deal) -> str:
     """Return one line per rank and, for each epoch, the three sentences of `verdicts`."""
-    blocks = [found.title]
-    for name, parts in zip(found.names(), found.epochs, strict=True):
+    blocks = [deal.title]
+    for name, parts in zip(deal.names(), deal.epochs, strict=True):
         width = len(str(len(parts) - 1))
-        lines = [name] if name else []
-        lines += [f"  rank {rank:<{width}}  {_listed(part)}" for rank, part in enumerate(parts)]
-        lines += [f"  {verdict}" for verdict in verdicts(parts, found.samples)]
+        lines = [f"  rank {rank:<{width}}  {_listed(part)}" for rank, part in enumerate(parts)]
+        lines += [f"  {verdict}" for verdict in verdicts(parts, deal.samples)]
+        if name:
+            lines.insert(0, name)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -86,17 +94,21 @@ def verdicts(parts: Parts, samples: int) -> list[str]:
     """Return three sentences about a split of `samples` samples: whether the counts are equal,
     whether only the padding overlaps, and whether the union covers the data.
     """
-    counts = sorted({len(part) for part in parts})
-    seen = Counter(index for part in parts for index in part)
+    sizes = sorted({len(part) for part in parts})
+    seen = Counter(chain(*parts))
     padding = max(0, seen.total() - samples)
     extra = seen.total() - len(seen)
-    repeated = sorted(index for index, count in seen.items() if count > 1)
-    missing = sorted(set(range(samples)) - set(seen))
-    equal = f"equal counts: {_yes(len(counts) == 1)}, {' or '.join(map(str, counts))} a rank"
+    equal = f"equal counts: {_yes(len(sizes) == 1)}, {' or '.join(map(str, sizes))} a rank"
     overlap = f"no overlap but the padding: {_yes(extra == padding)}"
-    overlap += f", {extra} extra, of {_listed(repeated)}" if extra else ", nothing is repeated"
+    if extra:
+        repeated = sorted(index for index, count in seen.items() if count > 1)
+        overlap += f", {extra} extra, of {_listed(repeated)}"
+    else:
+        overlap += ", nothing is repeated"
+    missing = [index for index in range(samples) if index not in seen]
     union = f"union covers the data: {_yes(not missing)}"
-    union += f", {len(missing)} left out: {_listed(missing)}" if missing else ""
+    if missing:
+        union += f", {len(missing)} left out: {_listed(missing)}"
     return [equal, overlap, union]
 
 
@@ -106,35 +118,37 @@ def _yes(holds: bool) -> str:
 
 def _listed(indices: Sequence[int]) -> str:
     shown = " ".join(map(str, indices[:_SHOWN]))
-    return f"[{shown}]" if len(indices) <= _SHOWN else f"[{shown} ...] {len(indices)} in all"
+    if len(indices) > _SHOWN:
+        return f"[{shown} ...] {len(indices)} in all"
+    return f"[{shown}]"
 
 
-def drawing(found: Deal) -> Drawing:
+def drawing(deal: Deal) -> Drawing:
     """Draw the dataset, each sample in the colour of its rank, and below it each rank's samples.
     Raises UsageError for more samples than fit on a page.
     """
-    if found.samples > _DRAWN or max(map(len, found.epochs[0])) > _DRAWN:
-        raise UsageError("drawing-too-large", what=f"{found.samples} samples", most=_DRAWN)
-    sheet = Drawing(found.title, text(found).replace("\n", ". "))
-    y = sheet.heading([found.title], wrap=_WRAP) + 6
-    for name, parts in zip(found.names(), found.epochs, strict=True):
+    if deal.samples > _DRAWN or max(map(len, deal.epochs[0])) > _DRAWN:
+        raise UsageError("drawing-too-large", what=f"{deal.samples} samples", most=_DRAWN)
+    sheet = Drawing(deal.title, text(deal).replace("\n", ". "))
+    y = sheet.heading([deal.title], wrap=_WRAP) + 6
+    for name, parts in zip(deal.names(), deal.epochs, strict=True):
         if name:
             sheet.words(MARGIN, y + 12, name, weight="bold")
             y += 24
-        first = {index: rank for rank, part in reversed([*enumerate(parts)]) for index in part}
-        y = _squares(
-            sheet, y, "dataset", [(index, first.get(index)) for index in range(found.samples)]
-        )
+        first_rank: dict[int, int | None] = dict.fromkeys(range(deal.samples))
+        for rank, part in reversed([*enumerate(parts)]):
+            first_rank |= dict.fromkeys(part, rank)
+        y = _squares(sheet, y, "dataset", list(first_rank.items()))
         seen: Counter[int] = Counter()
         for rank, part in enumerate(parts):
             y = _squares(sheet, y + 10, f"rank {rank}", [(index, rank) for index in part], seen)
-        for verdict in verdicts(parts, found.samples):
+        for verdict in verdicts(parts, deal.samples):
             for line in wrapped(verdict, _WRAP, 12):
                 y += 18
                 sheet.words(MARGIN, y, line, size=12)
         y += 22
     sheet.words(MARGIN, y, "Dashed edge: a sample that another rank has too", size=12, fill=SOFT)
-    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    sheet.enlarge(680, most=1.5)
     return sheet
 
 
@@ -149,17 +163,23 @@ def _squares(
     on no rank. A sample that `seen` already counts gets a dashed edge.
     """
     sheet.words(MARGIN, y + 18, name, weight="bold")
-    for place, (index, rank) in enumerate(samples):
-        down, across = divmod(place, _ROW)
-        x, top = _LEFT + across * (_SQUARE + 3), y + down * (_SQUARE + 3)
-        colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
-        dashes = "4 2" if seen is not None and seen[index] else None
-        edge: dict[str, Any] = {
-            "stroke": SOFT if rank is None else colour,
-            "stroke-dasharray": dashes,
-        }
-        sheet.box(x, top, _SQUARE, _SQUARE, colour, tint=tint, rx=3, **edge)
-        sheet.words(x + _SQUARE / 2, top + 17, str(index), anchor="middle", size=11)
+    pitch = _SQUARE + 3
+    for number, (index, rank) in enumerate(samples):
+        line, column = divmod(number, _ROW)
+        x = _LEFT + column * pitch
+        top = y + line * pitch
+        colour = CARD
+        edge = SOFT
+        tint = 1.0
+        if rank is not None:
+            colour = edge = SERIES[rank % len(SERIES)]
+            tint = TINT
+        more: dict[str, Any] = {"rx": 3, "stroke": edge}
         if seen is not None:
+            if seen[index]:
+                more["stroke-dasharray"] = "4 2"
             seen[index] += 1
-    return y + (_SQUARE + 3) * -(-max(1, len(samples)) // _ROW)
+        sheet.box(x, top, _SQUARE, _SQUARE, colour, tint=tint, **more)
+        sheet.words(x + _SQUARE / 2, top + 17, str(index), anchor="middle", size=11)
+    lines = -(-max(1, len(samples)) // _ROW)
+    return y + pitch * lines

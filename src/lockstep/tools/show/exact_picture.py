@@ -5,6 +5,7 @@ makes alone, and which add the sums of several ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.collectives.addition_order import Block, Term, blocks, tree
 from lockstep.config.knob import whole
@@ -31,7 +32,8 @@ class ExactStep:
         """
         whole("micro_batches", micro_batches)
         whole("workers", workers)
-        cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
+        plan = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1)
+        cut = plan.cut(0)
         return cls(micro_batches, tuple(cut.share(rank, workers) for rank in range(workers)))
 
     @property
@@ -41,18 +43,26 @@ class ExactStep:
 
     def owner(self, term: Term) -> int | None:
         """The rank that adds this term alone; None if its parts are on several ranks."""
-        slots = set(leaves(term))
-        return next((rank for rank, mine in enumerate(self.slots) if slots <= set(mine)), None)
+        for rank, slots in enumerate(self.slots):
+            if set(leaves(term)) <= set(slots):
+                return rank
+        return None
 
 
 def leaves(term: Term) -> list[int]:
     """The slots of a tree, from left to right."""
-    return [term] if isinstance(term, int) else [*leaves(term[0]), *leaves(term[1])]
+    if isinstance(term, int):
+        return [term]
+    left, right = term
+    return [*leaves(left), *leaves(right)]
 
 
-def said(term: Term) -> str:
+def formula(term: Term) -> str:
     """Return the tree as text: `((0+1)+2)`."""
-    return str(term) if isinstance(term, int) else f"({said(term[0])}+{said(term[1])})"
+    if isinstance(term, int):
+        return str(term)
+    left, right = term
+    return f"({formula(left)}+{formula(right)})"
 
 
 def title(step: ExactStep) -> list[str]:
@@ -60,67 +70,73 @@ def title(step: ExactStep) -> list[str]:
     count = counted(step.micro_batches, "micro-batch", "es")
     return [
         f"exact mode: {count} on {counted(len(step.slots), 'rank')}",
-        f"the gradients are added as {said(step.tree)}",
+        f"the gradients are added as {formula(step.tree)}",
         "the tree depends on the micro-batches only: any number of ranks gives the same bits",
     ]
 
 
 def text(step: ExactStep) -> str:
     """Return the title and one line per rank: its slots and the blocks of slots that it adds."""
-    rows = []
-    width = max(len(" ".join(map(str, mine))) for mine in step.slots)
-    for rank, mine in enumerate(step.slots):
-        held = " ".join(map(str, mine))
-        brought = " ".join(_block(block) for block in blocks(mine)) or "nothing"
-        rows.append(f"rank {rank:<2} slots {held:<{width}}   brings {brought}")
-    return "\n".join([*title(step), "", *rows])
+    slots = [" ".join(map(str, own)) for own in step.slots]
+    width = max(map(len, slots))
+    lines = [*title(step), ""]
+    for rank, own in enumerate(step.slots):
+        sums = " ".join(map(_block, blocks(own))) or "nothing"
+        listed = slots[rank].ljust(width)
+        lines.append(f"rank {rank:<2} slots {listed}   brings {sums}")
+    return "\n".join(lines)
 
 
 def _block(block: Block) -> str:
-    return f"[{' '.join(map(str, range(block.first, block.first + block.size)))}]"
+    slots = range(block.first, block.first + block.size)
+    return f"[{' '.join(map(str, slots))}]"
 
 
 def drawing(step: ExactStep) -> Drawing:
     """Draw the micro-batches at the top, each in its rank's colour, and the additions below them.
     Raises UsageError for more micro-batches than fit on a page.
     """
-    if step.micro_batches > SHOWN:
-        raise UsageError(
-            "drawing-too-large", what=f"{step.micro_batches} micro-batches", most=SHOWN
-        )
+    count = step.micro_batches
+    if count > SHOWN:
+        raise UsageError("drawing-too-large", what=f"{count} micro-batches", most=SHOWN)
     lines = title(step)
     sheet = Drawing(lines[0], text(step))
-    wrap = max(_WRAP, MARGIN + step.micro_batches * _LEAF)
+    wrap = max(_WRAP, MARGIN + count * _LEAF)
     top = sheet.heading(lines, wrap=wrap) + 38
-    for rank, mine in enumerate(step.slots):
-        if mine:
-            middle = MARGIN + (mine.start + mine.stop) / 2 * _LEAF
+    for rank, own in enumerate(step.slots):
+        if own:
+            middle = MARGIN + (own.start + own.stop) / 2 * _LEAF
             sheet.words(middle, top - 22, f"rank {rank}", anchor="middle", weight="bold")
     _draw(sheet, step, step.tree, top)
     meanings = {"added by one rank": (SERIES[0], TINT), "added between ranks": (CARD, 1.0)}
     low = sheet.legend(float(sheet.height + 4), meanings, wrap)
     note = "A box is a sum and the slots in it; a colour is the rank that computes it alone"
     sheet.note(low + 8, note, wrap)
-    sheet.zoom = max(1.0, min(1.4, 640 / sheet.width))
+    sheet.enlarge(640, most=1.4)
     return sheet
 
 
 def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
     """Draw a term with its parts; return the x of its box's middle and the y of its level."""
     rank = step.owner(term)
-    colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
+    box: dict[str, Any] = {"fill": CARD, "tint": 1.0, "stroke": INK}
+    line = FAINT
+    if rank is not None:
+        colour = SERIES[rank % len(SERIES)]
+        box = {"fill": colour, "tint": TINT, "stroke": colour}
+        line = SOFT
     if isinstance(term, int):
-        x: float = MARGIN + (term + 0.5) * _LEAF
-        y, inside = top, str(term)
+        x = MARGIN + (term + 0.5) * _LEAF
+        y = top
+        slots = f"{term}"
     else:
-        ends = [_draw(sheet, step, each, top) for each in term]
-        x, y = (ends[0][0] + ends[1][0]) / 2, max(end[1] for end in ends) + _LEVEL
-        for from_x, from_y in ends:
-            sheet.line([(from_x, from_y + 12), (x, y - 14)], FAINT if rank is None else SOFT, 1.4)
-        slots = leaves(term)
-        inside = f"{slots[0]}-{slots[-1]}"
-    sheet.box(
-        x - 20, y - 14, 40, 26, colour, tint=tint, stroke=INK if rank is None else colour, rx=4
-    )
-    sheet.words(x, y + 4, inside, anchor="middle", size=12)
+        left, right = (_draw(sheet, step, part, top) for part in term)
+        x = (left[0] + right[0]) / 2
+        y = max(left[1], right[1]) + _LEVEL
+        for from_x, from_y in (left, right):
+            sheet.line([(from_x, from_y + 12), (x, y - 14)], line, 1.4)
+        first, *_, last = leaves(term)
+        slots = f"{first}-{last}"
+    sheet.box(x - 20, y - 14, 40, 26, rx=4, **box)
+    sheet.words(x, y + 4, slots, anchor="middle", size=12)
     return x, y

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.config.mesh import AXES, Axis, Mesh
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing
 from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
@@ -52,7 +53,7 @@ class MeshRank:
     part: str
     """The part of each layer that it holds; empty for the whole layers."""
 
-    def said(self, shares: int) -> list[str]:
+    def lines(self, shares: int) -> list[str]:
         samples = f"samples {between(self.samples)}" if self.samples else "no samples"
         return [f"share {self.share} of {shares}: {samples}", self.holds, self.part]
 
@@ -71,158 +72,184 @@ def places(
     step = DataParallelStep.of(mesh.replicas, batch, micro_batch)
     if nodes < 1 or mesh.size % nodes:
         raise UsageError("nodes-not-even", nodes=nodes, ranks=mesh.size, mesh=str(mesh))
-    each = mesh.size // nodes
-    return [
-        MeshRank(
-            rank,
-            rank // each,
-            mesh.share(rank),
-            step.samples(mesh.share(rank)),
-            _layers(mesh, mesh.at(rank).pipeline, layers),
-            _part(mesh, rank),
-        )
-        for rank in range(mesh.size)
-    ]
+    per_node = mesh.size // nodes
+    ranks = []
+    for rank in range(mesh.size):
+        share = mesh.share(rank)
+        holds = _layers(mesh, mesh.at(rank).pipeline, layers)
+        part = _part(mesh, rank)
+        ranks.append(MeshRank(rank, rank // per_node, share, step.samples(share), holds, part))
+    return ranks
 
 
 def _layers(mesh: Mesh, stage: int, layers: Sequence[Sequence[str]] | None) -> str:
-    names = list(layers[stage]) if layers is not None else []
-    shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
     if mesh.pipeline == 1:
         return "all layers"
-    return f"stage {stage} of {mesh.pipeline}" + (f": {shown}" if shown else "")
+    line = f"stage {stage} of {mesh.pipeline}"
+    names = layers[stage] if layers is not None else ()
+    if not names:
+        return line
+    if len(names) > 3:
+        return f"{line}: {names[0]} to {names[-1]}"
+    return f"{line}: {', '.join(names)}"
 
 
 def _part(mesh: Mesh, rank: int) -> str:
     at = mesh.at(rank)
-    of_matrices = f"part {at.tensor} of {mesh.tensor} of matrices" if mesh.tensor > 1 else ""
-    return ", ".join(
-        filter(None, (of_matrices, f"shard {at.shard} of {mesh.shard}" if mesh.shard > 1 else ""))
-    )
+    parts = []
+    if mesh.tensor > 1:
+        parts.append(f"part {at.tensor} of {mesh.tensor} of matrices")
+    if mesh.shard > 1:
+        parts.append(f"shard {at.shard} of {mesh.shard}")
+    return ", ".join(parts)
 
 
 def title(mesh: Mesh, nodes: int = 1) -> str:
     """Describe the mesh in one line."""
-    each = "1 node" if nodes == 1 else f"{nodes} nodes of {mesh.size // nodes}"
-    shares = (
-        "one model for all micro-batches"
-        if mesh.replicas == 1
-        else f"the micro-batches of a step in {mesh.replicas} shares"
-    )
-    return f"mesh {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)} on {each}, {shares}"
+    hosts = counted(nodes, "node")
+    if nodes > 1:
+        hosts += f" of {mesh.size // nodes}"
+    shares = "one model for all micro-batches"
+    if mesh.replicas > 1:
+        shares = f"the micro-batches of a step in {mesh.replicas} shares"
+    return f"mesh {mesh}: {counted(mesh.size, 'rank')} on {hosts}, {shares}"
 
 
-def _lines(mesh: Mesh, nodes: int) -> list[tuple[str, str, str]]:
+def _axes(mesh: Mesh, nodes: int) -> list[tuple[Axis, str, str]]:
     """Return the groups of ranks along each axis, what they communicate, and whether they cross
     nodes.
     """
+    per_node = mesh.size // nodes
     rows = []
     for axis in AXES:
         if getattr(mesh, axis) == 1:
             continue
-        groups = list(dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)))
-        across = any(len({rank * nodes // mesh.size for rank in group}) > 1 for group in groups)
-        where = "" if nodes == 1 else ", between nodes" if across else ", inside nodes"
-        who = "  ".join("-".join(map(str, group)) for group in groups[:8]) + (
-            "  ..." if len(groups) > 8 else ""
-        )
-        rows.append((f"{axis:<8}", who, f"{_USES[axis]}{where}"))
+        groups = _groups(mesh, axis)
+        listed = ["-".join(map(str, group)) for group in groups[:8]]
+        if len(groups) > 8:
+            listed.append("...")
+        use = _USES[axis]
+        if nodes > 1:
+            crossing = [group for group in groups if group[0] // per_node != group[-1] // per_node]
+            use += ", between nodes" if crossing else ", inside nodes"
+        rows.append((axis, "  ".join(listed), use))
     return rows
 
 
-def text(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
+def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)))
+
+
+def text(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
     """Return the whole picture as text."""
-    said = [title(mesh, nodes)]
-    rows = [(f"  rank {each.number}", *each.said(mesh.replicas)) for each in every]
-    ranks = table(["", "", "", ""], rows, left=range(4), gap=3)
-    for place, line in zip(every, ranks.splitlines(), strict=True):
-        if place.node * mesh.size // nodes == place.number:
-            said += ["", f"node {place.node}"]
-        said.append(line)
-    axes = (
-        [table(["", "", ""], lines, left=range(3), gap=3)] if (lines := _lines(mesh, nodes)) else []
-    )
-    return "\n".join([*said, *([""] if axes else []), *axes])
+    rows = [(f"  rank {rank.number}", *rank.lines(mesh.replicas)) for rank in ranks]
+    rank_lines = table(["", "", "", ""], rows, left=range(4), gap=3).splitlines()
+    lines = [title(mesh, nodes)]
+    node = None
+    for rank, line in zip(ranks, rank_lines, strict=True):
+        if rank.node != node:
+            node = rank.node
+            lines += ["", f"node {node}"]
+        lines.append(line)
+    axes = [(f"{axis:<8}", listed, use) for axis, listed, use in _axes(mesh, nodes)]
+    if axes:
+        lines += ["", table(["", "", ""], axes, left=range(3), gap=3)]
+    return "\n".join(lines)
 
 
-def drawing(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
+def drawing(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
     """Draw a box for each node with a box for each rank, one colour for each share of the samples,
     and arrows between ranks that communicate. Raises UsageError for too many ranks.
     """
     if mesh.size > DRAWN:
         raise UsageError("drawing-too-large", what=f"{mesh.size} ranks", most=DRAWN)
-    return _MeshDrawing(mesh, nodes, every)
+    return _MeshDrawing(mesh, nodes, ranks)
 
 
-def _inside(said: Sequence[str]) -> list[str]:
+def _shortened(lines: Sequence[str]) -> list[str]:
     """Split the lines of a rank into the shorter lines of its box."""
-    return [part for line in said for part in re.split(": |, (?=shard)", line) if part]
+    parts = []
+    for line in lines:
+        parts += re.split(": |, (?=shard)", line)
+    return [part for part in parts if part]
 
 
 class _MeshDrawing(Drawing):
-    def __init__(self, mesh: Mesh, nodes: int, every: Sequence[MeshRank]) -> None:
+    def __init__(self, mesh: Mesh, nodes: int, ranks: Sequence[MeshRank]) -> None:
         heading = title(mesh, nodes)
-        super().__init__(heading, text(every, mesh, nodes).replace("\n", ". "))
-        said = [_inside(each.said(mesh.replicas)) for each in every]
-        self._each = mesh.size // nodes
-        inner = mesh.pipeline * mesh.tensor
-        self._columns = min(_ROW, self._each, inner if inner > 1 else 2)
-        self._high = 28 + 16 * max(map(len, said))
-        self._tall = 30 + -(-self._each // self._columns) * (self._high + _GAP)
-        across = self._columns * (_WIDTH + _GAP) + _GAP
-        wrap = max(_WRAP, across)
+        super().__init__(heading, text(ranks, mesh, nodes).replace("\n", ". "))
+        contents = [_shortened(rank.lines(mesh.replicas)) for rank in ranks]
+        model_ranks = mesh.pipeline * mesh.tensor
+        self._per_node = mesh.size // nodes
+        self._columns = min(_ROW, self._per_node, model_ranks if model_ranks > 1 else 2)
+        self._high = 28 + 16 * max(map(len, contents))
+        rows = -(-self._per_node // self._columns)
+        self._tall = 30 + rows * (self._high + _GAP)
+        width = self._columns * (_WIDTH + _GAP) + _GAP
+        wrap = max(_WRAP, width)
         self._first = self.heading([heading], wrap=wrap) + 4
         for node in range(nodes):
-            self.box(MARGIN, self._top(node), across, self._tall, CARD, rx=6)
-            self.words(MARGIN + 10, self._top(node) + 20, f"node {node}", weight="bold")
-        for place, inside in zip(every, said, strict=True):
-            self._place(place, inside)
+            top = self._top(node)
+            self.box(MARGIN, top, width, self._tall, CARD, rx=6)
+            self.words(MARGIN + 10, top + 20, f"node {node}", weight="bold")
+        for rank, lines in zip(ranks, contents, strict=True):
+            self._rank(rank, lines)
         for axis in AXES:
             self._arrows(mesh, axis)
-        low = self._top(nodes) + 6
-        for name, who, use in _lines(mesh, nodes):
-            colour = _COLOURS[name.strip()]  # type: ignore[index]  # an axis
-            low = self.note(low + 17, f"{name.strip()} {who}: {use}", wrap, colour) + 5
-        self.zoom = max(1.0, min(1.4, 680 / self.width))
+        y = self._top(nodes) + 23
+        for axis, listed, use in _axes(mesh, nodes):
+            note = f"{axis} {listed}: {use}"
+            y = self.note(y, note, wrap, _COLOURS[axis]) + 22
+        self.enlarge(680, most=1.4)
 
     def _corner(self, rank: int) -> tuple[float, float]:
-        node, place = divmod(rank, self._each)
-        row, column = divmod(place, self._columns)
+        node, number = divmod(rank, self._per_node)
+        row, column = divmod(number, self._columns)
         left = MARGIN + _GAP + column * (_WIDTH + _GAP)
         return left, self._top(node) + 30 + row * (self._high + _GAP)
 
     def _top(self, node: int) -> float:
         return self._first + node * (self._tall + 16)
 
-    def _place(self, place: MeshRank, inside: Sequence[str]) -> None:
-        x, y = self._corner(place.number)
-        colour = SERIES[place.share % len(SERIES)]
-        self.box(x, y, _WIDTH, self._high, colour, tint=TINT, stroke=colour, rx=5)
-        self.words(x + 8, y + 19, f"rank {place.number}", weight="bold")
-        for number, line in enumerate(inside):
-            self.words(x + 8, y + 36 + 16 * number, line, size=12)
+    def _rank(self, rank: MeshRank, lines: Sequence[str]) -> None:
+        left, top = self._corner(rank.number)
+        colour = SERIES[rank.share % len(SERIES)]
+        self.box(left, top, _WIDTH, self._high, colour, tint=TINT, stroke=colour, rx=5)
+        left += 8
+        top += 19
+        self.words(left, top, f"rank {rank.number}", weight="bold")
+        top += 17
+        for line in lines:
+            self.words(left, top, line, size=12)
+            top += 16
 
     def _arrows(self, mesh: Mesh, axis: Axis) -> None:
         """Draw arrows between neighbours along an axis: one way between pipeline stages, both ways
         on other axes.
         """
-        for line in dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)):
-            for one, other in pairwise(line):
-                kind = "next" if axis == "pipeline" else axis
-                curve = self._between(one, other, AXES.index(axis))
-                self.arrow(curve, kind, _COLOURS[axis], both=axis != "pipeline")
+        one_way = axis == "pipeline"
+        for group in _groups(mesh, axis):
+            for source, target in pairwise(group):
+                curve = self._between(source, target, AXES.index(axis))
+                self.arrow(curve, "next" if one_way else axis, _COLOURS[axis], both=not one_way)
 
-    def _between(self, one: int, other: int, lane: int) -> Curve:
+    def _between(self, source: int, target: int, lane: int) -> Curve:
         """Return the curve between two boxes: straight to the next box in a row, below the boxes
         to another box in the row, or down to another row. Each axis has its own `lane`, so that
         arrows do not overlap.
         """
-        (x, y), (to_x, to_y) = self._corner(one), self._corner(other)
-        if y == to_y and to_x - x == _WIDTH + _GAP:
-            left, right, at = x + _WIDTH + 2, to_x - 2, y + 16 + 14 * lane
-            return (left, at), (left + 6, at), (right - 6, at), (right, at)
+        left, top = self._corner(source)
+        to_left, to_top = self._corner(target)
+        same_row = top == to_top
+        if same_row and to_left - left == _WIDTH + _GAP:
+            start = left + _WIDTH + 2
+            end = to_left - 2
+            y = top + 16 + 14 * lane
+            return (start, y), (start + 6, y), (end - 6, y), (end, y)
         side = _WIDTH * (0.5 + 0.12 * lane)
-        start, end, foot = x + side, to_x + side, y + self._high + 2
-        if y == to_y:
+        start = left + side
+        end = to_left + side
+        foot = top + self._high + 2
+        if same_row:
             return (start, foot), (start, foot + 24), (end, foot + 25), (end, foot + 1)
-        return (start, foot), (start, foot + 14), (end, to_y - 16), (end, to_y - 2)
+        return (start, foot), (start, foot + 14), (end, to_top - 16), (end, to_top - 2)

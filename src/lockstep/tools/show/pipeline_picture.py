@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 
 from lockstep.config import knob
 from lockstep.data.windows import counted
@@ -26,11 +27,16 @@ _MEANINGS = {"F": "forward", "B": "backward"}
 _LEGEND = f"F forward, B backward of a micro-batch; {IDLE} idle"
 _COLOURS = {"F": ("var(--blue)", TINT), "B": ("var(--green)", TINT)}
 _IDLE = (CARD, 1.0)
-# In px: the left margin, the height of a row, the gap between rows.
-_LEFT, _ROW, _GAP = 72, 30, 7
-# In px: the usual and the largest width of the chart; the largest, the usual smallest and the
-# smallest width of a forward.
-_LONG, _WIDEST, _UNIT, _SMALL, _NARROWEST = 430, 1500, 40, 13, 9
+_LEFT = 72  # px: the left margin
+_ROW = 30  # px: the height of a row
+_GAP = 7  # px: between rows
+# In px: the usual and the largest width of the chart.
+_LONG = 430
+_WIDEST = 1500
+# In px: the largest, the usual smallest and the smallest width of a forward.
+_UNIT = 40
+_SMALL = 13
+_NARROWEST = 9
 _RANKS = 32
 
 
@@ -68,15 +74,16 @@ class Chart:
     @property
     def bubble(self) -> float:
         """The fraction of all ranks' time in which they are idle."""
-        busy = sum(placed.length for row in self.rows for placed in row)
-        return float(1 - busy / (self.length * self.ranks))
+        busy = sum(piece.length for piece in chain(*self.rows))
+        total = self.length * self.ranks
+        return float(1 - busy / total)
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def activations(self) -> tuple[int, ...]:
         """For each rank, the largest number of forwards whose activations it holds for their
         backwards.
         """
-        return tuple(_most_held([placed.work for placed in row]) for row in self.rows)
+        return tuple(map(_most_activations, self.rows))
 
 
 def chart(schedule: str, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
@@ -102,15 +109,15 @@ def placed(
     while moved:
         moved = False
         for row, order in zip(rows, orders, strict=True):
-            while len(row) < len(order):
-                work = order[len(row)]
+            for work in order[len(row) :]:
                 needed = _needed(work, len(orders))
-                if any(each not in done for each in needed):
+                if not done.keys() >= set(needed):
                     break
                 free = row[-1].stop if row else Fraction(0)
-                start = max(free, *(done[each] for each in needed), Fraction(0))
-                row.append(Placed(work, start, lengths[work.kind]))
-                done[work] = row[-1].stop
+                start = max([free, *(done[earlier] for earlier in needed)])
+                piece = Placed(work, start, lengths[work.kind])
+                row.append(piece)
+                done[work] = piece.stop
                 moved = True
     assert list(map(len, rows)) == list(map(len, orders)), "the ranks wait for each other for ever"
     return tuple(map(tuple, rows))
@@ -120,51 +127,58 @@ def _needed(work: StageWork, stages: int) -> list[StageWork]:
     """Return the work that `work` needs: for a forward the stage before, for a backward the stage
     after, and the forward of its own stage on the micro-batch.
     """
-    stage, number = work.stage, work.micro_batch
-    if work.kind == "F":
-        return [StageWork("F", stage - 1, number)] if stage else []
-    own = StageWork("F", stage, number)
-    return [own] if stage == stages - 1 else [own, StageWork("B", stage + 1, number)]
+    stage = work.stage
+    needed = []
+    if work.kind == "B":
+        needed.append(StageWork("F", stage, work.micro_batch))
+        if stage < stages - 1:
+            needed.append(StageWork("B", stage + 1, work.micro_batch))
+    elif stage > 0:
+        needed.append(StageWork("F", stage - 1, work.micro_batch))
+    return needed
 
 
-def _most_held(row: Sequence[StageWork]) -> int:
-    now = most = 0
-    for work in row:
-        now += 1 if work.kind == "F" else -1
-        most = max(most, now)
+def _most_activations(row: Sequence[Placed]) -> int:
+    count = 0
+    most = 0
+    for piece in row:
+        count += 1 if piece.work.kind == "F" else -1
+        most = max(most, count)
     return most
 
 
-def title(found: Chart) -> list[str]:
+def title(chart: Chart) -> list[str]:
     """Describe the chart as a whole, in lines: the schedule, the idle time, and the activations
     that ranks hold.
     """
-    length = (
-        "as long as a forward" if found.backward == 1 else f"{float(found.backward):g} forwards"
-    )
-    idle = schedules.bubble(found.schedule, found.ranks, found.micro_batches)
-    formula = schedules.formula(found.schedule)
+    length = f"{float(chart.backward):g} forwards"
+    if chart.backward == 1:
+        length = "as long as a forward"
+    ranks = counted(chart.ranks, "rank")
+    micro_batches = counted(chart.micro_batches, "micro-batch", "es")
+    idle = schedules.bubble(chart.schedule, chart.ranks, chart.micro_batches)
+    formula = schedules.formula(chart.schedule)
     return [
-        (
-            f"{found.schedule}: {counted(found.ranks, 'rank')},"
-            f" {counted(found.micro_batches, 'micro-batch', 'es')}; a backward takes {length}"
-        ),
-        f"idle {found.bubble:.1%} of the time; {formula} = {idle:.1%}",
-        f"activations held at most, by rank: {' '.join(map(str, found.held))}",
+        f"{chart.schedule}: {ranks}, {micro_batches}; a backward takes {length}",
+        f"idle {chart.bubble:.1%} of the time; {formula} = {idle:.1%}",
+        f"activations held at most, by rank: {' '.join(map(str, chart.activations))}",
     ]
 
 
-def text(found: Chart) -> str:
+def text(chart: Chart) -> str:
     """Return the chart as text, one row per rank."""
     # `cell` is the time of a column of text. The chart is to scale for lengths such as 1, 1.5, 2.
-    cell = Fraction(1, found.backward.limit_denominator(8).denominator)
-    width = max(len(label(placed.work)) for row in found.rows for placed in row) + 1
-    name = len(f"rank {found.ranks - 1}")
-    rows = [
-        f"{f'rank {rank}':<{name}}  {_row(row, found, cell, width)}"
-        for rank, row in enumerate(found.rows)
-    ]
-    return "\n".join([*title(found), "", *rows, "", _LEGEND])
+    backward = chart.backward.limit_denominator(8)
+    cell = Fraction(1, backward.denominator)
+    labels = [label(piece.work) for piece in chain(*chart.rows)]
+    width = max(map(len, labels)) + 1
+    name_width = len(f"rank {chart.ranks - 1}")
+    lines = [*title(chart), ""]
+    for rank, row in enumerate(chart.rows):
+        name = f"rank {rank}".ljust(name_width)
+        lines.append(f"{name}  {_row(row, chart, cell, width)}")
+    lines += ["", _LEGEND]
+    return "\n".join(lines)
 
 
 def label(work: StageWork) -> str:
@@ -172,50 +186,55 @@ def label(work: StageWork) -> str:
     return f"{work.kind}{work.micro_batch}"
 
 
-def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str:
+def _row(row: Sequence[Placed], chart: Chart, cell: Fraction, width: int) -> str:
     """Return a rank's row. A column has `width` characters and lasts for `cell`."""
-    line, at = "", 0
-    for each in row:
-        start, stop = round(each.start / cell), round(each.stop / cell)
-        line += f"{IDLE:<{width}}" * (start - at)
-        line += label(each.work).ljust(width * (stop - start) - 1, "-") + " "
-        at = stop
-    return (line + f"{IDLE:<{width}}" * (round(found.length / cell) - at)).rstrip()
+    idle = IDLE.ljust(width)
+    line = ""
+    end = 0
+    for piece in row:
+        start = round(piece.start / cell)
+        line += idle * (start - end)
+        end = round(piece.stop / cell)
+        length = width * (end - start)
+        line += label(piece.work).ljust(length - 1, "-") + " "
+    line += idle * (round(chart.length / cell) - end)
+    return line.rstrip()
 
 
-def drawing(found: Chart) -> Drawing:
+def drawing(chart: Chart) -> Drawing:
     """Draw one row per rank, with time to the right and empty where a rank is idle. Raises
     UsageError for more than fits on a page.
     """
-    length = float(found.length)
+    length = float(chart.length)
     unit = min(_UNIT, max(_SMALL, _LONG / length), _WIDEST / length)
-    if unit < _NARROWEST or found.ranks > _RANKS:
+    if unit < _NARROWEST or chart.ranks > _RANKS:
         raise UsageError(
             "drawing-too-large",
-            what=f"{found.ranks} ranks and {length:g} forwards' time",
+            what=f"{chart.ranks} ranks and {length:g} forwards' time",
             most=f"{_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time",
         )
-    lines = title(found)
+    lines = title(chart)
     sheet = Drawing(lines[0], ". ".join([*lines[1:], _LEGEND]) + ".")
     wrap = max(_LEFT + length * unit - MARGIN, 460)
     y = sheet.heading(lines, wrap=wrap) + 4
-    for rank, row in enumerate(found.rows):
-        top = y + rank * (_ROW + _GAP)
-        sheet.words(MARGIN, top + 20, f"rank {rank}", weight="bold")
-        sheet.box(_LEFT, top, length * unit, _ROW, _IDLE[0], stroke="none")
-        for each in row:
-            _draw(sheet, each, top, unit)
+    for rank, row in enumerate(chart.rows):
+        sheet.words(MARGIN, y + 20, f"rank {rank}", weight="bold")
+        sheet.box(_LEFT, y, length * unit, _ROW, _IDLE[0], stroke="none")
+        for piece in row:
+            _draw(sheet, piece, y, unit)
+        y += _ROW + _GAP
     meanings = {_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()} | {"idle": _IDLE}
-    y = sheet.legend(y + found.ranks * (_ROW + _GAP) + 8, meanings, wrap)
+    y = sheet.legend(y + 8, meanings, wrap)
     sheet.note(y + 8, "Numbers are micro-batches", wrap)
-    sheet.zoom = max(1.0, min(1.4, 700 / sheet.width))
+    sheet.enlarge(700, most=1.4)
     return sheet
 
 
-def _draw(sheet: Drawing, each: Placed, top: float, unit: float) -> None:
-    left, width = _LEFT + float(each.start) * unit, float(each.length) * unit
-    colour, tint = _COLOURS[each.work.kind]
+def _draw(sheet: Drawing, piece: Placed, top: float, unit: float) -> None:
+    left = _LEFT + float(piece.start) * unit
+    width = float(piece.length) * unit
+    colour, tint = _COLOURS[piece.work.kind]
     sheet.box(left, top, width, _ROW, colour, tint=tint)
-    inside = label(each.work)[1:]
-    if width_of(inside, 11) <= width:
-        sheet.words(left + width / 2, top + 19, inside, anchor="middle", size=11)
+    number = str(piece.work.micro_batch)
+    if width_of(number, 11) <= width:
+        sheet.words(left + width / 2, top + 19, number, anchor="middle", size=11)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.data.windows import counted
@@ -42,23 +44,25 @@ _LEGEND = (
     "A box is a cell, with the ranks that are counted in it. An arrow is a message; an orange edge"
     " marks what it has changed"
 )
-# In px: the left margin, the gap between columns, the height of a box, the gap between rows, and
-# the width of a line of text.
-_LEFT, _BETWEEN, _BOX, _GAP, _WRAP = 74, 30, 20, 46, 450
+_LEFT = 74  # px: the left margin
+_BETWEEN = 30  # px: between columns
+_BOX = 20  # px: the height of a box
+_GAP = 46  # px: between rows
+_WRAP = 450  # px: the width of a line of text
+Cells = dict[int, frozenset[int]]
+"""The cells that a rank holds, each with the ranks whose values it contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One round of a schedule, and what each rank holds after it: `held[rank][cell]` are the ranks
-    whose values the cell contains.
-    """
+    """One round of a schedule, and the cells that each rank holds after it."""
 
     number: int
     transfers: Sequence[Transfer]
-    held: Sequence[dict[int, frozenset[int]]]
+    contents: Sequence[Cells]
 
     @property
-    def how(self) -> str:
+    def action(self) -> str:
         """Whether receivers add or replace cells: the same in all transfers of a round."""
         kinds = {transfer.reduce for transfer in self.transfers}
         assert len(kinds) == 1, "a round adds or replaces"
@@ -67,56 +71,60 @@ class Snapshot:
 
 def rounds(schedule: Schedule) -> Iterator[Snapshot]:
     """Yield a snapshot of each round. Round 0 is what each rank holds at the start."""
-    held = [
-        {
-            cell: frozenset({rank})
-            for cell in held_before(
-                schedule.kind, schedule.world, rank, schedule.root, schedule.cells
-            )
-        }
-        for rank in range(schedule.world)
-    ]
-    yield Snapshot(0, (), [dict(each) for each in held])
+    contents: list[Cells] = []
+    for rank in range(schedule.world):
+        cells = held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
+        contents.append({cell: frozenset({rank}) for cell in cells})
+    yield Snapshot(0, (), contents)
     for number, transfers in enumerate(schedule.transfers(), start=1):
-        sent = [
-            {cell: held[transfer.src][cell] for cell in transfer.cells} for transfer in transfers
-        ]
-        for transfer, content in zip(transfers, sent, strict=True):
-            for cell, ranks in content.items():
-                held[transfer.dst][cell] = (
-                    held[transfer.dst][cell] | ranks if transfer.reduce else ranks
-                )
-        yield Snapshot(number, transfers, [dict(each) for each in held])
+        before = contents
+        contents = [dict(cells) for cells in before]
+        for transfer in transfers:
+            received = contents[transfer.dst]
+            for cell in transfer.cells:
+                ranks = before[transfer.src][cell]
+                received[cell] = received[cell] | ranks if transfer.reduce else ranks
+        yield Snapshot(number, transfers, contents)
 
 
 def letter(cell: int) -> str:
     """Return a cell's name: a .. z, then a1 .. z1, and so on."""
-    return "abcdefghijklmnopqrstuvwxyz"[cell % 26] + (str(cell // 26) if cell >= 26 else "")
+    number, index = divmod(cell, 26)
+    name = "abcdefghijklmnopqrstuvwxyz"[index]
+    return f"{name}{number}" if number else name
 
 
 def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
     """Whether a cell contains the values of all ranks that it must contain."""
-    return len(ranks) == schedule.world if schedule.kind in REDUCING else True
+    return schedule.kind not in REDUCING or len(ranks) == schedule.world
 
 
 def title(schedule: Schedule, proof: Proof) -> list[str]:
     """Describe the schedule as a whole, in lines."""
-    name = schedule.name.replace("_", "-")
-    count = f"{counted(proof.rounds, 'round')}, {counted(proof.messages, 'message')} in all"
-    lines = [
-        f"{name} {schedule.kind.replace('_', '-')}, {counted(schedule.world, 'rank')}: {count}"
-    ]
-    sent = [
-        str(cells) if schedule.cells == 1 else f"{cells}/{schedule.cells}"
-        for cells in sorted(set(proof.cells_sent_by))
-    ]
-    share = " to ".join([sent[0], sent[-1]] if len(sent) > 1 else sent)
-    lines.append(f"each rank sends {share} {'times' if schedule.cells == 1 else 'of'} the tensor")
+    name = f"{schedule.name} {schedule.kind}".replace("_", "-")
+    ranks = counted(schedule.world, "rank")
+    rounds = counted(proof.rounds, "round")
+    messages = counted(proof.messages, "message")
+    lines = [f"{name}, {ranks}: {rounds}, {messages} in all", _sent(schedule, proof)]
     if schedule.kind in REDUCING:
-        order = proof.orders.get(0, "") if schedule.world <= SHOWN else ""
-        same = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
-        lines.append(f"cell a is added as {order}, {same}" if order else same)
+        bits = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
+        order = proof.orders.get(0)
+        if order and schedule.world <= SHOWN:
+            bits = f"cell a is added as {order}, {bits}"
+        lines.append(bits)
     return lines
+
+
+def _sent(schedule: Schedule, proof: Proof) -> str:
+    least = str(min(proof.cells_sent_by))
+    most = str(max(proof.cells_sent_by))
+    unit = "times"
+    if schedule.cells > 1:
+        least += f"/{schedule.cells}"
+        most += f"/{schedule.cells}"
+        unit = "of"
+    share = least if least == most else f"{least} to {most}"
+    return f"each rank sends {share} {unit} the tensor"
 
 
 def text(schedule: Schedule) -> str:
@@ -130,43 +138,40 @@ def text(schedule: Schedule) -> str:
         if snapshot.number == 0:
             lines += ["", "start"] if shown else [""]
         else:
-            lines.append(
-                f"{f'round {snapshot.number}':<{width}}  {'   '.join(map(_message, snapshot.transfers))}   "
-                f" {snapshot.how}"
-            )
+            name = f"round {snapshot.number}".ljust(width)
+            messages = "   ".join(map(_message, snapshot.transfers))
+            lines.append(f"{name}  {messages}    {snapshot.action}")
         if shown:
             lines += _contents(schedule, snapshot)
     return "\n".join(lines)
 
 
 def _message(transfer: Transfer) -> str:
-    cells = [letter(cell) for cell in transfer.cells]
-    return (
-        f"{transfer.src} -> {transfer.dst}"
-        f" {''.join(cells) if len(cells) <= 8 else f'{cells[0]}..{cells[-1]}'}"
-    )
+    letters = [letter(cell) for cell in transfer.cells]
+    listed = "".join(letters) if len(letters) <= 8 else f"{letters[0]}..{letters[-1]}"
+    return f"{transfer.src} -> {transfer.dst} {listed}"
 
 
 def _contents(schedule: Schedule, snapshot: Snapshot) -> list[str]:
+    if schedule.kind == "all_to_all" and schedule.world > 4:
+        return []  # world x world cells do not fit into a line
     rows = []
-    cells = range(schedule.cells)
-    if schedule.kind == "all_to_all":  # its world x world cells fit for up to 4 ranks
-        cells = range(schedule.cells) if schedule.world <= 4 else range(0)
-    for rank, held in enumerate(snapshot.held):
-        parts = [_cell(schedule, cell, held.get(cell)) for cell in cells]
+    for rank, cells in enumerate(snapshot.contents):
+        parts = [_cell(schedule, cell, cells.get(cell)) for cell in range(schedule.cells)]
         rows.append(f"    rank {rank:<2} {'  '.join(parts)}".rstrip())
-    return rows if cells else []
+    return rows
 
 
 def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
-    room = schedule.world if schedule.kind in REDUCING else 1
+    reducing = schedule.kind in REDUCING
+    content = "."
     mark = " "
-    if ranks is None:
-        inside = "."
-    else:
-        inside = ("" if schedule.world <= 10 else ",").join(map(str, sorted(ranks)))
-        mark = "*" if schedule.kind in REDUCING and complete(schedule, cell, ranks) else " "
-    return f"{letter(cell)} {inside:<{room}}{mark}"
+    if ranks is not None:
+        content = ("" if schedule.world <= 10 else ",").join(map(str, sorted(ranks)))
+        if reducing and complete(schedule, cell, ranks):
+            mark = "*"
+    width = schedule.world if reducing else 1
+    return f"{letter(cell)} {content:<{width}}{mark}"
 
 
 def drawing(schedule: Schedule) -> Drawing:
@@ -187,22 +192,21 @@ class _ScheduleDrawing(Drawing):
         lines = title(schedule, prove(schedule))
         super().__init__(lines[0], f"{'. '.join(lines[1:])}. {_LEGEND}.")
         self._schedule = schedule
-        every = list(rounds(schedule))
-        contents = {
-            _content(schedule, cell, ranks)
-            for snapshot in every
-            for held in snapshot.held
-            for cell, ranks in held.items()
-        }
-        self._wide = 12 + max(width_of(each, 12) for each in contents)
+        snapshots = list(rounds(schedule))
+        widest = 0.0
+        for snapshot in snapshots:
+            for cell, ranks in chain(*map(dict.items, snapshot.contents)):
+                widest = max(widest, width_of(_content(schedule, cell, ranks), 12))
+        self._wide = 12 + widest
         wrap = max(_WRAP, self._left(schedule.world) - MARGIN)
         self._first = self.heading(lines, wrap=wrap) + 22
         for rank in range(schedule.world):
-            middle = self._left(rank) + self._wide / 2
-            self.words(middle, self._first - 8, f"rank {rank}", anchor="middle", weight="bold")
-        for snapshot in every:
+            name = f"rank {rank}"
+            self.words(self._middle(rank), self._first - 8, name, anchor="middle", weight="bold")
+        for snapshot in snapshots:
             self._row(snapshot)
-        low = max(self._top(len(every)) - _GAP, self._top(len(every) - 1) + 34) + 12
+        last_top = self._top(len(snapshots) - 1)
+        low = max(self._top(len(snapshots)) - _GAP, last_top + 34) + 12
         if schedule.kind in REDUCING:
             low = self.legend(low, _MEANINGS, wrap)
         self.note(low + 10, _LEGEND, wrap)
@@ -210,58 +214,65 @@ class _ScheduleDrawing(Drawing):
     def _left(self, rank: int) -> float:
         return _LEFT + rank * (self._wide + _BETWEEN)
 
+    def _middle(self, rank: int) -> float:
+        return self._left(rank) + self._wide / 2
+
     def _top(self, number: int) -> float:
         return self._first + number * (_BOX * self._schedule.cells + _GAP)
 
     def _row(self, snapshot: Snapshot) -> None:
         """Draw what each rank holds after a round, and the messages of the round."""
-        top, above = self._top(snapshot.number), self._top(snapshot.number) - _GAP
-        self.words(
-            MARGIN,
-            top + 13,
-            f"round {snapshot.number}" if snapshot.number else "start",
-            weight="bold",
-        )
+        top = self._top(snapshot.number)
+        name = f"round {snapshot.number}" if snapshot.number else "start"
+        self.words(MARGIN, top + 13, name, weight="bold")
         if snapshot.number:
-            self.words(MARGIN, top + 29, snapshot.how, size=12, fill=SOFT)
-        arrived = {(each.dst, cell) for each in snapshot.transfers for cell in each.cells}
-        for rank, held in enumerate(snapshot.held):
+            self.words(MARGIN, top + 29, snapshot.action, size=12, fill=SOFT)
+        arrived: set[tuple[int, int]] = set()
+        for transfer in snapshot.transfers:
+            arrived.update((transfer.dst, cell) for cell in transfer.cells)
+        for rank, cells in enumerate(snapshot.contents):
             for cell in range(self._schedule.cells):
-                self._cell(rank, cell, top, held.get(cell), (rank, cell) in arrived)
-        sends = Counter(each.src for each in snapshot.transfers)
-        for each in snapshot.transfers:
-            x, to_x = (self._left(rank) + self._wide / 2 for rank in (each.src, each.dst))
-            curve = (x, above + 3), (x, above + 22), (to_x, top - 24), (to_x, top - 3)
-            self.arrow(curve, "message")
-            if sends[each.src] == 1 and self._schedule.cells > 1 and len(each.cells) <= 4:
-                cells = "".join(map(letter, each.cells))
-                side, anchor = (-5, "end") if to_x > x else (5, "start")
-                self.words(x + side, above + 14, cells, size=12, fill=ARROW, anchor=anchor)
+                self._cell(rank, cell, top, cells.get(cell), (rank, cell) in arrived)
+        sends = Counter(transfer.src for transfer in snapshot.transfers)
+        for transfer in snapshot.transfers:
+            self._message(transfer, top, alone=sends[transfer.src] == 1)
+
+    def _message(self, transfer: Transfer, top: float, *, alone: bool) -> None:
+        """Draw an arrow to a row, with its cells if it is the only one of its sender."""
+        above = top - _GAP
+        x = self._middle(transfer.src)
+        to_x = self._middle(transfer.dst)
+        curve = (x, above + 3), (x, above + 22), (to_x, top - 24), (to_x, top - 3)
+        self.arrow(curve, "message")
+        if not alone or self._schedule.cells == 1 or len(transfer.cells) > 4:
+            return
+        cells = "".join(map(letter, transfer.cells))
+        if to_x > x:
+            self.words(x - 5, above + 14, cells, size=12, fill=ARROW, anchor="end")
+        else:
+            self.words(x + 5, above + 14, cells, size=12, fill=ARROW)
 
     def _cell(
         self, rank: int, cell: int, top: float, ranks: frozenset[int] | None, arrived: bool
     ) -> None:
-        x, y = self._left(rank), top + cell * _BOX
+        x = self._left(rank)
+        y = top + cell * _BOX
         colour, tint = _colour(self._schedule, cell, ranks)
-        edge = {"stroke": ARROW, "stroke-width": 2} if arrived else {"stroke": FAINT}
         inset = 1.5 if arrived else 0.5
-        self.box(
-            x + inset,
-            y + inset,
-            self._wide - 2 * inset,
-            _BOX - 2 * inset,
-            colour,
-            tint=tint,
-            **edge,
-        )
+        edge: dict[str, Any] = {"stroke": FAINT}
+        if arrived:
+            edge = {"stroke": ARROW, "stroke-width": 2}
+        width = self._wide - 2 * inset
+        self.box(x + inset, y + inset, width, _BOX - 2 * inset, colour, tint=tint, **edge)
         if ranks is not None:
-            inside = _content(self._schedule, cell, ranks)
-            self.words(x + self._wide / 2, y + 14, inside, anchor="middle", size=12)
+            content = _content(self._schedule, cell, ranks)
+            self.words(self._middle(rank), y + 14, content, anchor="middle", size=12)
 
 
 def _content(schedule: Schedule, cell: int, ranks: frozenset[int]) -> str:
-    inside = "".join(map(str, sorted(ranks))) if schedule.world <= 10 else str(len(ranks))
-    return f"{letter(cell)} {inside}"
+    if schedule.world > 10:
+        return f"{letter(cell)} {len(ranks)}"
+    return f"{letter(cell)} {''.join(map(str, sorted(ranks)))}"
 
 
 def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tuple[str, float]:
@@ -272,4 +283,5 @@ def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tupl
         return "var(--blue)", TINT
     if complete(schedule, cell, ranks):
         return "var(--green)", 0.3
-    return "var(--blue)", 0.08 + 0.24 * (len(ranks) - 1) / max(1, schedule.world - 1)
+    share = (len(ranks) - 1) / (schedule.world - 1)
+    return "var(--blue)", 0.08 + 0.24 * share

@@ -16,8 +16,11 @@ BATCH = 32
 """The default number of samples in a step."""
 SHOWN = 8
 """The largest number of ranks that is drawn."""
-_WIDE, _GAP, _HIGH, _DOWN = 196, 18, 44, 26  # px: width and gap of columns, height and gap of boxes
-_WRAP = 420
+_WIDE = 196  # px: the width of a column
+_GAP = 18  # px: between columns
+_HIGH = 44  # px: the height of a box
+_DOWN = 26  # px: between boxes
+_WRAP = 420  # px: the width of a line of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ class DataParallelStep:
         """
         whole("workers", workers)
         whole("batch", batch)
-        each = -(-batch // workers) if micro_batch is None else micro_batch
-        return cls(Plan(samples=batch, global_batch=batch, micro_batch=each), workers)
+        size = -(-batch // workers) if micro_batch is None else micro_batch
+        return cls(Plan(samples=batch, global_batch=batch, micro_batch=size), workers)
 
     @property
     def cut(self) -> Cut:
@@ -47,8 +50,12 @@ class DataParallelStep:
 
     def samples(self, rank: int) -> range:
         """The samples of one rank, a range because its micro-batches are consecutive."""
-        parts = [self.cut.positions(slot) for slot in self.slots(rank)]
-        return range(parts[0].start, parts[-1].stop) if parts else range(0)
+        slots = self.slots(rank)
+        if not slots:
+            return range(0)
+        first = self.cut.positions(slots[0])
+        last = self.cut.positions(slots[-1])
+        return range(first.start, last.stop)
 
 
 def title(step: DataParallelStep) -> str:
@@ -60,20 +67,25 @@ def between(numbers: range) -> str:
     """Format a range: `0-15`, `7`, `none`."""
     if not numbers:
         return "none"
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    return f"{numbers[0]}-{numbers[-1]}"
 
 
-def held(step: DataParallelStep, rank: int) -> str:
+def _samples(step: DataParallelStep, rank: int) -> str:
     """Describe a rank's samples."""
-    if not (samples := step.samples(rank)):
+    samples = step.samples(rank)
+    if not samples:
         return "no samples"
-    return f"{'samples' if len(samples) > 1 else 'sample'} {between(samples)}"
+    noun = "sample" if len(samples) == 1 else "samples"
+    return f"{noun} {between(samples)}"
 
 
-def turns(step: DataParallelStep, rank: int) -> str:
+def _slots(step: DataParallelStep, rank: int) -> str:
     """Describe a rank's micro-batches by their slots."""
     slots = step.slots(rank)
-    return f"{'micro-batches' if len(slots) > 1 else 'micro-batch'} {between(slots)}"
+    noun = "micro-batches" if len(slots) > 1 else "micro-batch"
+    return f"{noun} {between(slots)}"
 
 
 def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
@@ -89,9 +101,11 @@ def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
 
 def text(step: DataParallelStep) -> str:
     """Return one line per rank and one line per phase."""
-    rows = [(f"rank {rank}", held(step, rank), turns(step, rank)) for rank in range(step.workers)]
+    ranks = range(step.workers)
+    rows = [(f"rank {rank}", _samples(step, rank), _slots(step, rank)) for rank in ranks]
+    shares = table(["", "", ""], rows, left=range(3), gap=3)
     phases = table(["", ""], _phases(step), left=range(2), gap=3)
-    return "\n".join([title(step), "", table(["", "", ""], rows, left=range(3), gap=3), "", phases])
+    return "\n".join([title(step), "", shares, "", phases])
 
 
 def drawing(step: DataParallelStep) -> Drawing:
@@ -101,29 +115,23 @@ def drawing(step: DataParallelStep) -> Drawing:
     if step.workers > SHOWN:
         raise UsageError("drawing-too-large", what=f"{step.workers} ranks", most=SHOWN)
     sheet = Drawing(title(step), text(step).replace("\n", ". "))
-    whole_width = step.workers * (_WIDE + _GAP) - _GAP
-    wrap = max(_WRAP, whole_width)
-    first, *_ = said = title(step).partition(": ")
-    y = sheet.heading([first, said[2]], wrap=wrap) + 8
-    y = _shared(
-        sheet, y, whole_width, f"global batch: samples {between(range(step.plan.global_batch))}"
-    )
-    rows = [
-        [(held(step, rank), turns(step, rank)) for rank in range(step.workers)],
-        [("forward", "loss of these samples")] * step.workers,
-        [("backward", "gradient of these samples")] * step.workers,
-    ]
-    for number, row in enumerate(rows):
-        _down(sheet, step, y)
-        y = _row(sheet, step, y + _DOWN, row, named=number == 0)
+    width = step.workers * (_WIDE + _GAP) - _GAP
+    wrap = max(_WRAP, width)
+    first, _, rest = title(step).partition(": ")
+    y = sheet.heading([first, rest], wrap=wrap) + 8
+    batch = step.plan.global_batch
+    y = _shared(sheet, y, width, f"global batch: samples {between(range(batch))}")
+    shares = [(_samples(step, rank), _slots(step, rank)) for rank in range(step.workers)]
+    y = _row(sheet, step, y, shares, named=True)
+    y = _row(sheet, step, y, [("forward", "loss of these samples")] * step.workers)
+    y = _row(sheet, step, y, [("backward", "gradient of these samples")] * step.workers)
     _down(sheet, step, y)
-    words = f"all-reduce: sum of all gradients / {step.plan.global_batch} samples"
-    y = _shared(sheet, y + _DOWN, whole_width, words)
-    _down(sheet, step, y)
-    y = _row(sheet, step, y + _DOWN, [("update", "same gradient, same weights")] * step.workers)
+    words = f"all-reduce: sum of all gradients / {batch} samples"
+    y = _shared(sheet, y + _DOWN, width, words)
+    y = _row(sheet, step, y, [("update", "same gradient, same weights")] * step.workers)
     note = "A rank with more micro-batches does forward and backward once for each, and adds up"
     sheet.note(y + 24, note, wrap)
-    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    sheet.enlarge(680, most=1.5)
     return sheet
 
 
@@ -142,20 +150,24 @@ def _row(
     *,
     named: bool = False,
 ) -> float:
-    """Draw one box per rank and return the y below them."""
-    high = _HIGH + 18 * named
-    for rank, (first, second) in enumerate(boxes):
-        x, colour = MARGIN + rank * (_WIDE + _GAP), SERIES[rank % len(SERIES)]
-        sheet.box(x, y, _WIDE, high, colour, tint=TINT, stroke=colour, rx=5)
-        lines = [f"rank {rank}", first, second] if named else [first, second]
+    """Draw an arrow down from `y` and a box below it for each rank. Return the y below."""
+    _down(sheet, step, y)
+    top = y + _DOWN
+    height = _HIGH + 18 * named
+    for rank, box in enumerate(boxes):
+        x = MARGIN + rank * (_WIDE + _GAP)
+        colour = SERIES[rank % len(SERIES)]
+        sheet.box(x, top, _WIDE, height, colour, tint=TINT, stroke=colour, rx=5)
+        lines = [f"rank {rank}", *box] if named else box
         for number, line in enumerate(lines):
-            bold = "bold" if number == 0 else "normal"
-            base = y + 18 + 18 * number
-            sheet.words(x + _WIDE / 2, base, line, anchor="middle", size=12, weight=bold)
-    return y + high
+            weight = "bold" if number == 0 else "normal"
+            base = top + 18 + 18 * number
+            sheet.words(x + _WIDE / 2, base, line, anchor="middle", size=12, weight=weight)
+    return top + height
 
 
 def _down(sheet: Drawing, step: DataParallelStep, y: float) -> None:
     for rank in range(step.workers):
         x = MARGIN + rank * (_WIDE + _GAP) + _WIDE / 2
-        sheet.arrow(((x, y + 2), (x, y + 8), (x, y + 14), (x, y + _DOWN - 2)), "flow", SOFT)
+        curve = (x, y + 2), (x, y + 8), (x, y + 14), (x, y + _DOWN - 2)
+        sheet.arrow(curve, "flow", SOFT)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -66,9 +65,7 @@ def trial(task: Task, settings: Settings, world: World) -> Training:
     The learning-rate schedule is for a training that is longer than any trial. The task's callbacks
     are not called.
     """
-    length: dict[str, Any] = (
-        {"epochs": _LONG} if task.scheduler_per == "epoch" else {"steps": _LONG}
-    )
-    return Training(
-        task, replace(settings, **{"epochs": None, "steps": None, **length}), world, None
-    )
+    per_epoch = task.scheduler_per == "epoch"
+    epochs = _LONG if per_epoch else None
+    steps = None if per_epoch else _LONG
+    return Training(task, replace(settings, epochs=epochs, steps=steps), world, None)

@@ -68,4 +68,6 @@ def from_proc(file: str, name: str) -> int:
         lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError as error:
         raise UsageError("memory-not-measured", file=file, reason=error.strerror) from error
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    line = next(line for line in lines if line.startswith(f"{name}:"))
+    kib = int(line.split()[1])
+    return 1024 * kib

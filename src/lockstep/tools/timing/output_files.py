@@ -39,14 +39,14 @@ def check_picture(file: Path | None) -> None:
     check_writable(file, "--out")
 
 
-def write_json(file: Path | None, what: object) -> None:
+def write_json(file: Path | None, value: object) -> None:
     """Write `what` as JSON, with nan and infinities as strings. Raises UsageError if the file
     cannot be written.
     """
     if file is None:
         return
     with writing(file, "--json"):
-        file.write_text(json.dumps(finite(what), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(finite(value), indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -81,12 +81,12 @@ def table(
     from rich.table import Table
 
     names = head.split(" | ") if isinstance(head, str) else head
-    made = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(names))
+    grid = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(names))
     at_the_left = set(left)
-    for place, name in enumerate(names):
-        made.add_column(name, justify="left" if place in at_the_left else "right", no_wrap=True)
+    for column, name in enumerate(names):
+        grid.add_column(name, justify="left" if column in at_the_left else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*("" if cell is None else str(cell) for cell in row))
+        grid.add_row(*map(_cell, row))
     console = Console(
         file=io.StringIO(),
         width=_WIDE,
@@ -96,8 +96,12 @@ def table(
         emoji=False,
     )
     with console.capture() as captured:
-        console.print(made)
+        console.print(grid)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def milliseconds(seconds: float) -> str:

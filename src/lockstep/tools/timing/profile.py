@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lockstep.data.windows import counted
 from lockstep.gradients.layout import Entry, plan
 
 
@@ -23,21 +24,24 @@ class Leaves:
     """Shapes of the gradients in it; empty if unknown: the bucket then counts as one vector."""
 
 
-def laid_out(parameters: Sequence[Tensor], landed: Sequence[float]) -> list[Leaves]:
-    """Return the parameters in buckets, as the Reducer makes them. `landed`: for each parameter,
-    the share of the backward after which its gradient was complete; buckets follow this order.
+def laid_out(parameters: Sequence[Tensor], ready_shares: Sequence[float]) -> list[Leaves]:
+    """Return the parameters in buckets, as the Reducer makes them. `ready_shares`: for each
+    parameter, the share of the backward after which its gradient was complete; buckets follow this
+    order.
     """
     entries = [
         Entry(str(number), parameter.numel(), parameter.dtype, parameter.device)
         for number, parameter in enumerate(parameters)
     ]
-    order = sorted(range(len(entries))[::-1], key=landed.__getitem__)
-    leaves, ready = [], 0.0
+    order = sorted(range(len(entries))[::-1], key=ready_shares.__getitem__)
+    leaves = []
+    ready = 0.0
     for bucket in plan(entries, order).buckets:
-        members = [span.parameter for span in bucket.spans]
-        ready = max(ready, min(1.0, max(landed[number] for number in members)))
-        shapes = tuple(tuple(parameters[number].shape) for number in members)
-        elements = sum(parameters[number].numel() for number in members)
+        numbers = [span.parameter for span in bucket.spans]
+        ready = max(ready, min(1.0, max(ready_shares[number] for number in numbers)))
+        members = [parameters[number] for number in numbers]
+        shapes = tuple(tuple(parameter.shape) for parameter in members)
+        elements = sum(parameter.numel() for parameter in members)
         leaves.append(Leaves(ready=ready, elements=elements, tensors=shapes))
     return leaves
 
@@ -70,16 +74,17 @@ class PhaseTimes:
 
     def describe(self) -> str:
         ranks = "1 rank alone" if self.ranks == 1 else f"{self.ranks} ranks side by side"
-        each = (
-            f"loading {1e3 * self.loading:.2f}, forward {1e3 * self.forward:.2f}, backward"
-            f" {1e3 * self.backward:.2f} ms"
+        threads = f"{counted(self.threads, 'thread')} each, {self.steps} steps"
+        loading = f"loading {1e3 * self.loading:.2f}"
+        forward = f"forward {1e3 * self.forward:.2f}"
+        backward = f"backward {1e3 * self.backward:.2f} ms"
+        optimizer = f"optimizer {1e3 * self.optimizer:.2f}"
+        other = f"other {1e3 * self.other:.2f} ms"
+        spread = f"spread {100 * self.spread:.1f} %"
+        return (
+            f"{ranks}, {threads}: per micro-batch {loading}, {forward}, {backward}; per step"
+            f" {optimizer}, {other}; {spread}"
         )
-        besides = (
-            f"optimizer {1e3 * self.optimizer:.2f}, other {1e3 * self.other:.2f} ms; spread"
-            f" {100 * self.spread:.1f} %"
-        )
-        threads = f"{self.threads} thread{'s' * (self.threads != 1)} each, {self.steps} steps"
-        return f"{ranks}, {threads}: per micro-batch {each}; per step {besides}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,35 +117,33 @@ class Profile:
 
     def side(self, ranks: int) -> PhaseTimes:
         """Return the measurement with `ranks` ranks side by side."""
-        return next(side for side in self.sides if side.ranks == ranks)
+        by_ranks = {side.ranks: side for side in self.sides}
+        return by_ranks[ranks]
 
     def describe(self, per_host: int) -> str:
         """Describe the phases of a step for each number of ranks, and when gradients are complete.
         `per_host`: the number of ranks that share a host.
         """
-        kind = "GPU" if self.device == "cuda" else f"{self.cores} core{'s' * (self.cores != 1)}"
+        kind = "GPU" if self.device == "cuda" else counted(self.cores, "core")
+        lines = [f"{self.task}, profiled here ({kind}):"]
+        lines += [f"  {side.describe()}" for side in self.sides]
+        elements = sum(bucket.elements for bucket in self.buckets)
+        megabytes = self.width * elements / 1e6
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
-        more = f" ... ({len(self.buckets)} in all)" if len(self.buckets) > 8 else ""
-        size = self.width * sum(bucket.elements for bucket in self.buckets) / 1e6
-        lines = [
-            f"{self.task}, profiled here ({kind}):",
-            *(f"  {side.describe()}" for side in self.sides),
-        ]
+        if len(self.buckets) > 8:
+            ready += f" ... ({len(self.buckets)} in all)"
         lines.append(
-            f"  {size:.2f} MB of gradients; buckets are complete after {ready}{more} of the"
-            " backward"
+            f"  {megabytes:.2f} MB of gradients; buckets are complete after {ready} of the backward"
         )
         if self.messages:
-            told = ", ".join(
-                f"{1e3 * seconds:.2f} ms among {ranks} ranks"
-                for ranks, seconds in sorted(self.messages.items())
-            )
-            lines.append(f"  a message takes {told} on one host, and at least that on a network")
+            times = []
+            for ranks, seconds in sorted(self.messages.items()):
+                times.append(f"{1e3 * seconds:.2f} ms among {ranks} ranks")
+            listed = ", ".join(times)
+            lines.append(f"  a message takes {listed} on one host, and at least that on a network")
         if self.device == "cpu":
-            lines.append(f"  {self._shared(per_host)}")
+            hosts = "every rank has its own host like this one"
+            if per_host > 1:
+                hosts = f"{per_host} ranks share one host of {self.cores} cores"
+            lines.append(f"  {hosts}")
         return "\n".join(lines)
-
-    def _shared(self, per_host: int) -> str:
-        if per_host == 1:
-            return "every rank has its own host like this one"
-        return f"{per_host} ranks share one host of {self.cores} cores"

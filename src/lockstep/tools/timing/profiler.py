@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -54,43 +55,43 @@ class Stopwatch:
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
-        self._marks: dict[int, float] | None = None
-        self._hooks = [
-            each.register_post_accumulate_grad_hook(self._marker(number))
-            for number, each in enumerate(parameters)
-        ]
+        self._ready: dict[int, float] | None = None
+        self._hooks = []
+        for number, parameter in enumerate(parameters):
+            record = partial(self._record, number)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(record))
         self._began = self._now()
 
     def lap(self) -> float:
         """Return the seconds since the last lap, and start the next one."""
-        before, self._began = self._began, self._now()
+        before = self._began
+        self._began = self._now()
         return self._began - before
 
-    def listen(self) -> None:
+    def record_gradients(self) -> None:
         """Record gradients in the lap that starts now."""
-        self._marks = {}
+        self._ready = {}
 
-    def landed(self, lap: float) -> list[float]:
+    def ready_shares(self, lap: float) -> list[float]:
         """Return, for each parameter, after which share of the recorded lap its gradient was
         complete: 1 if it got none. `lap`: the seconds of this lap.
         """
-        marks, self._marks = self._marks or {}, None
+        ready = self._ready or {}
+        self._ready = None
         begin = self._began - lap
-        return [
-            min(1.0, (marks.get(number, self._began) - begin) / lap)
-            for number in range(len(self._hooks))
-        ]
+        shares = []
+        for number in range(len(self._hooks)):
+            seconds = ready.get(number, self._began) - begin
+            shares.append(min(1.0, seconds / lap))
+        return shares
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _marker(self, number: int) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            if self._marks is not None:
-                self._marks.setdefault(number, self._now())
-
-        return mark
+    def _record(self, number: int, parameter: Tensor) -> None:
+        if self._ready is not None:
+            self._ready.setdefault(number, self._now())
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -113,12 +114,13 @@ def profile(
     """
     knob.number("seconds", seconds, above=0)
     counts = sorted(set(sides))
-    found: list[Profile] = [
-        launch(_on_rank, workers=ranks, args=(source, seconds / len(counts), device))[0]
-        for ranks in counts
-    ]
+    profiles: list[Profile] = []
+    for ranks in counts:
+        arguments = source, seconds / len(counts), device
+        profiles.append(launch(_on_rank, workers=ranks, args=arguments)[0])
+    measured = [profile.sides[0] for profile in profiles]
     messages = {ranks: launch(_message, workers=ranks)[0] for ranks in talking}
-    return replace(found[-1], sides=[each.sides[0] for each in found], messages=messages)
+    return replace(profiles[-1], sides=measured, messages=messages)
 
 
 def _message() -> float:
@@ -133,28 +135,27 @@ def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> Prof
     """Profile the task on one rank. The caller uses the profile of rank 0."""
     task = source()
     with init(backend=backend_of(device)) as world:
-        alone: dict[str, Any] = {"sync_every": _NEVER} if world.size > 1 else {}
-        training = trial(
-            task, Settings(task=task.name or "task", workers=world.size, **alone), world
-        )
+        settings = Settings(task=task.name or "task", workers=world.size)
+        if world.size > 1:
+            settings = replace(settings, sync_every=_NEVER)
+        training = trial(task, settings, world)
         with matmul_precision(training.precision), _records(training) as record:
             timed = _Timed(training, world, record)
-            timed.take(seconds)
+            timed.time_steps(seconds)
         parameters = training.stepper.reducer.parameters
+        ready_shares = [
+            statistics.median(column) for column in zip(*timed.ready_shares, strict=True)
+        ]
+        averaged = [buffer for buffer in training.model.buffers() if buffer.is_floating_point()]
         return Profile(
             task=task.name or "task",
             device=world.device.type,
             cores=cores(),
             global_batch=task.global_batch,
             micro_batch=task.micro_batch,
-            buckets=laid_out(
-                parameters,
-                [statistics.median(column) for column in zip(*timed.landed, strict=True)],
-            ),
-            width=max(each.element_size() for each in parameters),
-            buffers=sum(
-                each.nbytes for each in training.model.buffers() if each.is_floating_point()
-            ),
+            buckets=laid_out(parameters, ready_shares),
+            width=max(parameter.element_size() for parameter in parameters),
+            buffers=sum(buffer.nbytes for buffer in averaged),
             sides=[timed.side()],
             messages={},
         )
@@ -166,18 +167,20 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
     profile. The files are temporary; the task's callbacks are not called.
     """
     task = replace(training.task, on_step=None, on_evaluate=None)
+    stepper = training.stepper
     with TemporaryDirectory(prefix="lockstep-profile-") as folder:
         directory = RunDirectory(Path(folder))
-        told: dict[str, Any] = {
-            "epochs": None,
-            "says_skips": False,
-            "sent": lambda: training.stepper.bytes_sent,
-        }
+        header = begins(stepper, task, training.settings)
         with (
-            Journal(task, training.world, directory, **told) as journal,
-            AnatomyFile(
-                directory.path, training.stepper, begins(training.stepper, task, training.settings)
-            ) as anatomy,
+            Journal(
+                task,
+                training.world,
+                directory,
+                epochs=None,
+                says_skips=False,
+                sent=lambda: stepper.bytes_sent,
+            ) as journal,
+            AnatomyFile(directory.path, stepper, header) as anatomy,
         ):
 
             def record(window: Window, result: StepResult) -> None:
@@ -193,14 +196,16 @@ class _Timed:
     def __init__(
         self, training: Training, world: World, record: Callable[[Window, StepResult], None]
     ) -> None:
-        self._training, self._world, self._record = training, world, record
+        self._training = training
+        self._world = world
+        self._record = record
         self._windows = self._walk()
         self._watch = Stopwatch(training.stepper.reducer.parameters, world.device)
         self.steps: list[dict[str, float]] = []
         """Seconds of each step's phases, by their names in PhaseTimes."""
-        self.whole: list[float] = []
+        self.totals: list[float] = []
         """Seconds of each step."""
-        self.landed: list[list[float]] = []
+        self.ready_shares: list[list[float]] = []
         """For each step and parameter: the share of the last backward after which its gradient
         was complete.
         """
@@ -219,12 +224,13 @@ class _Timed:
                 if samples == full:
                     yield window
 
-    def take(self, seconds: float) -> None:
+    def time_steps(self, seconds: float) -> None:
         """Time steps for `seconds`, the same number on all ranks, after the warm-up."""
         for _ in range(_WARM_UP):
             self._step()
-        for kept in (self.steps, self.whole, self.landed):
-            kept.clear()
+        self.steps.clear()
+        self.totals.clear()
+        self.ready_shares.clear()
         end = perf_counter() + seconds
         while not self._world.agree(perf_counter() > end and len(self.steps) >= _FEWEST, "all"):
             # `agree` makes all ranks start together
@@ -242,25 +248,25 @@ class _Timed:
         window.drain()
         loading = watch.lap() / len(window)
         forwards, backward = [], 0.0
-        for place, batch in enumerate(stepper.micro_batches(window)):
-            if place == 0:
+        for index, batch in enumerate(stepper.micro_batches(window)):
+            if index == 0:
                 watch.lap()  # time before the first micro-batch belongs to `other`
             loss, weight = self._loss(batch)
             forwards.append(watch.lap())
-            if place == len(window) - 1:
-                watch.listen()
+            if index == len(window) - 1:
+                watch.record_gradients()
             stepper.backward(loss, weight)
             last = watch.lap()
             backward += last / len(window)
-        self.landed.append(watch.landed(last))
+        self.ready_shares.append(watch.ready_shares(last))
         watch.lap()
         result = stepper.step()
         optimizer = watch.lap()
         self._record(window, result)
         watch.lap()
-        whole = perf_counter() - begin
+        total = perf_counter() - begin
         forward = statistics.fmean(forwards[1:] or forwards)
-        other = whole - optimizer - len(window) * (loading + forward + backward)
+        other = total - optimizer - len(window) * (loading + forward + backward)
         self.steps.append(
             {
                 "loading": loading,
@@ -270,25 +276,25 @@ class _Timed:
                 "other": other,
             }
         )
-        self.whole.append(whole)
+        self.totals.append(total)
 
     def side(self) -> PhaseTimes:
         """Return the median of each phase over the steps, averaged over the ranks."""
-        rows = self.steps
-        medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        mine = torch.tensor(list(medians.values()), dtype=torch.float64)
-        self._world.control.all_reduce(mine, "mean").wait()
+        medians = {}
+        for name in self.steps[0]:
+            medians[name] = statistics.median(step[name] for step in self.steps)
+        phases = torch.tensor(list(medians.values()), dtype=torch.float64)
+        self._world.control.all_reduce(phases, "mean").wait()
         # `other` is a difference and can be slightly negative, such as -1e-4
-        means = {name: max(0.0, mean) for name, mean in zip(medians, mine.tolist(), strict=True)}
-        every = torch.zeros(self._world.size, len(rows), dtype=torch.float64)
-        every[self._world.rank] = torch.tensor(self.whole)
-        self._world.control.all_reduce(every).wait()
-        threads = torch.get_num_threads()
+        means = {name: max(0.0, mean) for name, mean in zip(medians, phases.tolist(), strict=True)}
+        seconds = torch.zeros(self._world.size, len(self.steps), dtype=torch.float64)
+        seconds[self._world.rank] = torch.tensor(self.totals)
+        self._world.control.all_reduce(seconds).wait()
         return PhaseTimes(
             ranks=self._world.size,
-            threads=threads,
-            steps=len(rows),
-            spread=spread_of(every),
+            threads=torch.get_num_threads(),
+            steps=len(self.steps),
+            spread=spread_of(seconds),
             **means,
         )
 
@@ -301,9 +307,9 @@ def spread_of(seconds: Tensor) -> float:
     interruption in a hundred steps has little effect.
     """
     ranks = len(seconds)
-    apart = seconds - (seconds.mean(0) if ranks > 1 else seconds.median())
-    low, high = torch.quantile(
-        apart.flatten(), torch.tensor([0.25, 0.75], dtype=seconds.dtype)
-    ).tolist()
+    usual = seconds.mean(0) if ranks > 1 else seconds.median()
+    deviations = (seconds - usual).flatten()
+    quartiles = torch.quantile(deviations, torch.tensor([0.25, 0.75], dtype=seconds.dtype))
+    low, high = quartiles.tolist()
     unbiased = (ranks / (ranks - 1)) ** 0.5 if ranks > 1 else 1.0
     return float(unbiased * (high - low) / 1.349 / seconds.median().item())

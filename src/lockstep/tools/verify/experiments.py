@@ -72,17 +72,14 @@ def experiment(
     """Repeat the micro-batch of `difference` in the larger of the two worlds, on the rank that
     ran it there.
     """
-    places = list(zip(difference.workers, difference.ranks or (0, 0), strict=True))
-    (size, rank), other = (
-        max(places, key=lambda each: each[0]),
-        min(places, key=lambda each: each[0]),
-    )
-    asked = settings, difference, rank, other
-    found: Evidence | None = start(_on_rank, size, asked, {}, timeout=None, imports=FOR_TRAININGS)[
-        rank
-    ]
-    assert found is not None
-    return found
+    worlds = list(zip(difference.workers, difference.ranks or (0, 0), strict=True))
+    size, rank = max(worlds, key=operator.itemgetter(0))
+    other = min(worlds, key=operator.itemgetter(0))
+    arguments = settings, difference, rank, other
+    results = start(_on_rank, size, arguments, {}, timeout=None, imports=FOR_TRAININGS)
+    evidence: Evidence | None = results[rank]
+    assert evidence is not None
+    return evidence
 
 
 def _on_rank(
@@ -99,21 +96,19 @@ def _on_rank(
         matmul_precision(precision),
     ):
         make = prepared(task, settings, difference, world)
-        return (
-            _evidence(make, settings, world, other)
-            if make is not None and world.rank == rank
-            else None
-        )
+        if make is None or world.rank != rank:
+            return None
+        return _evidence(make, settings, world, other)
 
 
 def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, int]) -> Evidence:
     """Run the experiments. `other` is the size of the other world, and the rank there."""
 
-    def fresh() -> Repeat:
+    def reload() -> Repeat:
         return make(resolve(settings.task, settings.overrides), world)
 
     with watching() as loading:
-        repeat = fresh()
+        repeat = reload()
     with watching() as seen:
         first = repeat.run()
     if seen.of(CLOCK) or loading.of(CLOCK):
@@ -121,8 +116,8 @@ def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, in
 
     def changes(circumstance: AbstractContextManager[None]) -> bool:
         with circumstance:
-            made = fresh()
-            return not made.alike(first, made.run())
+            reloaded = reload()
+            return not reloaded.alike(first, reloaded.run())
 
     def first_change() -> Change | None:
         if not repeat.alike(first, repeat.run()):
@@ -133,15 +128,14 @@ def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, in
             return "reload"
         size, rank = other
         ranks = sorted({rank, 0, world.size - 1} - {world.rank})
-        if any(changes(pretending(world, each, world.size)) for each in ranks):
+        if any(changes(pretending(world, pretended, world.size)) for pretended in ranks):
             return "rank"
         if size != world.size and changes(pretending(world, world.rank, size)):
             return "size"
-        # Exact mode always uses one number of threads, and another number gives other bits.
-        counts = set() if settings.exact else set(_THREADS) - {torch.get_num_threads()}
-        return (
-            "threads" if any(changes(intra_op_threads(count)) for count in sorted(counts)) else None
-        )
+        if settings.exact:  # always uses one number of threads; another number gives other bits
+            return None
+        counts = sorted(set(_THREADS) - {torch.get_num_threads()})
+        return "threads" if any(changes(intra_op_threads(count)) for count in counts) else None
 
     return Evidence(seen, loading, first_change())
 
@@ -153,7 +147,7 @@ def pretending(world: World, rank: int, size: int) -> Iterator[None]:
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     before = {name: os.environ.get(name) for name in names}
-    ours = world.rank, world.size, world.local_rank, world.local_size
+    own = world.rank, world.size, world.local_rank, world.local_size
     group: Any = dist.ProcessGroup
     real = {name: vars(group)[name] for name in ("rank", "size")}
     try:
@@ -164,7 +158,7 @@ def pretending(world: World, rank: int, size: int) -> Iterator[None]:
     finally:
         for name, function in real.items():
             setattr(group, name, function)
-        world.rank, world.size, world.local_rank, world.local_size = ours
+        world.rank, world.size, world.local_rank, world.local_size = own
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -198,12 +192,10 @@ def prepared(task: Task, settings: Settings, difference: Difference, world: Worl
         return _building
     precision: Precision = settings.precision or task.precision
     if difference.kind in ("samples", "again"):
-        indices = difference.indices
-        return (
-            None
-            if indices is None
-            else partial(_reading, precision=precision, keys=(difference.epoch, list(indices)))
-        )
+        if difference.indices is None:
+            return None
+        keys = (difference.epoch, list(difference.indices))
+        return partial(_reading, precision=precision, keys=keys)
     if difference.kind not in ("loss", "gradient"):
         return None
     training = Traced(task, settings, world)
@@ -215,16 +207,14 @@ def prepared(task: Task, settings: Settings, difference: Difference, world: Worl
         return None
     batch = window[window.slots.index(difference.slot)]
     state = {name: value.clone() for name, value in training.model.state_dict().items()}
-    same = partial(
-        alike, difference.kind, tolerance=tolerance_at(difference.step, exact=settings.exact)
-    )
+    tolerance = tolerance_at(difference.step, exact=settings.exact)
     return partial(
         _forwarding,
         precision=precision,
-        place=(difference.step - 1, difference.slot),
+        stream=(difference.step - 1, difference.slot),
         state=state,
         batch=batch,
-        same=same,
+        same=partial(alike, difference.kind, tolerance=tolerance),
     )
 
 
@@ -262,13 +252,13 @@ def _forwarding(
     world: World,
     *,
     precision: Precision,
-    place: tuple[int, int],
+    stream: tuple[int, int],
     state: Mapping[str, Tensor],
     batch: Any,
     same: Callable[[Slot, Slot], bool],
 ) -> Repeat:
     """Run forward and backward of one micro-batch, with the weights it had and its own random
-    stream.
+    stream: that of (step, slot).
     """
     randomness.shared(task.seed)
     model = model_of(task).to(world.device)
@@ -277,19 +267,15 @@ def _forwarding(
     def run() -> Slot:
         model.load_state_dict(state)
         own = copy.deepcopy(batch)
-        randomness.step(task.seed, *place)
+        randomness.step(task.seed, *stream)
         loss, _ = forward.loss(forward(own), own)
-        named = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        found = {
-            name: sketch(gradient)
-            for name, gradient in zip(named, gradients, strict=True)
-            if gradient is not None
-        }
-        return Slot(rank=0, indices=None, samples="", loss=float(loss.detach()), gradients=found)
+        trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+        parameters = [parameter for _, parameter in trained]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        slot = Slot(rank=0, indices=None, samples="", loss=float(loss.detach()))
+        for (name, _), gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                slot.gradients[name] = sketch(gradient)
+        return slot
 
     return Repeat(run, same)

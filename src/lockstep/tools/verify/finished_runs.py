@@ -42,10 +42,10 @@ class FinishedRun:
         """Read a run directory. Raise UsageError if its training has not ended, or if a file is
         missing or broken.
         """
-        found = read(path)
-        if found.state != "finished":
+        recorded = read(path)
+        if recorded.state != "finished":
             raise UsageError("run-not-finished", run=path, missing=RESULT)
-        if not found.whole:
+        if not recorded.complete:
             raise UsageError(
                 "cannot-read",
                 name="run file",
@@ -55,11 +55,14 @@ class FinishedRun:
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
             raise UsageError("no-checkpoint", run=path)
+        steps = {}
+        for record in recorded.steps:
+            steps[record["step"]] = {name: record.get(name) for name in _STEP}
         return cls(
             path=path,
-            task=short_name(found.settings.task),
-            steps={each["step"]: {name: each.get(name) for name in _STEP} for each in found.steps},
-            evaluations={each["step"]: each["metrics"] for each in found.evaluations},
+            task=short_name(recorded.settings.task),
+            steps=steps,
+            evaluations={record["step"]: record["metrics"] for record in recorded.evaluations},
             checkpoint=checkpoint,
         )
 
@@ -70,67 +73,78 @@ def differences(one: Path, other: Path) -> list[str]:
 
     Raises UsageError for runs that cannot be compared.
     """
-    ours, theirs = FinishedRun.read(one), FinishedRun.read(other)
-    if ours.task != theirs.task:
-        raise UsageError("runs-of-two-tasks", one=one, other=other, tasks=[ours.task, theirs.task])
-    found = [
-        _first("step", ours.steps, theirs.steps),
-        _first("evaluation after step", ours.evaluations, theirs.evaluations),
-        _weights(ours.checkpoint, theirs.checkpoint),
+    left = FinishedRun.read(one)
+    right = FinishedRun.read(other)
+    if left.task != right.task:
+        raise UsageError("runs-of-two-tasks", one=one, other=other, tasks=[left.task, right.task])
+    sentences = [
+        _first("step", left.steps, right.steps),
+        _first("evaluation after step", left.evaluations, right.evaluations),
+        _weights(left.checkpoint, right.checkpoint),
     ]
-    return list(filter(None, found))
+    return list(filter(None, sentences))
 
 
 def summary(run: Path) -> str:
     """Describe what was compared, for a run that is equal to the other."""
-    found = FinishedRun.read(run)
-    steps = counted(len(found.steps), "step")
-    evaluations = counted(len(found.evaluations), "evaluation")
-    return f"{steps}, {evaluations} and the weights of {found.checkpoint.name}"
+    finished = FinishedRun.read(run)
+    steps = counted(len(finished.steps), "step")
+    evaluations = counted(len(finished.evaluations), "evaluation")
+    return f"{steps}, {evaluations} and the weights of {finished.checkpoint.name}"
 
 
 def _first(
-    what: str, ours: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]
+    kind: str, left: Mapping[int, Mapping[str, Any]], right: Mapping[int, Mapping[str, Any]]
 ) -> str | None:
-    for number in sorted(ours.keys() & theirs.keys()):
-        one, other = ours[number], theirs[number]
-        names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
-        if names:
-            shown = "; ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in names)
-            return f"{what} {number}: {shown}"
-    alone = sorted(ours.keys() ^ theirs.keys())
-    if alone:
-        which = "first" if alone[0] in ours else "second"
-        return (
-            f"{what} {alone[0]} is in the {which} run only ({len(ours)} and {len(theirs)} in all)"
-        )
-    return None
+    for step in sorted(left.keys() & right.keys()):
+        shown = _values(left[step], right[step])
+        if shown:
+            return f"{kind} {step}: {'; '.join(shown)}"
+    alone = sorted(left.keys() ^ right.keys())
+    if not alone:
+        return None
+    run = "first" if alone[0] in left else "second"
+    counts = f"({len(left)} and {len(right)} in all)"
+    return f"{kind} {alone[0]} is in the {run} run only {counts}"
+
+
+def _values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the values that differ, each with its name."""
+    shown = []
+    for name in dict.fromkeys([*one, *other]):
+        if one.get(name) != other.get(name):
+            shown.append(f"{name} {one.get(name)} and {other.get(name)}")
+    return shown
 
 
 def _weights(one: Path, other: Path) -> str | None:
-    ours, theirs = files.read(one).tensors, files.read(other).tensors
-    first = next(tensor_differences(ours, theirs, ("the first run", "the second run")), None)
-    where = " and ".join(dict.fromkeys([one.name, other.name]))
-    return first and f"weights ({where}): {first}"
+    left = files.read(one).tensors
+    right = files.read(other).tensors
+    names = " and ".join(dict.fromkeys([one.name, other.name]))
+    first = next(tensor_differences(left, right, ("the first run", "the second run")), None)
+    return first and f"weights ({names}): {first}"
 
 
 def tensor_differences(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sides: tuple[str, str]
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], sides: tuple[str, str]
 ) -> Iterator[str]:
     """Yield a sentence for each name whose tensors differ in any bit."""
-    for name in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(name), theirs.get(name)
+    for name in sorted(left.keys() | right.keys()):
+        one = left.get(name)
+        other = right.get(name)
         if one is None or other is None:
             yield f"{name} is only in {sides[one is None]}"
-        elif (one.shape, one.dtype) != (other.shape, other.dtype):
-            kinds = (f"{each.dtype} {list(each.shape)}" for each in (one, other))
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other)]
             yield f"{name} is {' and '.join(kinds)}"
         elif not torch.equal(_bits(one), _bits(other)):
-            count = int((_bits(one) != _bits(other)).reshape(one.numel(), -1).any(1).sum())
+            differing = (_bits(one) != _bits(other)).any(1)
+            count = f"{int(differing.sum())} of {one.numel()} elements"
             wide = torch.complex128 if one.is_complex() else torch.float64
-            gap = (one.to(wide) - other.to(wide)).abs().max().item()
-            yield f"{name} differs in {count} of {one.numel()} elements, by {gap:.3g} at most"
+            gaps = (one.to(wide) - other.to(wide)).abs()
+            yield f"{name} differs in {count}, by {gaps.max().item():.3g} at most"
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of each element, as a row."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

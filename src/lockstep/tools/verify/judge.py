@@ -28,7 +28,7 @@ from lockstep.tools.verify.spy import (
     SEED,
     SIZE,
     THREADS,
-    AskedFor,
+    RecordedCall,
     Seen,
 )
 from lockstep.tools.verify.trace import Difference, Trace, first_difference, read_again
@@ -41,38 +41,46 @@ _KEYED = (
 _MOST_LINES = 3
 
 
-def where(found: Difference, *, exact: bool) -> str:
+def where(difference: Difference, *, exact: bool) -> str:
     """Describe what differs first."""
-    one, other = (counted(count, "worker") for count in found.workers)
+    one, other = (counted(count, "worker") for count in difference.workers)
     between = f"between {one} and {other}"
-    if found.kind == "start":
-        return f"before the first step {found.name} differs {between}"
-    place = f"step {found.step}"
-    if found.slot is not None and found.ranks is not None:
-        place += f", micro-batch {found.slot} (of {_ran(found)})"
-    values = _values(found)
-    if found.kind == "again":
-        what = (
-            f"its samples {listed(found.indices or ())} change when they are read again after the"
-            " training"
-        )
-    elif found.kind == "order":
-        what = f"it holds different samples on {one} than on {other}"
-    elif found.kind == "samples":
-        numbers = f" ({listed(found.indices)})" if found.indices is not None else ""
-        what = f"its samples{numbers} are not the same on {one} and on {other}"
-    elif found.kind == "weights":
-        what = (
-            f"{found.name} differs after the update {between}, though the gradients of all"
-            f" micro-batches {'are equal' if exact else 'agree'}"
-        )
-    elif found.kind == "loss":
-        first = f"; the first gradient that differs is that of {found.name}" if found.name else ""
-        what = f"from the same samples and weights its loss is {values} on {one} and {other}{first}"
-    else:
-        shown = f" (norms {values})" if values else ""
-        what = f"its loss is the same, but the gradient of {found.name} differs{shown} {between}"
-    return f"{place}: {what}"
+    if difference.kind == "start":
+        return f"before the first step {difference.name} differs {between}"
+    position = f"step {difference.step}"
+    if difference.slot is not None and difference.ranks is not None:
+        position += f", micro-batch {difference.slot} (of {_ranks(difference)})"
+    return f"{position}: {_difference(difference, one, other, exact=exact)}"
+
+
+def _difference(difference: Difference, one: str, other: str, *, exact: bool) -> str:
+    """Describe a difference after the first step's begin, between `one` and `other`."""
+    name = difference.name
+    samples = difference.indices
+    values = _values(difference)
+    between = f"between {one} and {other}"
+    match difference.kind:
+        case "again":
+            change = "change when they are read again after the training"
+            return f"its samples {listed(samples or ())} {change}"
+        case "order":
+            return f"it holds different samples on {one} than on {other}"
+        case "samples":
+            numbers = "" if samples is None else f" ({listed(samples)})"
+            return f"its samples{numbers} are not the same on {one} and on {other}"
+        case "weights":
+            return (
+                f"{name} differs after the update {between}, though the gradients of all"
+                f" micro-batches {'are equal' if exact else 'agree'}"
+            )
+        case "loss":
+            first = f"; the first gradient that differs is that of {name}" if name else ""
+            return (
+                f"from the same samples and weights its loss is {values} on {one} and"
+                f" {other}{first}"
+            )
+    norms = f" (norms {values})" if values else ""
+    return f"its loss is the same, but the gradient of {name} differs{norms} {between}"
 
 
 def undecided(error: str) -> str:
@@ -83,14 +91,19 @@ def undecided(error: str) -> str:
     )
 
 
-def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
+def why(difference: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
     """Return the likely cause. `evidence` is None if nothing could be repeated. `by_hash` says that
     the difference disappears if all processes hash text alike.
     """
+    repeated = _repeated(difference)
     if by_hash:
-        return _by_hash(found)
+        return (
+            "the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes"
+            f" {repeated} gives the same result everywhere. Without it every process hashes text"
+            " differently. Iterate over sorted(...) in place of the set"
+        )
     if evidence is None:
-        return _without(found)
+        return _not_repeated(difference)
     match evidence.changed:
         case "forward":
             return (
@@ -100,65 +113,64 @@ def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
             )
         case "again":
             twice = (
-                f"{_what(found)} twice in one process, from the same random streams, gives two"
-                " results"
+                f"{repeated} twice in one process, from the same random streams, gives two results"
             )
-            return _restless(found, evidence.seen, twice)
+            return _unrepeatable(difference, evidence.seen, twice)
         case "reload":
             twice = (
-                f"loading the task twice and {_what(found)}, from the same random streams, gives"
-                " two results"
+                f"loading the task twice and {repeated}, from the same random streams, gives two"
+                " results"
             )
-            return _restless(found, evidence.loading, twice)
+            return _unrepeatable(difference, evidence.loading, twice)
         case "rank":
-            return _by_rank(found, evidence)
+            return _by_rank(difference, evidence)
         case "size":
-            what = (
-                "the number of workers: with another number it gives another"
-                f" result{_asking(evidence, SIZE)}"
-            )
             return (
-                f"the result depends on {what}. Divide by the weight that the loss returns, not by"
-                " the world size"
+                "the result depends on the number of workers: with another number it gives another"
+                f" result{_listed(_calls(evidence, SIZE))}. Divide by the weight that the loss"
+                " returns, not by the world size"
             )
         case "threads":
-            what = (
-                "the number of intra-op threads: with fewer ranks each rank has more of"
-                f" them{_asking(evidence, THREADS)}"
+            return (
+                "the result depends on the number of intra-op threads: with fewer ranks each rank"
+                f" has more of them{_listed(_calls(evidence, THREADS))}. With --exact every rank"
+                " computes with one thread"
             )
-            return f"the result depends on {what}. With --exact every rank computes with one thread"
-    return _unexplained(found, evidence)
+    return _unexplained(difference, evidence)
 
 
-def _restless(found: Difference, seen: Seen, twice: str) -> str:
+def _unrepeatable(difference: Difference, seen: Seen, twice: str) -> str:
     """Explain why two repetitions in one process gave different results. `twice` says what was
     repeated, `seen` what it called meanwhile.
     """
-    clock, entropy, own, seeds = (seen.of(what) for what in (CLOCK, ENTROPY, OWN, SEED))
+    clock = seen.of(CLOCK)
+    drawn = seen.of(ENTROPY) or seen.of(OWN)
+    seeds = seen.of(SEED)
     if clock:
         seeded = f", and seeds by it: {_lines(seeds)}" if seeds else ""
         return (
             f"a time-based seed or value: {twice}, and it reads the clock: {_lines(clock)}{seeded}."
             f" {_KEYED}"
         )
-    if entropy or seen.moved or own:
-        drawn = (
-            _lines(entropy or own)
-            if entropy or own
-            else f"a {' and a '.join(seen.moved)} of the task's own"
+    if drawn or seen.moved:
+        generators = _lines(drawn)
+        if not drawn:
+            generators = f"a {' and a '.join(seen.moved)} of the task's own"
+        return (
+            f"randomness outside the keyed streams: {twice}, and it draws from {generators}."
+            f" {_KEYED}"
         )
-        return f"randomness outside the keyed streams: {twice}, and it draws from {drawn}. {_KEYED}"
     if seeds:
         return (
             f"randomness outside the keyed streams: {twice}, and it seeds a generator by itself:"
             f" {_lines(seeds)}. {_KEYED}"
         )
-    if found.kind in ("samples", "again"):
+    if difference.kind in ("samples", "again"):
         return (
             f"a sample is edited in place: {twice}, and no random number is drawn. __getitem__ (or"
             " collate) changes what the dataset keeps, as `x -= x.mean()` does: edit a clone"
         )
-    if found.kind == "gradient":
+    if difference.kind == "gradient":
         return (
             f"a nondeterministic operation in the backward: {twice}. --exact has torch raise an"
             " error that names it"
@@ -170,64 +182,53 @@ def _restless(found: Difference, seen: Seen, twice: str) -> str:
     )
 
 
-def _by_rank(found: Difference, evidence: Evidence) -> str:
+def _by_rank(difference: Difference, evidence: Evidence) -> str:
     seeds = evidence.seen.of(SEED)
-    if found.kind in ("samples", "again"):
-        what = (
+    if difference.kind in ("samples", "again"):
+        cause = (
             "the dataset depends on the rank: when this process acts as another rank, it reads"
             " other samples"
         )
         fix = "The Loader divides the samples among the ranks: do not use the rank"
     elif seeds:
-        what = (
+        cause = (
             "randomness is seeded by the rank: when this process acts as another rank, it gets"
             " another result"
         )
         fix = "Remove that: Lockstep already seeds the random streams of every micro-batch"
     else:
-        what = (
+        cause = (
             "the result depends on the rank: when this process acts as another rank, it gets"
             " another one"
         )
         fix = "The result of a micro-batch must not depend on its rank: do not use the rank"
-    asked = _lines(_asked(evidence, RANK) + seeds)
-    return f"{what}{f': {asked}' if asked else ''}. {fix}"
+    return f"{cause}{_listed(_calls(evidence, RANK) + seeds)}. {fix}"
 
 
-def _by_hash(found: Difference) -> str:
-    return (
-        "the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes"
-        f" {_what(found)} gives the same result everywhere. Without it every process hashes text"
-        " differently. Iterate over sorted(...) in place of the set"
-    )
-
-
-def _unexplained(found: Difference, evidence: Evidence) -> str:
+def _unexplained(difference: Difference, evidence: Evidence) -> str:
     again = (
-        f"{_what(found)} again gives the same result, also as another rank and with another number"
-        " of workers"
+        f"{_repeated(difference)} again gives the same result, also as another rank and with another"
+        " number of workers"
     )
-    process = _asked(evidence, PROCESS)
+    process = _calls(evidence, PROCESS)
     if process:
         return f"a value that differs between processes: {_lines(process)}; {again}"
-    states = (
-        f"; the states of {' and '.join(found.reseeded)} differ after the loss"
-        if found.reseeded
-        else ""
-    )
+    states = ""
+    if difference.reseeded:
+        states = f"; the states of {' and '.join(difference.reseeded)} differ after the loss"
     return (
         f"not found: {again}{states}. The remaining cause is state that earlier steps, or other"
         " micro-batches of its rank, have changed"
     )
 
 
-def _without(found: Difference) -> str:
-    if found.kind == "order":
+def _not_repeated(difference: Difference) -> str:
+    if difference.kind == "order":
         return (
             "the data order: order= gives a different order in every process. It must depend on"
             " its own seed and the epoch only"
         )
-    if found.kind == "weights":
+    if difference.kind == "weights":
         return (
             "the optimizer, or a buffer: check whether it draws random numbers or uses its rank."
             " With --exact the sum has one order, so if neither does, this is a bug of Lockstep"
@@ -238,36 +239,35 @@ def _without(found: Difference) -> str:
     )
 
 
-def _asking(evidence: Evidence, kind: str) -> str:
-    asked = _lines(_asked(evidence, kind))
-    return f": {asked}" if asked else ""
+def _listed(calls: list[RecordedCall]) -> str:
+    return f": {_lines(calls)}" if calls else ""
 
 
-def _asked(evidence: Evidence, kind: str) -> list[AskedFor]:
+def _calls(evidence: Evidence, kind: str) -> list[RecordedCall]:
     return [*evidence.seen.of(kind), *evidence.loading.of(kind)]
 
 
-def _what(found: Difference) -> str:
-    doing = {
-        "start": "building the model",
-        "samples": "reading these samples",
-        "again": "reading these samples",
-    }
-    return doing.get(found.kind, "running this micro-batch")
+def _repeated(difference: Difference) -> str:
+    """Name the work that the experiments repeat."""
+    if difference.kind == "start":
+        return "building the model"
+    if difference.kind in ("samples", "again"):
+        return "reading these samples"
+    return "running this micro-batch"
 
 
-def _lines(calls: list[AskedFor]) -> str:
+def _lines(calls: list[RecordedCall]) -> str:
     return " and ".join(map(str, calls[:_MOST_LINES]))
 
 
-def _values(found: Difference) -> str:
-    return " and ".join(f"{value:.9g}" for value in found.values) if found.values else ""
+def _values(difference: Difference) -> str:
+    return " and ".join(f"{value:.9g}" for value in difference.values) if difference.values else ""
 
 
-def _ran(found: Difference) -> str:
-    assert found.ranks is not None
-    (one, other), (few, many) = found.ranks, found.workers
-    if found.kind == "again":
+def _ranks(difference: Difference) -> str:
+    assert difference.ranks is not None
+    (one, other), (few, many) = difference.ranks, difference.workers
+    if difference.kind == "again":
         return f"rank {one} of {few}"
     return f"rank {one} of {few} and of rank {other} of {many}"
 
@@ -308,20 +308,21 @@ class Verified:
         return self.difference is None and self.equal_noise is None
 
     def as_json(self) -> dict[str, Any]:
-        first = (
-            {**_place(self.difference), "sentence": self.where, "cause": self.why}
-            if self.difference
-            else None
-        )
+        first = None
+        if self.difference is not None:
+            sentences = {"sentence": self.where, "cause": self.why}
+            first = _position(self.difference) | sentences
+        amplified = []
+        for difference in self.amplified:
+            sentence = where(difference, exact=False)
+            amplified.append(_position(difference) | {"sentence": sentence})
         return {
             "exact": self.exact,
             "same": first is None,
             "trainings": [asdict(row) for row in self.rows],
             "difference": first,
             "samples_with_equal_noise": self.equal_noise and list(self.equal_noise),
-            "amplified_rounding": [
-                {**_place(each), "sentence": where(each, exact=False)} for each in self.amplified
-            ],
+            "amplified_rounding": amplified,
         }
 
 
@@ -341,29 +342,29 @@ def verify(
     # In the largest of the other trainings each rank has its own hash seed.
     own_seeds = max(range(1, len(counts)), key=lambda number: counts[number])
     traces = [judge.trained(count, number == own_seeds) for number, count in enumerate(counts)]
-    found = [first_difference(traces[0], trace, exact=settings.exact) for trace in traces]
-    edited = next((each for trace in traces if (each := read_again(trace)) is not None), None)
-    if edited is not None or any(found):
+    differences = [first_difference(traces[0], trace, exact=settings.exact) for trace in traces]
+    edited = next(filter(None, map(read_again, traces)), None)
+    if edited is not None or any(differences):
         say("found a difference: repeating what came before it, to find the cause")
     amplified: list[Difference] = []
     blamed: Blamed | None = None
-    for each in filter(None, found):
-        blamed = judge.blame(each)
+    for difference in filter(None, differences):
+        blamed = judge.blame(difference)
         if blamed is not None:
             break
-        amplified.append(each)
+        amplified.append(difference)
     if blamed is None and edited is not None:
         blamed = judge.blame(edited)
     rows = []
-    for count, trace, other in zip(counts, traces, found, strict=True):
-        same = other is None or other in amplified
+    for count, trace, first in zip(counts, traces, differences, strict=True):
+        same = first is None or first in amplified
         rows.append(TrainedRow(count, len(trace.steps), trace.steps[-1].loss, trace.sha256, same))
-    difference, place, cause = blamed or (None, None, None)
+    blamed_difference, sentence, cause = blamed or (None, None, None)
     return Verified(
         settings.exact,
         rows,
-        difference,
-        place,
+        blamed_difference,
+        sentence,
         cause,
         tuple(amplified),
         next((trace.equal_noise for trace in traces if trace.equal_noise), None),
@@ -378,8 +379,9 @@ class _Judge:
     """Trains, and finds the cause of differences between trainings."""
 
     def __init__(self, settings: Settings, start: Start) -> None:
-        self._settings, self._start = settings, start
-        self._kept: dict[tuple[int, bool], Trace] = {}
+        self._settings = settings
+        self._start = start
+        self._traces: dict[tuple[int, bool], Trace] = {}
 
     def trained(self, workers: int, own_hash_seeds: bool = False) -> Trace:
         settings = replace(self._settings, workers=workers)
@@ -396,39 +398,42 @@ class _Judge:
         evidence = self._experiment(difference)
         unexplained = evidence is None or evidence.changed is None
         exact = self._settings.exact
-        if exact or not unexplained or difference.kind not in ("loss", "gradient", "weights"):
-            by_hash = (
-                unexplained
-                and not hash_seed_is_fixed()
-                and self._ends_with_one_hash_seed(difference)
-            )
-            return (
-                difference,
-                where(difference, exact=exact),
-                why(difference, evidence, by_hash=by_hash),
-            )
+        sentence = where(difference, exact=exact)
+        may_be_rounding = difference.kind in ("loss", "gradient", "weights") and not exact
+        if not unexplained or not may_be_rounding:
+            by_hash = False
+            if unexplained and not hash_seed_is_fixed():
+                by_hash = self._ends_with_one_hash_seed(difference)
+            return difference, sentence, why(difference, evidence, by_hash=by_hash)
         try:
-            found = self._exactly.first_difference(difference.workers)
+            exact_difference = self._exact_judge.first_difference(difference.workers)
         except (UsageError, WorkerFailed) as error:
-            return difference, where(difference, exact=False), undecided(str(error))
-        blamed = None if found is None else self._exactly.blame(found)
+            return difference, sentence, undecided(str(error))
+        blamed = None
+        if exact_difference is not None:
+            blamed = self._exact_judge.blame(exact_difference)
         if blamed is None:
             return None
-        first, place, cause = blamed
-        return first, f"with --exact, which excludes rounding, {place}", cause
+        first, sentence, cause = blamed
+        return first, f"with --exact, which excludes rounding, {sentence}", cause
 
     @cached_property
-    def _exactly(self) -> _Judge:
+    def _exact_judge(self) -> _Judge:
         return _Judge(replace(self._settings, exact=True), self._start)
 
     def first_difference(self, workers: tuple[int, int]) -> Difference | None:
         """Return the first difference between two trainings, whose traces are kept. In the second
         one each rank has its own hash seed.
         """
-        for key in zip(workers, (False, True), strict=True):
-            self._kept[key] = self._kept.get(key) or self.trained(*key)
-        one, other = (self._kept[key] for key in zip(workers, (False, True), strict=True))
+        one = self._trace(workers[0], own_hash_seeds=False)
+        other = self._trace(workers[1], own_hash_seeds=True)
         return first_difference(one, other, exact=self._settings.exact)
+
+    def _trace(self, workers: int, *, own_hash_seeds: bool) -> Trace:
+        key = (workers, own_hash_seeds)
+        if key not in self._traces:
+            self._traces[key] = self.trained(workers, own_hash_seeds)
+        return self._traces[key]
 
     def _experiment(self, difference: Difference) -> Evidence | None:
         """Return the evidence for `difference`; None if nothing can be repeated."""
@@ -441,10 +446,15 @@ class _Judge:
         """Whether the difference disappears if all processes have the same hash seed."""
         with one_hash_seed():
             one, other = (self.trained(count) for count in difference.workers)
-        found = first_difference(one, other, exact=self._settings.exact)
-        return found is None or found.place != difference.place
+        remaining = first_difference(one, other, exact=self._settings.exact)
+        return remaining is None or remaining.position != difference.position
 
 
-def _place(found: Difference) -> dict[str, Any]:
-    names = ("kind", "step", "slot", "name", "workers")
-    return {name: getattr(found, name) for name in names} | {"workers": list(found.workers)}
+def _position(difference: Difference) -> dict[str, Any]:
+    return {
+        "kind": difference.kind,
+        "step": difference.step,
+        "slot": difference.slot,
+        "name": difference.name,
+        "workers": list(difference.workers),
+    }

@@ -14,9 +14,10 @@ import random
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,71 +66,74 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFor:
+class RecordedCall:
     """A recorded call: its kind, its name and the line of the caller."""
 
-    what: str
+    kind: str
     name: str
-    place: str
+    line: str
     """file.py, line 12"""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.place})"
+        return f"{self.name} ({self.line})"
 
 
 @dataclass(slots=True)
 class Seen:
     """The recorded calls of one run of a block."""
 
-    calls: list[AskedFor] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     """The kinds of the user's own generators whose state changed."""
 
-    def of(self, *what: str) -> list[AskedFor]:
-        return [call for call in self.calls if call.what in what]
+    def of(self, kind: str) -> list[RecordedCall]:
+        return [call for call in self.calls if call.kind == kind]
 
 
 @contextmanager
 def watching() -> Iterator[Seen]:
     """Record what the block calls in this thread, and which generators it draws from."""
     seen = Seen()
-    before = {id(each): (each, _state(each)) for each in _generators()}
+    generators = _generators()
+    states = [_state(generator) for generator in generators]
     profiler = sys.getprofile()
     with _numpy(seen):
-        sys.setprofile(_noting(seen))
+        sys.setprofile(partial(_record, seen))
         try:
             yield seen
         finally:
             sys.setprofile(profiler)
-    moved = [_kind(each) for each, state in before.values() if _state(each) != state]
-    seen.moved = list(dict.fromkeys(moved))
+    for generator, state in zip(generators, states, strict=True):
+        if _state(generator) != state and _kind(generator) not in seen.moved:
+            seen.moved.append(_kind(generator))
 
 
 def _kind(generator: Any) -> str:
-    kinds = {torch.Generator: "torch", random.Random: "random"}
-    library = next(
-        (name for kind, name in kinds.items() if isinstance(generator, kind)), "numpy.random"
-    )
+    library = "numpy.random"
+    if isinstance(generator, torch.Generator):
+        library = "torch"
+    elif isinstance(generator, random.Random):
+        library = "random"
     return f"{library}.{type(generator).__name__}"
 
 
-def _noting(seen: Seen) -> Callable[[FrameType, str, Any], None]:
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call":
-            found = _builtin(argument)
-            caller: FrameType | None = frame
-        elif event == "call":
-            found = _function(frame)
-            caller = frame.f_back
-        else:
-            return
-        place = found and _place(caller)
-        if found and place:
-            call = AskedFor(*found, place)
-            if call not in seen.calls:
-                seen.calls.append(call)
-
-    return note
+def _record(seen: Seen, frame: FrameType, event: str, argument: Any) -> None:
+    """Record a call by the user, as a profiler of Python reports it."""
+    caller: FrameType | None = frame
+    if event == "c_call":
+        kind_and_name = _builtin(argument)
+    elif event == "call":
+        kind_and_name = _function(frame)
+        caller = frame.f_back
+    else:
+        return
+    if kind_and_name is None:
+        return
+    line = _line(caller)
+    if line is not None:
+        call = RecordedCall(*kind_and_name, line)
+        if call not in seen.calls:
+            seen.calls.append(call)
 
 
 def _builtin(function: Any) -> tuple[str, str] | None:
@@ -155,7 +159,7 @@ def _function(frame: FrameType) -> tuple[str, str] | None:
     return _FUNCTIONS.get(code)
 
 
-def _place(frame: FrameType | None) -> str | None:
+def _line(frame: FrameType | None) -> str | None:
     """Return the user's line that makes the call, directly or through the standard library. Return
     None if torch, numpy or Lockstep makes it.
     """
@@ -173,19 +177,21 @@ def _place(frame: FrameType | None) -> str | None:
 def _numpy(seen: Seen) -> Iterator[None]:
     real = {name: getattr(np.random, name) for name in _NUMPY}
 
-    def standing_in(name: str) -> Any:
+    def replacement(name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            place = _place(sys._getframe(1))
-            what = ENTROPY if name == "default_rng" and not args and not options else _NUMPY[name]
-            if place:
-                seen.calls.append(AskedFor(what, f"numpy.random.{name}()", place))
+            line = _line(sys._getframe(1))
+            kind = _NUMPY[name]
+            if name == "default_rng" and not args and not options:
+                kind = ENTROPY
+            if line is not None:
+                seen.calls.append(RecordedCall(kind, f"numpy.random.{name}()", line))
             return real[name](*args, **options)
 
         return call
 
     try:
         for name in _NUMPY:
-            setattr(np.random, name, standing_in(name))
+            setattr(np.random, name, replacement(name))
         yield
     finally:
         for name, function in real.items():
@@ -195,18 +201,15 @@ def _numpy(seen: Seen) -> Iterator[None]:
 def _generators() -> list[Any]:
     """Return all generators that are alive, except those that Lockstep seeds."""
     kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+    keyed = (random._inst, torch.default_generator, np.random.mtrand._rand)
     tracked = gc.get_objects()
-    keyed = {id(each) for each in (random._inst, torch.default_generator, np.random.mtrand._rand)}
-    found = {
-        id(each): each
-        for each in [*tracked, *gc.get_referents(*tracked)]
-        if issubclass(type(each), kinds)
-    }
-    return [
-        each
-        for number, each in found.items()
-        if number not in keyed and not isinstance(each, random.SystemRandom)
-    ]
+    alive: dict[int, Any] = {}
+    for value in [*tracked, *gc.get_referents(*tracked)]:
+        if issubclass(type(value), kinds) and not isinstance(value, random.SystemRandom):
+            alive[id(value)] = value
+    for generator in keyed:
+        alive.pop(id(generator), None)
+    return list(alive.values())
 
 
 def _state(generator: Any) -> str:
@@ -214,9 +217,6 @@ def _state(generator: Any) -> str:
         return digest_of(generator.getstate())
     if isinstance(generator, torch.Generator):
         return digest_of(generator.get_state())
-    state = (
-        generator.bit_generator.state
-        if isinstance(generator, np.random.Generator)
-        else generator.get_state(legacy=False)
-    )
-    return digest_of(state)
+    if isinstance(generator, np.random.Generator):
+        return digest_of(generator.bit_generator.state)
+    return digest_of(generator.get_state(legacy=False))

@@ -46,14 +46,14 @@ class Sketch:
     projection: float
     """The sum of the elements, each with a sign that depends on its index alone."""
 
-    def far(self, other: Sketch) -> float:
+    def distance(self, other: Sketch) -> float:
         """Estimate the norm of the difference between the two tensors. It is infinite if the
         estimate is NaN.
         """
         if self.digest == other.digest:
             return 0.0
-        found = max(abs(self.norm - other.norm), abs(self.projection - other.projection))
-        return math.inf if math.isnan(found) else found
+        estimate = max(abs(self.norm - other.norm), abs(self.projection - other.projection))
+        return math.inf if math.isnan(estimate) else estimate
 
 
 @dataclass(slots=True)
@@ -108,46 +108,43 @@ def merge(ranks: Sequence[Trace]) -> Trace:
     first = ranks[0]
     steps = []
     for number, step in enumerate(first.steps):
-        slots = {slot: found for rank in ranks for slot, found in rank.steps[number].slots.items()}
-        steps.append(
-            TracedStep(
-                epoch=step.epoch,
-                slots=dict(sorted(slots.items())),
-                loss=step.loss,
-                weights=step.weights,
-            )
-        )
-    again = {slot: digest for rank in ranks for slot, digest in rank.again.items()}
-    return Trace(
-        workers=first.workers,
-        start=first.start,
+        slots: dict[int, Slot] = {}
+        for rank in ranks:
+            slots |= rank.steps[number].slots
+        steps.append(dataclasses.replace(step, slots=dict(sorted(slots.items()))))
+    again: dict[int, str] = {}
+    for rank in ranks:
+        again |= rank.again
+    return dataclasses.replace(
+        first,
         steps=steps,
         again=dict(sorted(again.items())),
-        sha256=first.sha256,
         equal_noise=next((rank.equal_noise for rank in ranks if rank.equal_noise), None),
     )
 
 
 def sketch(tensor: Tensor) -> Sketch:
     """Return the sketch of a tensor on any device. The call waits for the device."""
-    tensor = tensor.detach().cpu()
-    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    dense = _dense(tensor)
     values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     flat = values.reshape(-1).double()
-    return Sketch(
-        digest_of(dense),
-        float(torch.linalg.vector_norm(flat)),
-        float((flat * _signs(flat.numel())).sum()),
-    )
+    norm = float(torch.linalg.vector_norm(flat))
+    projection = float((flat * _signs(flat.numel())).sum())
+    return Sketch(digest_of(dense), norm, projection)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def digest_of(value: Any) -> str:
     """Return a digest, 16 hexadecimal digits, of tensors, arrays, numbers and text in containers
     and dataclasses. Of other objects only the type counts.
     """
-    found = hashlib.blake2b(digest_size=_BYTES)
-    _add(found, value)
-    return found.hexdigest()
+    digest = hashlib.blake2b(digest_size=_BYTES)
+    _add(digest, value)
+    return digest.hexdigest()
 
 
 def random_states(device: torch.device) -> dict[str, str]:
@@ -168,34 +165,29 @@ def _signs(count: int) -> Tensor:
     return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
-def _add(found: Any, value: Any) -> None:
+def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        plain = value.detach().cpu()
-        plain = (
-            (plain.to_dense() if plain.layout != torch.strided else plain)
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-        )
-        found.update(f"tensor {plain.dtype} {list(plain.shape)}".encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        plain = _dense(value).resolve_conj().resolve_neg().contiguous()
+        digest.update(f"tensor {plain.dtype} {list(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        found.update(f"array {value.dtype} {value.shape}".encode())
-        found.update(value.tobytes())
+        digest.update(f"array {value.dtype} {value.shape}".encode())
+        digest.update(value.tobytes())
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            found.update(f"key {name!r}".encode())
-            _add(found, part)
+            digest.update(f"key {name!r}".encode())
+            _add(digest, part)
     elif isinstance(value, (list, tuple)):
-        found.update(f"{len(value)} parts".encode())
+        digest.update(f"{len(value)} parts".encode())
         for part in value:
-            _add(found, part)
+            _add(digest, part)
     elif value is None or isinstance(value, (str, bytes, bool, int, float, complex, np.generic)):
-        found.update(f"{type(value).__name__} {value!r}".encode())
+        digest.update(f"{type(value).__name__} {value!r}".encode())
     else:
-        found.update(f"a {type(value).__qualname__}".encode())
+        digest.update(f"a {type(value).__qualname__}".encode())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _add(found, [getattr(value, each.name) for each in dataclasses.fields(value)])
+            names = [field.name for field in dataclasses.fields(value)]
+            _add(digest, [getattr(value, name) for name in names])
 
 
 Kind = Literal["start", "order", "samples", "loss", "gradient", "weights", "again"]
@@ -233,7 +225,7 @@ class Difference:
     """Generators whose states after the loss differ."""
 
     @property
-    def place(self) -> tuple[int, int | None, Kind]:
+    def position(self) -> tuple[int, int | None, Kind]:
         return self.step, self.slot, self.kind
 
 
@@ -243,19 +235,15 @@ def first_difference(one: Trace, other: Trace, *, exact: bool) -> Difference | N
     with the steps.
     """
     workers = (one.workers, other.workers)
-    for name in one.start:
-        if one.start[name].digest != other.start[name].digest:
-            return Difference(
-                kind="start",
-                step=0,
-                workers=workers,
-                name=name,
-                values=_norms(one.start[name], other.start[name]),
-            )
-    for number, (ours, theirs) in enumerate(zip(one.steps, other.steps, strict=True), 1):
-        found = _in_step(ours, theirs, number, workers, tolerance_at(number, exact=exact))
-        if found is not None:
-            return found
+    for name, weight in one.start.items():
+        if weight.digest != other.start[name].digest:
+            values = _norms(weight, other.start[name])
+            return Difference(kind="start", step=0, workers=workers, name=name, values=values)
+    for number, (step, other_step) in enumerate(zip(one.steps, other.steps, strict=True), 1):
+        tolerance = tolerance_at(number, exact=exact)
+        difference = _in_step(step, other_step, number, workers, tolerance)
+        if difference is not None:
+            return difference
     return None
 
 
@@ -266,15 +254,13 @@ def read_again(trace: Trace) -> Difference | None:
     for slot, digest in trace.again.items():
         first = trace.steps[0].slots[slot]
         if digest != first.samples:
-            ranks, workers = (first.rank, first.rank), (trace.workers, trace.workers)
-            epoch = trace.steps[0].epoch
             return Difference(
                 kind="again",
                 step=1,
-                workers=workers,
+                workers=(trace.workers, trace.workers),
                 slot=slot,
-                ranks=ranks,
-                epoch=epoch,
+                ranks=(first.rank, first.rank),
+                epoch=trace.steps[0].epoch,
                 indices=first.indices,
             )
     return None
@@ -286,11 +272,9 @@ def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
         return one.indices == other.indices
     if kind == "samples":
         return one.samples == other.samples
-    return (
-        _close(one.loss, other.loss, tolerance)
-        if kind == "loss"
-        else _first_gradient(one, other, tolerance) is None
-    )
+    if kind == "loss":
+        return _numbers_agree(one.loss, other.loss, tolerance)
+    return _first_gradient(one, other, tolerance) is None
 
 
 def tolerance_at(step: int, *, exact: bool) -> float:
@@ -299,51 +283,50 @@ def tolerance_at(step: int, *, exact: bool) -> float:
 
 
 def _in_step(
-    ours: TracedStep, theirs: TracedStep, step: int, workers: tuple[int, int], tolerance: float
+    one: TracedStep, other: TracedStep, step: int, workers: tuple[int, int], tolerance: float
 ) -> Difference | None:
-    assert ours.slots.keys() == theirs.slots.keys(), (
-        "the cut does not depend on the number of ranks"
-    )
+    assert one.slots.keys() == other.slots.keys(), "the cut does not depend on the number of ranks"
     for kind in _IN_A_SLOT:
-        for slot, one in ours.slots.items():
-            other = theirs.slots[slot]
-            if alike(kind, one, other, tolerance):
+        for number, slot in one.slots.items():
+            other_slot = other.slots[number]
+            if alike(kind, slot, other_slot, tolerance):
                 continue
-            name = _first_gradient(one, other, tolerance) if kind in ("loss", "gradient") else None
-            values = (one.loss, other.loss) if kind == "loss" else None
-            if kind == "gradient" and name is not None:
-                values = _norms(one.gradients.get(name), other.gradients.get(name))
-            moved = tuple(
-                library
-                for library in one.random
-                if one.random[library] != other.random.get(library)
-            )
+            name = None
+            values = None
+            if kind in ("loss", "gradient"):
+                name = _first_gradient(slot, other_slot, tolerance)
+            if kind == "loss":
+                values = (slot.loss, other_slot.loss)
+            elif kind == "gradient" and name is not None:
+                values = _norms(slot.gradients.get(name), other_slot.gradients.get(name))
+            states = slot.random.items()
             return Difference(
                 kind=kind,
                 step=step,
                 workers=workers,
-                slot=slot,
+                slot=number,
                 name=name,
-                ranks=(one.rank, other.rank),
+                ranks=(slot.rank, other_slot.rank),
                 values=values,
-                indices=one.indices,
-                reseeded=moved,
-                epoch=ours.epoch,
+                indices=slot.indices,
+                reseeded=tuple(
+                    library for library, state in states if state != other_slot.random.get(library)
+                ),
+                epoch=one.epoch,
             )
-    return _after(ours, theirs, step, workers, tolerance)
+    return _after(one, other, step, workers, tolerance)
 
 
 def _after(
-    ours: TracedStep, theirs: TracedStep, step: int, workers: tuple[int, int], tolerance: float
+    one: TracedStep, other: TracedStep, step: int, workers: tuple[int, int], tolerance: float
 ) -> Difference | None:
     """Return a difference of the weights in a step whose micro-batches agree, or None."""
-    noise = _noise(ours) if tolerance else set()
-    for name, one in ours.weights.items():
-        other = theirs.weights[name]
-        if name not in noise and not _near(one, other, one.norm, tolerance):
-            return Difference(
-                kind="weights", step=step, workers=workers, name=name, values=_norms(one, other)
-            )
+    noise = _noise(one) if tolerance else set()
+    for name, weight in one.weights.items():
+        other_weight = other.weights[name]
+        if name not in noise and not _sketches_agree(weight, other_weight, weight.norm, tolerance):
+            values = _norms(weight, other_weight)
+            return Difference(kind="weights", step=step, workers=workers, name=name, values=values)
     return None
 
 
@@ -351,33 +334,41 @@ def _first_gradient(one: Slot, other: Slot, tolerance: float) -> str | None:
     """Return the parameter of the first gradient that differs, or None. Gradients come in the order
     of the backward: the first is nearest to the output, and the others are computed from it.
     """
-    whole = math.hypot(*(found.norm for found in one.gradients.values()), 0.0)
+    size = _gradient_norm(one)
     for name in dict.fromkeys([*one.gradients, *other.gradients]):
-        ours, theirs = one.gradients.get(name), other.gradients.get(name)
-        if ours is None or theirs is None or not _near(ours, theirs, whole, tolerance):
+        gradient = one.gradients.get(name)
+        other_gradient = other.gradients.get(name)
+        if gradient is None or other_gradient is None:
+            return name
+        if not _sketches_agree(gradient, other_gradient, size, tolerance):
             return name
     return None
+
+
+def _gradient_norm(slot: Slot) -> float:
+    return math.hypot(*(gradient.norm for gradient in slot.gradients.values()), 0.0)
 
 
 def _noise(step: TracedStep) -> set[str]:
     """Return the parameters whose gradient is a rounding error in every micro-batch. An optimizer
     that divides by the gradient's size still takes a full step with it.
     """
-    found: set[str] | None = None
-    for slot in step.slots.values():
-        whole = math.hypot(*(each.norm for each in slot.gradients.values()), 0.0)
-        small = {name for name, each in slot.gradients.items() if each.norm <= _NOISE * whole}
-        found = small if found is None else found & small
-    return found or set()
+    noise: set[str] = set()
+    for number, slot in enumerate(step.slots.values()):
+        largest = _NOISE * _gradient_norm(slot)
+        gradients = slot.gradients.items()
+        small = {name for name, gradient in gradients if gradient.norm <= largest}
+        noise = noise & small if number else small
+    return noise
 
 
-def _near(one: Sketch, other: Sketch, size: float, tolerance: float) -> bool:
+def _sketches_agree(one: Sketch, other: Sketch, size: float, tolerance: float) -> bool:
     if one.digest == other.digest:
         return True
-    return tolerance > 0 and one.far(other) <= tolerance * max(size, other.norm)
+    return tolerance > 0 and one.distance(other) <= tolerance * max(size, other.norm)
 
 
-def _close(one: float, other: float, tolerance: float) -> bool:
+def _numbers_agree(one: float, other: float, tolerance: float) -> bool:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return True
     return abs(one - other) <= tolerance * max(abs(one), abs(other))

@@ -53,7 +53,7 @@ class Traced(Training):
         self._open: Slot | None = None
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._landed, name))
+                parameter.register_hook(partial(self._record, name))
 
     def walk(self) -> Trace:
         """Take all steps, then read the first step's samples again, and some of them alone."""
@@ -64,13 +64,8 @@ class Traced(Training):
                 self.step(window)
                 if self.stepper.steps == steps:
                     break
-        self.trace.again = self._read_again()
         if self.trace.steps:
-            slots = self.trace.steps[0].slots.values()
-            indices = [index for slot in slots for index in slot.indices or ()]
-            self.trace.equal_noise = samples_with_equal_noise(
-                self.task.train_data, self.task.seed, indices[:_SAMPLES_FOR_NOISE]
-            )
+            self._read_again(self.trace.steps[0].slots)
         self.trace.sha256 = sha256(weights(self.model))
         return self.trace
 
@@ -85,16 +80,14 @@ class Traced(Training):
         """Do what `Training.step` does, and record every micro-batch."""
         slots: dict[int, Slot] = {}
         indices = indices_of(self.loader, window)
-        for place, batch in enumerate(self.stepper.micro_batches(window)):
-            self._open = Slot(
-                rank=self.world.rank,
-                indices=indices.get(window.slots[place]),
-                samples=digest_of(batch),
-            )
-            slots[window.slots[place]] = self._open
+        batches = self.stepper.micro_batches(window)
+        for batch, number in zip(batches, window.slots, strict=True):
+            slot = Slot(self.world.rank, indices.get(number), digest_of(batch))
+            slots[number] = slot
+            self._open = slot
             loss, weight = self.forward.loss(self.forward(batch), batch)
-            self._open.loss = float(loss.detach())
-            self._open.random = random_states(self.world.device)
+            slot.loss = float(loss.detach())
+            slot.random = random_states(self.world.device)
             self.stepper.backward(loss, weight)
             self._open = None
         result = self.stepper.step()
@@ -103,7 +96,7 @@ class Traced(Training):
         )
         return result
 
-    def _landed(self, name: str, gradient: Tensor) -> None:
+    def _record(self, name: str, gradient: Tensor) -> None:
         """Record a gradient before it is added to those of other micro-batches in `.grad`."""
         if self._open is not None:
             self._open.gradients[name] = sketch(gradient)
@@ -116,18 +109,19 @@ class Traced(Training):
         order = [name for name, _ in self.model.named_parameters() if name in tensors]
         return {name: sketch(tensors[name]) for name in dict.fromkeys([*order, *tensors])}
 
-    def _read_again(self) -> Mapping[int, str]:
-        if not self.trace.steps:
-            return {}
-        found = {slot: each.indices for slot, each in self.trace.steps[0].slots.items()}
-        dataset = KeyedDataset(
-            self.task.train_data, self.task.seed, self.task.collate, self.world.rank
-        )
-        return {
-            slot: digest_of(dataset.__getitems__((0, list(indices))))
-            for slot, indices in found.items()
-            if indices is not None
-        }
+    def _read_again(self, slots: Mapping[int, Slot]) -> None:
+        """Read the samples of these micro-batches again: all together, and some of them alone."""
+        task = self.task
+        dataset = KeyedDataset(task.train_data, task.seed, task.collate, self.world.rank)
+        again = {}
+        indices: list[int] = []
+        for number, slot in slots.items():
+            if slot.indices is not None:
+                again[number] = digest_of(dataset.__getitems__((0, list(slot.indices))))
+                indices += slot.indices
+        self.trace.again = again
+        some = indices[:_SAMPLES_FOR_NOISE]
+        self.trace.equal_noise = samples_with_equal_noise(task.train_data, task.seed, some)
 
 
 def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
@@ -137,9 +131,9 @@ def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
     batch_plan = getattr(loader, "batch_plan", None)
     if batch_plan is None or not window.slots:
         return {}
-    place = window.step - batch_plan.first(window.epoch)
-    found = batch_plan.indices(window.epoch, range(place, place + 1), window.slots)
-    return {slot: tuple(indices) for slot, indices in zip(window.slots, found, strict=True)}
+    step = window.step - batch_plan.first(window.epoch)
+    micro_batches = batch_plan.indices(window.epoch, range(step, step + 1), window.slots)
+    return dict(zip(window.slots, map(tuple, micro_batches), strict=True))
 
 
 def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = start_ranks) -> Trace:
@@ -150,22 +144,21 @@ def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = st
     fresh interpreter with its own hash seed, as ranks on several hosts are, unless the user has
     fixed the seed.
     """
-    seeds = (
-        (lambda rank: {_HASH_SEED: str(1 + rank)})
-        if own_hash_seeds and not hash_seed_is_fixed()
-        else None
+    seeded = own_hash_seeds and not hash_seed_is_fixed()
+    traces = start(
+        _on_rank,
+        settings.workers,
+        (settings,),
+        {},
+        timeout=None,
+        imports=FOR_TRAININGS,
+        variables=_own_hash_seed if seeded else None,
     )
-    return merge(
-        start(
-            _on_rank,
-            settings.workers,
-            (settings,),
-            {},
-            timeout=None,
-            imports=FOR_TRAININGS,
-            variables=seeds,
-        )
-    )
+    return merge(traces)
+
+
+def _own_hash_seed(rank: int) -> dict[str, str]:
+    return {_HASH_SEED: str(1 + rank)}
 
 
 def _on_rank(settings: Settings) -> Trace:

@@ -15,6 +15,7 @@ from lockstep.tools.lint.script import (
     Loop,
     Problem,
     Script,
+    Value,
     argument,
     collective,
     dotted,
@@ -35,23 +36,28 @@ _ONLY_WALKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The calls that make a DistributedSampler (`call`) and its loader (`made`), with their names.
-    `name` is "" for a sampler that is made inside the loader's call.
+    """The calls that make a DistributedSampler (`call`) and its loader (`loader_call`), with their
+    names. `name` is "" for a sampler that is made inside the loader's call.
     """
 
     call: cst.Call
     name: str
     loader: str
-    made: cst.Call
+    loader_call: cst.Call
 
 
 def forgotten_set_epoch(script: Script) -> Iterator[Problem]:
-    samplers = [each for each in distributed_samplers(script) if _shuffles(script, each.call)]
+    samplers = []
+    for sampler in distributed_samplers(script):
+        if script.text(argument(sampler.call, "shuffle", 3)) in ("", "True"):
+            samplers.append(sampler)
+    loops: list[Loop] = [*script.all(cst.For), *script.all(cst.While)]
     for sampler in samplers:
-        rest = [each for each in samplers if each is not sampler]
-        others = {name for each in rest for name in (each.name, f"{each.loader}.sampler")}
-        loops: list[Loop] = [*script.all(cst.For), *script.all(cst.While)]
-        if _may_be_told(script, sampler, others):
+        others = set()
+        for other in samplers:
+            if other is not sampler:
+                others |= {other.name, f"{other.loader}.sampler"}
+        if _may_get_epoch(script, sampler, others):
             continue
         if any(_is_epochs(script, loop, sampler) for loop in loops):
             yield Problem(sampler.call, {"sampler": sampler.name or f"{sampler.loader}.sampler"})
@@ -61,64 +67,78 @@ def distributed_samplers(script: Script) -> Iterator[Sampler]:
     """Yield the samplers of loaders whose names have one binding only. A loader that is bound
     again may be accelerate's wrapper, which may call set_epoch itself.
     """
-    for made in script.all(cst.Call):
-        loader = script.assigned(made)
-        if last_name(made) != "DataLoader" or len(script.lookup(loader, made)) != 1:
+    for loader_call in script.all(cst.Call):
+        loader = script.assigned(loader_call)
+        if last_name(loader_call) != "DataLoader" or len(script.lookup(loader, loader_call)) != 1:
             continue
-        given = argument(made, "sampler") or argument(made, "batch_sampler")
-        if isinstance(given, cst.Call) and last_name(given) == "BatchSampler":
-            given = argument(given, "sampler", 0)
-        name = dotted(given)
-        values = [bound.value for bound in script.lookup(name, made)] if name else [given]
-        values = [each.body if isinstance(each, cst.IfExp) else each for each in values]
-        calls = [each for each in values if isinstance(each, cst.Call)]
-        rest = {script.text(each) for each in values if each not in calls}
-        if len(calls) == 1 and rest <= {"", "None"} and _is_distributed(script, calls[0]):
-            yield Sampler(calls[0], name, loader, made)
+        sampler = argument(loader_call, "sampler") or argument(loader_call, "batch_sampler")
+        if isinstance(sampler, cst.Call) and last_name(sampler) == "BatchSampler":
+            sampler = argument(sampler, "sampler", 0)
+        name = dotted(sampler)
+        values = [sampler]
+        if name:
+            values = [binding.value for binding in script.lookup(name, loader_call)]
+        call = _only_call(script, values)
+        if call is not None and _is_distributed(script, call):
+            yield Sampler(call, name, loader, loader_call)
+
+
+def _only_call(script: Script, values: list[Value]) -> cst.Call | None:
+    """Return the only call among the values, if the others are None."""
+    calls = []
+    for value in values:
+        if isinstance(value, cst.IfExp):
+            value = value.body
+        if isinstance(value, cst.Call):
+            calls.append(value)
+        elif script.text(value) not in ("", "None"):
+            return None
+    return calls[0] if len(calls) == 1 else None
 
 
 def _is_distributed(script: Script, call: cst.Call) -> bool:
-    ours = re.fullmatch(r"lockstep\.(.+\.)?DistributedSampler", script.name(call.func))
-    return bool(ours) or is_torch_class(script, call.func, ("DistributedSampler",))
+    if re.fullmatch(r"lockstep\.(.+\.)?DistributedSampler", script.name(call.func)):
+        return True
+    return is_torch_class(script, call.func, ("DistributedSampler",))
 
 
-def _shuffles(script: Script, call: cst.Call) -> bool:
-    return script.text(argument(call, "shuffle", 3)) in ("", "True")
-
-
-def _may_be_told(script: Script, sampler: Sampler, others: set[str]) -> bool:
+def _may_get_epoch(script: Script, sampler: Sampler, others: set[str]) -> bool:
     """Whether the sampler may be given the epoch: by a set_epoch that is not certainly for another
     sampler, or by `.epoch = ...`.
     """
     methods = [node for node in script.all(cst.Attribute) if last_name(node) == "set_epoch"]
-    written = [dotted(node.target) for node in script.all(cst.AssignTarget)]
+    receivers = {dotted(node.value) for node in methods}
+    if not receivers <= others:
+        return True
     by_hand = re.compile(rf"{sampler.name}\.epoch|.*\.sampler\.epoch")
-    told = {dotted(node.value) for node in methods}
-    return not told <= others or any(by_hand.fullmatch(each) for each in written)
+    written = [dotted(node.target) for node in script.all(cst.AssignTarget)]
+    return any(by_hand.fullmatch(target) for target in written)
 
 
 def _is_epochs(script: Script, loop: Loop, sampler: Sampler) -> bool:
     """Whether the loop trains on the loader repeatedly, and passes it to no function outside this
     file.
     """
+    loader = sampler.loader
     once = isinstance(loop, cst.For) and re.fullmatch(r"range\((.*, ?)?1\)", script.text(loop.iter))
-    made, loader = sampler.made, sampler.loader
-    if once or script.inside(made, loop) or not script.same(loader, loop, made):
+    if once or script.inside(sampler.loader_call, loop):
+        return False
+    if not script.same(loader, loop, sampler.loader_call):
         return False
     trains = _trains_on(script, loop.body, loader)
     for call in script.calls(loop):
-        given = [dotted(arg.value) for arg in call.args]
-        handed = {loader, sampler.name or loader} & set(given)
+        passed = [dotted(argument.value) for argument in call.args]
+        handed = {loader, sampler.name or loader} & set(passed)
         if not handed or _ONLY_WALKS.fullmatch(last_name(call)):
             continue
         function = script.called(call)
         if function is None:
             return False  # it may call set_epoch
-        if loader in given:
-            place = given.index(loader)
-            keyword = call.args[place].keyword
-            named = keyword.value if keyword else parameter(function, place)
-            trains |= _trains_on(script, function, named)
+        if loader in passed:
+            position = passed.index(loader)
+            keyword = call.args[position].keyword
+            name = keyword.value if keyword else parameter(function, position)
+            trains |= _trains_on(script, function, name)
     return trains
 
 
@@ -132,10 +152,13 @@ def unseeded_data(script: Script) -> Iterator[Problem]:
     calls = script.all(cst.Call)
     if any(_SEEDS.fullmatch(last_name(call)) for call in calls):
         return
-    shared = [call for call in calls if last_name(call) == "DistributedSampler"]
-    for data in (argument(call, "dataset", 0) for call in shared):
-        for draw in _draws(script, data) if data is not None else ():
-            yield Problem(draw, {"draw": script.text(draw.func)})
+    for call in calls:
+        if last_name(call) != "DistributedSampler":
+            continue
+        dataset = argument(call, "dataset", 0)
+        if dataset is not None:
+            for draw in _draws(script, dataset):
+                yield Problem(draw, {"draw": script.text(draw.func)})
 
 
 def _draws(script: Script, node: cst.BaseExpression, depth: int = 4) -> Iterator[cst.Call]:
@@ -146,32 +169,36 @@ def _draws(script: Script, node: cst.BaseExpression, depth: int = 4) -> Iterator
         if _DRAWS.fullmatch(script.name(call.func)) and argument(call, "generator") is None:
             yield call
     for name in script.within(node, cst.Name) if depth else ():
-        if (meaning := definition(script, name)) is not None:
+        meaning = definition(script, name)
+        if meaning is not None:
             yield from _draws(script, meaning, depth - 1)
 
 
 def blocking_copy(script: Script) -> Iterator[Problem]:
-    for made in script.all(cst.Call):
-        pinned = script.text(argument(made, "pin_memory")) == "True"
-        for loop in _loops_over(script, made) if pinned else ():
+    for loader_call in script.all(cst.Call):
+        if script.text(argument(loader_call, "pin_memory")) != "True":
+            continue
+        for loop in _loops_over(script, loader_call):
             for call in _copies(script, loop):
-                given = cst.ensure_type(cst.parse_expression("f(non_blocking=True)"), cst.Call).args
-                fix = call.with_changes(args=[*call.args, *given])
+                call_with_it = cst.parse_expression("f(non_blocking=True)")
+                non_blocking = cst.ensure_type(call_with_it, cst.Call).args
+                fix = call.with_changes(args=[*call.args, *non_blocking])
                 yield Problem(call, {"copy": last_name(call)}, fix)
 
 
-def _loops_over(script: Script, made: cst.Call) -> list[cst.For]:
+def _loops_over(script: Script, loader_call: cst.Call) -> list[cst.For]:
     """The loops over the loader that a call makes."""
-    loader = script.assigned(made)
+    loader = script.assigned(loader_call)
     loops = [loop for loop in script.all(cst.For) if loader in script.names(loop.iter)]
-    return [loop for loop in loops if script.same(loader, loop, made)]
+    return [loop for loop in loops if script.same(loader, loop, loader_call)]
 
 
 def _copies(script: Script, loop: cst.For) -> Iterator[cst.Call]:
     """Yield the blocking copies of the batch to a device."""
     batch = script.names(loop.target)
     for parts in script.within(loop, cst.CompFor):
-        batch |= script.names(parts.target) if batch & script.names(parts.iter) else set()
+        if batch & script.names(parts.iter):
+            batch |= script.names(parts.target)
     for call in script.calls(loop, "to", "cuda"):
         moves = _DEVICE.fullmatch(script.text(argument(call, "device", 0)))
         waits = argument(call, "non_blocking", 1) is None
@@ -187,16 +214,19 @@ def padded_metric(script: Script) -> Iterator[Problem]:
             fix = gather.with_changes(attr=cst.Name("gather_for_metrics"))
             yield Problem(gather, {"source": "the loader behind gather()"}, fix)
     for sampler in distributed_samplers(script):
-        padded = script.text(argument(sampler.call, "drop_last", 5)) != "True"
-        for call in _measured(script, sampler.made) if padded else ():
+        if script.text(argument(sampler.call, "drop_last", 5)) == "True":
+            continue
+        for call in _measured(script, sampler.loader_call):
             yield Problem(call, {"source": f"the sampler of {sampler.loader}"})
 
 
-def _measured(script: Script, made: cst.Call) -> Iterator[cst.Call]:
+def _measured(script: Script, loader_call: cst.Call) -> Iterator[cst.Call]:
     """The first collective in or after each loop that evaluates on the loader."""
-    for loop in _loops_over(script, made):
-        evaluates = any(without_gradients(script, each) for each in (loop, *script.calls(loop)))
-        later = [call for call in script.calls(script.scope(loop)) if script.before(loop, call)]
-        summed = [call for call in later if _MEASURES.fullmatch(collective(script, call))]
-        if evaluates and not script.calls(loop, "backward"):
-            yield from summed[:1]
+    for loop in _loops_over(script, loader_call):
+        evaluates = any(without_gradients(script, node) for node in (loop, *script.calls(loop)))
+        if not evaluates or script.calls(loop, "backward"):
+            continue
+        for call in script.calls(script.scope(loop)):
+            if script.before(loop, call) and _MEASURES.fullmatch(collective(script, call)):
+                yield call
+                break

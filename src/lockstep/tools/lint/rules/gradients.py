@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 import libcst as cst
 
@@ -14,6 +15,7 @@ from lockstep.tools.lint.rules.accumulation import BLOCKS
 from lockstep.tools.lint.script import (
     Problem,
     Script,
+    Value,
     argument,
     collective,
     dotted,
@@ -30,9 +32,9 @@ _OF_GRADIENTS = re.compile(r"(reduce|average|sync|mean)\w*grad|requires_grad|tog
 
 def gradient_conditional_collective(script: Script) -> Iterator[Problem]:
     for call in script.all(cst.Call):
-        what = collective(script, call)
-        if what and any(_has_gradient(script, test) for test in _tests(script, call)):
-            yield Problem(call, {"what": what})
+        name = collective(script, call)
+        if name and any(_has_gradient(script, test) for test in _tests(script, call)):
+            yield Problem(call, {"what": name})
 
 
 def _tests(script: Script, call: cst.Call) -> Iterator[Test]:
@@ -53,20 +55,20 @@ def _has_gradient(script: Script, test: Test) -> bool:
 
 
 def sum_loss(script: Script) -> Iterator[Problem]:
-    homes = " ".join(home for homes in script.imports.values() for home in homes)
-    if not re.search(r"\btorch\.(distributed|nn\.parallel)", homes):
+    modules = " ".join(chain(*script.imports.values()))
+    if not re.search(r"\btorch\.(distributed|nn\.parallel)", modules):
         return
     for call in script.all(cst.Call):
-        match call:
-            case cst.Call(func=cst.Attribute(value=loss, attr=cst.Name("backward")), args=[]):
-                bound = script.lookup(dotted(loss), call)
-                before = [each.value for each in bound if script.before(each.node, call)]
-                value = before[-1] if before else loss
-            case _:
-                continue
-        sums = isinstance(value, cst.Call) and last_name(value) == "sum" and not value.args
-        if value is not None and sums and script.calls(script.scope(call), "step"):
-            yield Problem(value, {})
+        if last_name(call) != "backward" or call.args or not isinstance(call.func, cst.Attribute):
+            continue
+        loss: Value = call.func.value
+        for binding in script.lookup(dotted(loss), call):
+            if script.before(binding.node, call):
+                loss = binding.value
+        if not isinstance(loss, cst.Call) or last_name(loss) != "sum" or loss.args:
+            continue
+        if script.calls(script.scope(call), "step"):
+            yield Problem(loss, {})
 
 
 def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
@@ -83,21 +85,28 @@ def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
 
 def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
     """Whether the block skips the exchange of gradients whenever it clips."""
-    held = [item.item for item in block.items if _holds_back(script, item.item)]
-    before = [each for each in script.calls(block) if script.before(each, call)]
-    reduced = any(_BY_HAND.search(last_name(each)) for each in before)
-    always = all(last_name(each) == "no_sync" for each in held)
-    tested = any(script.inside(test.expression, block) for test in conditions(script, call))
-    return bool(held) and not reduced and (always or not tested)
+    contexts = [item.item for item in block.items if _holds_back(script, item.item)]
+    if not contexts:
+        return False
+    for other in script.calls(block):
+        if script.before(other, call) and _BY_HAND.search(last_name(other)):
+            return False
+    if all(last_name(context) == "no_sync" for context in contexts):
+        return True
+    return not any(script.inside(test.expression, block) for test in conditions(script, call))
 
 
 def _holds_back(script: Script, expression: cst.BaseExpression) -> bool:
     """Whether an expression is `model.no_sync()`, a conditional with it as a branch, or a name
     that is bound to either.
     """
-    named = expression.func if isinstance(expression, cst.Call) else expression
-    bound = script.lookup(named.value, named) if isinstance(named, cst.Name) else []
-    for value in (expression, *(each.value for each in bound if each.value is not None)):
+    values: list[Value] = [expression]
+    name = expression.func if isinstance(expression, cst.Call) else expression
+    if isinstance(name, cst.Name):
+        values += [binding.value for binding in script.lookup(name.value, name)]
+    for value in values:
+        if value is None:
+            continue
         for node in script.within(value, cst.Attribute):
             call = script.parents[node]
             off = isinstance(call, cst.Call) and script.text(argument(call, "enabled")) == "False"
@@ -110,12 +119,13 @@ def _reduced_later(script: Script, clip: cst.Call) -> bool:
     """Whether the iteration runs a backward before `clip` and reduces gradients by hand after."""
     choices = {test.expression: test.value for test in conditions(script, clip)}
     for loop in script.loops(clip)[:1]:
-        if not any(script.before(each, clip) for each in script.calls(loop, "backward")):
+        if not any(script.before(backward, clip) for backward in script.calls(loop, "backward")):
             return False
         for call in script.calls(loop):
+            if not script.before(clip, call) or not _reduces(script, call):
+                continue
             tests = conditions(script, call)
-            apart = any(choices.get(each.expression, each.value) != each.value for each in tests)
-            if script.before(clip, call) and not apart and _reduces(script, call):
+            if all(choices.get(test.expression, test.value) == test.value for test in tests):
                 return True
     return False
 
@@ -126,7 +136,7 @@ def _reduces(script: Script, call: cst.Call) -> bool:
         return dotted(argument(call, "tensor", 0)).endswith((".grad", ".grad.data"))
     function = script.called(call)
     inner = script.calls(function, "all_reduce") if function is not None else []
-    return any(_reduces(script, each) for each in inner)
+    return any(_reduces(script, inner_call) for inner_call in inner)
 
 
 def forward_through_module(script: Script) -> Iterator[Problem]:
@@ -158,7 +168,7 @@ def _trains(script: Script, node: cst.Call, name: str) -> bool:
             return False
     modes = re.compile(rf"{re.escape(name)}(\.module)?\.(train|eval)")
     before = [dotted(call.func) for call in around if script.before(call, node)]
-    modes_before = [each for each in before if modes.fullmatch(each)]
+    modes_before = [called for called in before if modes.fullmatch(called)]
     return not modes_before or modes_before[-1].endswith("train")
 
 
@@ -166,9 +176,12 @@ def _by_hand(script: Script, call: cst.Call, name: str) -> bool:
     """Whether a call reduces or disables gradients by hand, as far as its name, its arguments or a
     `.grad` in the same function tell.
     """
-    if not _REDUCES.search(last_name(call)):
-        return _OF_GRADIENTS.search(last_name(call)) is not None
-    given = [script.text(arg.value) for arg in call.args]
+    called = last_name(call)
+    if not _REDUCES.search(called):
+        return _OF_GRADIENTS.search(called) is not None
+    for arg in call.args:
+        text = script.text(arg.value)
+        if text == name or "param" in text:
+            return True
     attributes = script.within(script.scope(call), cst.Attribute)
-    nearby = any(node.attr.value == "grad" for node in attributes)
-    return nearby or name in given or any("param" in each for each in given)
+    return any(node.attr.value == "grad" for node in attributes)

@@ -20,10 +20,13 @@ _URL = re.compile(r"['\"]tcp://[^{}]*:([1-9]\d*)['\"]")
 
 
 def seed_plus_rank(script: Script) -> Iterator[Problem]:
-    if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in script.all(cst.Call)):
+    calls = script.all(cst.Call)
+    if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in calls):
         return
-    for call in script.all(cst.Call):
-        seed = argument(call, "seed", 0) if _SEEDS.fullmatch(script.name(call.func)) else None
+    for call in calls:
+        if not _SEEDS.fullmatch(script.name(call.func)):
+            continue
+        seed = argument(call, "seed", 0)
         match seed:
             case cst.BinaryOperation(left, cst.Add(), right):
                 if is_rank(script, left) or is_rank(script, right):
@@ -33,18 +36,18 @@ def seed_plus_rank(script: Script) -> Iterator[Problem]:
 def fixed_port(script: Script) -> Iterator[Problem]:
     for node, value in _set_variables(script, "MASTER_PORT"):
         port = script.text(value)
-        guards = [script.text(test.expression) for test in conditions(script, node)]
-        if (
-            isinstance(node, cst.Call)
-            or "MASTER_PORT" in " ".join(guards)
-            or not _NUMBER.fullmatch(port)
-        ):
+        if isinstance(node, cst.Call) or not _NUMBER.fullmatch(port):
             continue
-        fix = cst.Expr(cst.parse_expression(f'os.environ.setdefault("MASTER_PORT", {port})'))
+        guards = conditions(script, node)
+        if any("MASTER_PORT" in script.text(guard.expression) for guard in guards):
+            continue
+        call = f'os.environ.setdefault("MASTER_PORT", {port})'
+        fix = cst.Expr(cst.parse_expression(call))
         yield Problem(node, {"what": "MASTER_PORT", "port": port}, fix)
-    for call in script.all(cst.Call):
-        if url := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
-            yield Problem(call, {"what": "the port of init_method", "port": url[1]})
+    for call_node in script.all(cst.Call):
+        url = script.text(argument(call_node, "init_method", 1))
+        if match := _URL.fullmatch(url):
+            yield Problem(call_node, {"what": "the port of init_method", "port": match[1]})
 
 
 def nccl_timeout(script: Script) -> Iterator[Problem]:
@@ -55,12 +58,14 @@ def nccl_timeout(script: Script) -> Iterator[Problem]:
 def _set_variables(script: Script, name: str) -> Iterator[tuple[cst.CSTNode, Value]]:
     """`os.environ[name] = value` and `os.environ.setdefault(name, value)`, with the value."""
     quoted = rf"['\"]{name}['\"]"
+    item = rf"(os\.)?environ\[{quoted}\]"
     for assigned in script.all(cst.Assign):
-        if re.fullmatch(rf"(os\.)?environ\[{quoted}\]", script.text(assigned.targets[0].target)):
+        target = assigned.targets[0].target
+        if re.fullmatch(item, script.text(target)):
             yield assigned, assigned.value
     for call in script.all(cst.Call):
-        name = script.text(argument(call, "key", 0))
-        if last_name(call) == "setdefault" and re.fullmatch(quoted, name):
+        key = script.text(argument(call, "key", 0))
+        if last_name(call) == "setdefault" and re.fullmatch(quoted, key):
             yield call, argument(call, "value", 1)
 
 
@@ -69,8 +74,9 @@ def device_from_rank(script: Script) -> Iterator[Problem]:
         rank = script.text(device)
         if device is None or not _GLOBAL_RANK.fullmatch(rank) or not is_rank(script, device):
             continue
-        bound = [script.text(each.value) for each in script.lookup(dotted(device), device)]
-        if not re.search(r"local|%", " ".join(bound), re.IGNORECASE):
+        bindings = script.lookup(dotted(device), device)
+        values = " ".join(script.text(binding.value) for binding in bindings)
+        if not re.search(r"local|%", values, re.IGNORECASE):
             fix = cst.Name("local_rank") if script.lookup("local_rank", device) else None
             yield Problem(device, {"rank": rank}, fix)
 

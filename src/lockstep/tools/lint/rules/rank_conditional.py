@@ -36,7 +36,7 @@ class _Part:
     """
 
     call: cst.Call
-    what: str
+    description: str
     key: str
     side: Side
     scope: cst.CSTNode
@@ -45,31 +45,37 @@ class _Part:
 def rank_conditional_collective(script: Script) -> Iterator[Problem]:
     parts = list(_parts(script))
     for part in parts:
-        same = [each for each in parts if each.key == part.key and each.scope is part.scope]
-        if any(each.side != part.side for each in same) or _elsewhere(script, part):
+        same = [other for other in parts if other.key == part.key and other.scope is part.scope]
+        if any(other.side != part.side for other in same) or _elsewhere(script, part):
             continue
-        number = part.side.number
-        ranks = f"rank {number}" if part.side.inside else f"the ranks other than {number}"
-        yield Problem(part.call, {"ranks": ranks, "what": part.what})
+        ranks = f"the ranks other than {part.side.number}"
+        if part.side.inside:
+            ranks = f"rank {part.side.number}"
+        yield Problem(part.call, {"ranks": ranks, "what": part.description})
 
 
 def _parts(script: Script) -> Iterator[_Part]:
     for call in script.all(cst.Call):
         scope = script.frames[call]
-        if isinstance(scope, cst.Lambda) or not (joint := _joint(script, call)):
+        joint = None if isinstance(scope, cst.Lambda) else _joint(script, call)
+        if joint is None:
             continue
-        if (found := _ranks(script, call)) is not None:
-            yield _Part(call, *joint, found, scope)
+        ranks = _ranks(script, call)
+        if ranks is not None:
+            yield _Part(call, *joint, ranks, scope)
 
 
 def _joint(script: Script, call: cst.Call) -> tuple[str, str] | None:
     """Return a description and a key of a call that all ranks must make; None for other calls."""
-    if what := collective(script, call):
-        return f"{what}()", what
-    if name := _forward(script, call):
-        forward = f"the forward of {name}, a DistributedDataParallel that sends its buffers"
-        return forward, f"forward {name}"
-    if inner := _unconditional(script, call):
+    direct = collective(script, call)
+    if direct:
+        return f"{direct}()", direct
+    wrapped = _forward(script, call)
+    if wrapped:
+        forward = f"the forward of {wrapped}, a DistributedDataParallel that sends its buffers"
+        return forward, f"forward {wrapped}"
+    inner = _unconditional(script, call)
+    if inner:
         return f"{inner}() in {last_name(call)}()", inner
     return None
 
@@ -78,13 +84,13 @@ def _ranks(script: Script, node: cst.CSTNode) -> Side | None:
     """Return the ranks that reach `node`, by the outermost condition around it that depends on
     the rank, or by a return before it.
     """
-    known: Side | None = None
+    outermost: Side | None = None
     for test in conditions(script, node):
-        found = side(script, test)
-        if found is None and "rank" in script.text(test.expression).lower():
+        ranks = side(script, test)
+        if ranks is None and "rank" in script.text(test.expression).lower():
             return None
-        known = found or known
-    return known or _after_return(script, node)
+        outermost = ranks or outermost
+    return outermost or _after_return(script, node)
 
 
 def _after_return(script: Script, node: cst.CSTNode) -> Side | None:
@@ -94,11 +100,12 @@ def _after_return(script: Script, node: cst.CSTNode) -> Side | None:
         if statement in around or script.parents[statement] not in around or statement.orelse:
             continue
         code = script.module.code_for_node(statement.body).rstrip()
-        leaves = re.search(r"\b(return|continue)\b[^;\n]*$", code) and script.before(
-            statement, node
-        )
-        if leaves and (found := side(script, Test(statement.test, False))) is not None:
-            return None if _calls_unseen(script, statement.body) else found
+        leaves = re.search(r"\b(return|continue)\b[^;\n]*$", code)
+        if not leaves or not script.before(statement, node):
+            continue
+        ranks = side(script, Test(statement.test, False))
+        if ranks is not None:
+            return None if _calls_unseen(script, statement.body) else ranks
     return None
 
 
@@ -107,9 +114,9 @@ def _elsewhere(script: Script, part: _Part) -> bool:
     imported.
     """
     for node in script.within(part.scope, cst.If):
-        found = side(script, Test(node.test, True))
-        others = node.orelse if found and found.inside == part.side.inside else node.body
-        if found is None or others is None:
+        ranks = side(script, Test(node.test, True))
+        others = node.orelse if ranks and ranks.inside == part.side.inside else node.body
+        if ranks is None or others is None:
             continue
         if any(part.key in _contains(script, call, set()) for call in script.calls(others)):
             return True
@@ -124,10 +131,13 @@ def _calls_unseen(script: Script, root: cst.CSTNode) -> bool:
     """
     for call in script.calls(root):
         name = dotted(call.func)
-        imported = name.split(".")[0] in script.imports
-        may_be = "." not in name or imported or name.startswith("self.")
-        ours = not name or hasattr(builtins, name) or script.functions(last_name(call))
-        if may_be and not ours and script.name(call.func).split(".")[0] not in _KNOWN:
+        first = name.split(".")[0]
+        is_method = "." in name and first not in script.imports and first != "self"
+        if not name or is_method or hasattr(builtins, name):
+            continue
+        if script.functions(last_name(call)):
+            continue
+        if script.name(call.func).split(".")[0] not in _KNOWN:
             return True
     return False
 
@@ -136,14 +146,15 @@ def _contains(script: Script, call: cst.Call, seen: set[str]) -> set[str]:
     """Return all collectives in this file's functions and methods of the called name, and in the
     functions that they call.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     name = last_name(call)
-    if name not in seen:
-        seen.add(name)
-        calls = [inner for function in script.functions(name) for inner in script.calls(function)]
-        for inner in calls:
-            found |= {collective(script, inner), *_contains(script, inner, seen)}
-    return found
+    if name in seen:
+        return names
+    seen.add(name)
+    for function in script.functions(name):
+        for inner in script.calls(function):
+            names |= {collective(script, inner), *_contains(script, inner, seen)}
+    return names
 
 
 def _unconditional(script: Script, call: cst.Call) -> str:
@@ -153,33 +164,37 @@ def _unconditional(script: Script, call: cst.Call) -> str:
     function = script.called(call)
     if function is None or function.decorators:
         return ""
-    if any(each.default for each in function.params.params):
+    if any(parameter.default for parameter in function.params.params):
         return ""
+    last = function.body.body[-1]
     ends = script.within(function, cst.Return, cst.Yield, cst.Raise)
-    if any(not script.inside(each, function.body.body[-1]) for each in ends):
+    if any(not script.inside(end, last) for end in ends):
         return ""
+    guards = (cst.If, cst.IfExp, cst.Try, cst.BooleanOperation)
     for inner in script.calls(function):
-        guards = (cst.If, cst.IfExp, cst.Try, cst.BooleanOperation)
-        guarded = any(isinstance(above, guards) for above, _ in script.ancestors(inner))
-        if not guarded and (what := collective(script, inner)):
-            return what
+        name = collective(script, inner)
+        if name and not any(isinstance(above, guards) for above, _ in script.ancestors(inner)):
+            return name
     return ""
 
 
 def _forward(script: Script, call: cst.Call) -> str:
     """Return the name of the wrapper whose forward a call runs: `ddp(x)`, `evaluate(ddp, ...)`."""
-    if (made := wrapper(script, call.func, call)) is not None:
-        return dotted(call.func) if _sends_buffers(script, made) else ""
+    wrapping = wrapper(script, call.func, call)
+    if wrapping is not None:
+        return dotted(call.func) if _sends_buffers(script, wrapping) else ""
+    if not _EVALUATES.fullmatch(last_name(call)):
+        return ""
     function = script.called(call)
-    for place, arg in enumerate(call.args) if _EVALUATES.fullmatch(last_name(call)) else ():
-        made = wrapper(script, arg.value, call)
-        if function is not None and not script.calls(function, parameter(function, place)):
+    for position, arg in enumerate(call.args):
+        wrapping = wrapper(script, arg.value, call)
+        if function is not None and not script.calls(function, parameter(function, position)):
             continue  # the function calls the model's .module, or no model
-        if made is not None and _sends_buffers(script, made):
+        if wrapping is not None and _sends_buffers(script, wrapping):
             return dotted(arg.value)
     return ""
 
 
-def _sends_buffers(script: Script, made: cst.Call) -> bool:
-    given = argument(made, "forward_sync_buffers") or argument(made, "broadcast_buffers")
-    return script.text(given) in ("", "True")
+def _sends_buffers(script: Script, wrapping: cst.Call) -> bool:
+    sync = argument(wrapping, "forward_sync_buffers") or argument(wrapping, "broadcast_buffers")
+    return script.text(sync) in ("", "True")
