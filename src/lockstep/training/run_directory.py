@@ -119,7 +119,8 @@ class RunDirectory:
         Raises UsageError if the folder cannot be written, is used by another run (with its pid and
         host), or holds a finished run or other files.
         """
-        path = Path(path) if path else unused(name)
+        if not isinstance(path, Path):  # one that is a Path stays of its own class
+            path = Path(path) if path else unused(name)
         above = [folder for folder in path.parents if not folder.exists()]
         made_here, lock = _locked(path)
         claimed = cls(path, lock, made_here=made_here, above=above)
