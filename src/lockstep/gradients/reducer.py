@@ -353,10 +353,16 @@ class Reducer:
         """Whether an unexpected gradient was delivered. Ask only outside of `backward`."""
         return self._unexpected or (self._guarded and bool(self._uncounted))
 
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Begin a micro-batch. `last`: full buckets may be launched during its backward."""
-        self.closing = last
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch. Its buckets stay here until `allow_launch`."""
+        self.closing = False
         self.fold.begin_micro_batch()
+
+    def allow_launch(self) -> None:
+        """From now on launch full buckets: this micro-batch is the last, and the messages that go
+        before them have left.
+        """
+        self.closing = True
 
     def end_micro_batch(self, *, interrupted: bool = False) -> None:
         """End the micro-batch. `interrupted`: not all of its gradients may be ready."""

@@ -169,7 +169,7 @@ class WindowRun:
         if self._buffers.watched:
             self._buffers.begin_micro_batch()
         self._parts.trace.micro_batch = index
-        self._reducer.begin_micro_batch(last=last)
+        self._reducer.begin_micro_batch()
         if self._random_state is None:
             self._random_state = randomness.get_state()
         randomness.step(self._seed, self.step, slot)
@@ -177,7 +177,8 @@ class WindowRun:
 
     def count(self, loss: Tensor, weight: float | Tensor) -> float:
         """Count the micro-batch's sum of losses and its weight. With the last one, the facts of
-        the step are sent: best before its backward, which hides the message.
+        the step are sent, and then the buckets as they fill: best before its backward, which hides
+        the messages.
 
         Returns:
             The factor for the loss, equal on all ranks: 1 without loss scaling.
@@ -190,6 +191,7 @@ class WindowRun:
             self._factor = self._scale.agree(self._parts.facts_group, weight)
         if self._last:
             self._send()
+            self._reducer.allow_launch()
         return self._factor
 
     def backward(self) -> AbstractContextManager[None]:
