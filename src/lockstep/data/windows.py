@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from lockstep.config.knob import whole
-from lockstep.data.orders import Batches, Order
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.data.orders import Batches, Order
 
 ENDLESS = 2**62
 """A length that is never reached: of a training without a last epoch, or of a stream."""
@@ -246,6 +246,8 @@ class ByPosition:
         """Yield the sample indices of each micro-batch in these slots of these steps. Step 0 is the
         epoch's first.
         """
+        import numpy as np  # not above: commands that load no data read this file
+
         plan, within = self._plan, self._positions(slots)
         share = len(within)
         if not share:
