@@ -112,5 +112,7 @@ def test_a_whole_number_may_be_written_as_a_decimal_one() -> None:
     assert Parallelism(update="server", staleness=2.0).bound == 2
     assert Parallelism(update="server", staleness="2.0").bound == 2
     assert str(Outer.read("nesterov:lr=1.0,fragments=2.0")) == "nesterov:lr=1,fragments=2"
+    precise = Outer("nesterov", lr=0.12345678)  # no digit is lost on the way to other processes
+    assert Outer.read(str(precise)) == precise
     with refused("wrong-value", name="data", value=2.0):  # an axis is counted
         Mesh.read("data=2.0")

@@ -78,4 +78,4 @@ class Balance:
 
     def __str__(self) -> str:
         """Return the text that `of` reads."""
-        return ",".join(f"{weight:g}" for weight in self.weights)
+        return ",".join(knob.text_of(weight) for weight in self.weights)

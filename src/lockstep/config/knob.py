@@ -283,6 +283,12 @@ def within(source: str) -> Iterator[None]:
         raise error.within(source) from None
 
 
+def text_of(number: float) -> str:
+    """Return the shortest text that `value_of` reads as the same number."""
+    text = f"{number:g}"
+    return text if float(text) == number else repr(number)
+
+
 def value_of(text: str) -> int | float | str:
     """Return the text as a number if it is one, else unchanged. `whole` and `number` check it."""
     for kind in (int, float):

@@ -111,7 +111,7 @@ class Outer:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if value != field.default:
-                text = value if isinstance(value, str) else f"{value:g}"
+                text = value if isinstance(value, str) else knob.text_of(value)
                 options.append(f"{field.name}={text}")
         return f"{self.kind}:{','.join(options)}" if options else self.kind
 
