@@ -110,8 +110,10 @@ def driven_exactly(world: lockstep.World, counted: str) -> None:
         optimizer = torch.optim.AdamW(trained.parameters(), 0.01)
         stepper = lockstep.Stepper(trained, optimizer, exact=True, world=world)
         for window in next(iter(lockstep.Loader(data, **options).epochs(1))):
+            before = torch.get_rng_state()
             drive(stepper, window)
             stepper.step()
+            assert torch.equal(torch.get_rng_state(), before)
     for tensor, same in zip(state_of(other), state_of(model), strict=True):
         assert torch.equal(tensor, same)
 

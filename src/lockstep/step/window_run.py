@@ -147,8 +147,7 @@ class WindowRun:
                     index += 1
             finally:
                 if self._random_state is not None:
-                    randomness.set_state(self._random_state)
-                    self._random_state = None
+                    self._leave_stream()
 
     def begin(self, index: int, batch: object = None, *, last: bool) -> None:
         """Begin a micro-batch: its random stream, its buffers, its gradients.
@@ -211,11 +210,16 @@ class WindowRun:
         self._buffers.end_micro_batch(self._weight, self._row)
         if interrupted:
             return
-        if self.window is None and self._random_state is not None:
-            # loading the next batch may draw random numbers
-            randomness.set_state(self._random_state)
-            self._random_state = None
         status.enter("data")
+        # loading the next batch of a plain list may draw random numbers
+        if self._last or self.window is None:
+            self._leave_stream()
+
+    def _leave_stream(self) -> None:
+        """Restore the random states from before the first micro-batch."""
+        assert self._random_state is not None
+        randomness.set_state(self._random_state)
+        self._random_state = None
 
     def discard(self) -> None:
         """End a micro-batch without counting it, as if the step did not have it. Raises UsageError
@@ -307,6 +311,8 @@ class WindowRun:
         reducer, reduction = self._reducer, self._reducer.reduction
         if reducer.unfinished:
             raise UsageError("backward-interrupted")
+        if self._random_state is not None:  # the caller has left out the last micro-batches
+            self._leave_stream()
         status.enter("reduce")
         if self._factor is None:
             self._factor = self._scale.agree(self._parts.facts_group, 0.0)
