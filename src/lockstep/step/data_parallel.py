@@ -160,7 +160,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.bucket_bytes_cap_list = [int(each * 2**20) for each in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         policy = buffer_policy(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = policy.forward
@@ -357,7 +357,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if joining is not None:
             Join.notify_join_context(self)
-            joining.count(1, reduced)
+            joining.count(True, reduced)
         if reduced:
             check_use(self.module if averaging.unchecked == 0 else None)
             averaging.before_forward()
