@@ -273,7 +273,8 @@ class HostGenerators:
         import numpy as np
         import torch
 
-        self._np, self._equal = np, torch.equal
+        self._np = np
+        self._equal = torch.equal
         self._torch = torch.random.default_generator
         self._random: Any = random._inst
         self._random_memory = _memory_of(self._random) if _readable() else None
@@ -456,7 +457,7 @@ def stream(kind: Kind, *key: int) -> Iterator[None]:
     if _seed is None:
         raise UsageError("seed-not-set")
     chosen("kind", kind, _KEYS)
-    numbers = [whole("key", each, -math.inf) for each in key]
+    numbers = [whole("key", number, -math.inf) for number in key]
     if len(numbers) not in _LENGTHS[kind]:
         raise UsageError("stream-key-wrong", kind=kind, key=list(key), expected=_KEYS[kind])
     with preserved(devices=kind != "sample"):
