@@ -65,7 +65,10 @@ class Waits:
         status.waits(True)
         begin = looked = time.monotonic()
         nap = 0.0
-        while missing := self._missing(words, least):
+        while True:
+            missing = self._missing(words, least)
+            if not missing:
+                break
             now = time.monotonic()
             if now - begin < self._yields:
                 os.sched_yield()
