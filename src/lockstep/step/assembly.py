@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -96,10 +96,18 @@ class StepperOptions:
             replicate(self.average.module, world.group)
 
     def compare(self, model: nn.Module, optimizer: Optimizer, alike: Group) -> None:
-        """Raise ReplicaDivergence if the ranks of `alike` start from different set-ups."""
-        if self.checks != "off":
-            fields = {**optimizer_fields(optimizer), "clip": self.clip, "seed": self.seed}
-            compare_start(*set_up_of(model, alike, fields))
+        """Raise ReplicaDivergence if the ranks of `alike` start from different set-ups. For a
+        wrapped model the ranks are those of its group.
+        """
+        if self.checks == "off":
+            return
+        if isinstance(model, DistributedDataParallel):
+            alike = model.group
+            fields = model_fields(model.module, model.ignored)
+        else:
+            fields = model_fields(model)
+        options = {"clip": self.clip, "seed": self.seed}
+        compare_start(alike, {**fields, **optimizer_fields(optimizer), **options})
 
     def averaged(self) -> list[tuple[str, Tensor]]:
         """The tensors of the averaged model, under the names that replica comparisons use."""
@@ -212,17 +220,6 @@ def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
         raise UsageError("slots-cannot-be-drawn", kind=type(loader).__name__)
     if loader.balance is not None:
         loader.balance.check(method, everyone.size)
-
-
-def set_up_of(
-    model: nn.Module, group: Group, fields: dict[str, Any]
-) -> tuple[Group, dict[str, Any]]:
-    """Return the ranks that must have the same set-up (the group of a wrapped model, else
-    `group`), and the values that they compare.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return model.group, {**model_fields(model.module, model.ignored), **fields}
-    return group, {**model_fields(model), **fields}
 
 
 def reducer_of(

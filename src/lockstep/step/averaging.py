@@ -62,7 +62,8 @@ class Averaging:
         static_graph: bool,
         shares_buffers: bool,
     ) -> None:
-        self._module, self._group = module, group
+        self._module = module
+        self._group = group
         self.reducer = Reducer(
             module,
             group,
@@ -234,7 +235,8 @@ class Uneven(JoinHook):
     def __init__(
         self, averaging: Averaging, enabled: Callable[[], bool], *, divide_by_all: bool
     ) -> None:
-        self._averaging, self.enabled = averaging, enabled
+        self._averaging = averaging
+        self.enabled = enabled
         self._divide_by_all = divide_by_all
         self._before = averaging.reducer.scale
         self._own: list[Tensor | None] | None = None

@@ -125,7 +125,9 @@ class Checkpoints:
         check_storable(stepper.model)
         self.directory = Path(directory)
         self.keep = keep
-        self._stepper, self._loader, self._every = stepper, loader, every
+        self._stepper = stepper
+        self._loader = loader
+        self._every = every
         self._scheduler = scheduler
         self._check_scheduler()
         # after a resume, the steps of a scheduler that may lag behind the epoch
@@ -214,7 +216,8 @@ class Checkpoints:
 
     def _warn_of_lag(self) -> None:
         """Warn if the first step after a resume had the learning rate of the epoch before."""
-        lag, self._lag = self._lag, None
+        lag = self._lag
+        self._lag = None
         assert self._scheduler is not None
         if self._scheduler.last_epoch == lag and self._world.rank == 0:
             warnings.warn(
@@ -334,7 +337,7 @@ class Checkpoints:
         if self._stepper.between_synchronizations:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):
-            self._save(extra, best)
+            self._save_now(extra, best)
 
     def _check_scheduler(self) -> None:
         """Raise a UsageError if the optimizer has a scheduler that no checkpoint would hold."""
@@ -342,7 +345,7 @@ class Checkpoints:
         if known is None and "initial_lr" in self._stepper.optimizer.param_groups[0]:
             raise UsageError("scheduler-not-saved")
 
-    def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
+    def _save_now(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
         begin = perf_counter()
         self._check_scheduler()
         self.wait()  # also raises the error of an earlier save
@@ -350,27 +353,28 @@ class Checkpoints:
         steps = self._stepper.steps
         taken = snapshot(self._stepper, self._scheduler)
         _check_storable(taken, self._world.control)
-        replicas, witness = self._stepper.replicas, self._stepper.witness
+        replicas = self._stepper.replicas
+        witness = self._stepper.witness
         compared = None if replicas is None else replicas.compared
         witnessed = None if witness is None else witness.witnessed
+        position = None
+        if self._loader is not None:
+            position = encoded(self._loader.state_dict(), "the loader's state")
         state = {
             **(extra or {}),
             COMPARED: compared,
             WITNESSED: witnessed,
             "training": taken.state,
             CONFIG: config_of(self._stepper.model),
-            "data": (
-                None
-                if self._loader is None
-                else encoded(self._loader.state_dict(), "the loader's state")
-            ),
+            "data": position,
         }
+        last_good = compared if witness is None else witnessed
         self._saver.save(
             steps,
             taken.model,
             taken.pieces,
             state,
-            lambda folder: self._tidy(folder, best, compared if witness is None else witnessed),
+            lambda folder: self._tidy(folder, best, last_good),
             taken.average,
         )
         self._saved = steps

@@ -164,7 +164,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         policy = buffer_policy(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = policy.forward
-        self._checks, self._reduce = checks, reduce
+        self._checks = checks
+        self._reduce = reduce
         self._tie(
             world,
             process_group,
@@ -188,7 +189,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         self.is_copy = False
         self._default_group = process_group is None and device_mesh is None
-        self._world, self.device_mesh = world, device_mesh
+        self._world = world
+        self.device_mesh = device_mesh
         self.group = group_of(world, process_group, device_mesh)
         self.process_group = self.group.process_group
         if init_sync:
@@ -386,7 +388,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         exception.
         """
         reducer = self._tied("no_sync()").reducer
-        before, reducer.closing = reducer.closing, False
+        before = reducer.closing
+        reducer.closing = False
         try:
             yield
         finally:

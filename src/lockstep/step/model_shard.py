@@ -51,7 +51,8 @@ class CheckpointForm:
         """Return what this rank writes: of the model, and of all other state. In the model's
         place, None means that this rank writes nothing of it.
         """
-        stepper, group = self._stepper, self._stepper.everyone
+        stepper = self._stepper
+        group = self._stepper.everyone
         model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
         common, local = stepper.update.optimizer.pieces(name_of)
         method_common, method_local = method_pieces(stepper.keepers(), group.rank)

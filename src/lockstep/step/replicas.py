@@ -229,7 +229,11 @@ class Replicas:
             raise UsageError("needs-call-before", call="update()", before="average_gradients()")
         for optimizer in self._optimizers:
             optimizer.step()
-        _copy_all(self.replicas[0].parameters(), self.master.parameters())
+        with torch.no_grad():
+            for source, target in zip(
+                self.replicas[0].parameters(), self.master.parameters(), strict=True
+            ):
+                target.copy_(source)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -254,10 +258,12 @@ class Replicas:
         """
         named_parameters = [replica.named_parameters() for replica in self.replicas]
         for (name, first), *others in zip(*named_parameters, strict=True):
-            differing = []
-            for rank, (_, other) in enumerate(others, start=1):
-                if not _equal(first, other):
-                    differing.append(rank)
+            parameters = [parameter for _, parameter in others]
+            differing = [
+                rank
+                for rank, parameter in enumerate(parameters, start=1)
+                if not _equal(first, parameter)
+            ]
             if differing:
                 raise ReplicaDivergence(
                     "in-process-replicas-differ", parameter=name, ranks=differing
@@ -382,12 +388,6 @@ def _chunk(value: Any, rank: int, size: int, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return _like(value, [_chunk(member, rank, size, device) for member in value])
     return value
-
-
-@torch.no_grad()
-def _copy_all(sources: Any, targets: Any) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

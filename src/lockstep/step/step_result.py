@@ -99,7 +99,9 @@ class Outcomes:
     def __init__(
         self, world: World, scheduler: LRScheduler | None, scaler: GradScaler | None
     ) -> None:
-        self._world, self._scheduler, self._scaler = world, scheduler, scaler
+        self._world = world
+        self._scheduler = scheduler
+        self._scaler = scaler
         self.known_at_once = world.device.type == "cpu" or scheduler is not None
         """Whether to call `settle` for a step immediately after `record`."""
         self._open: tuple[int, Applied, Facts, bool] | None = None

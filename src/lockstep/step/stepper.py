@@ -202,7 +202,9 @@ class Stepper:
         )
         self.model = parts.model
         """The bare module."""
-        self.reducer, self.update, self.group = parts.reducer, parts.update, parts.reducer.group
+        self.reducer = parts.reducer
+        self.update = parts.update
+        self.group = parts.reducer.group
         self.steps_alone = alone
         """Whether each rank steps, or pushes to a server, with its own gradients only."""
         if self.world.rank == 0 and self.steps == 0:
@@ -307,7 +309,8 @@ class Stepper:
         """In this block `backward` belongs to another run of the open window (`WindowRun.again`).
         If the caller's loop is left inside it, `step` refuses.
         """
-        before, self._run = self._run, run
+        before = self._run
+        self._run = run
         yield
         self._run = before
 
@@ -402,7 +405,8 @@ class Stepper:
             UsageError: called without a window, or inside the loop over `micro_batches`, or after
                 an exception ended a backward of this window.
         """
-        run, parts = self._run, self._parts
+        run = self._run
+        parts = self._parts
         if run is None:
             raise UsageError("step-without-window")
         run.check_can_end()

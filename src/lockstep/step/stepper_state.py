@@ -73,7 +73,8 @@ def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
     """Return the averaged model on the last rank, which writes it. Return None on other ranks, or
     if nothing was averaged yet.
     """
-    average, world = stepper.average, stepper.world
+    average = stepper.average
+    world = stepper.world
     if average is None or average.n_averaged == 0 or world.rank != world.size - 1:
         return None
     return under_all_names(weights(average.module), average.module)
@@ -132,12 +133,11 @@ def restore(
         part.take_back(*method_state)
     for name, target in _followers(stepper, scheduler):
         stored = state.get(name)
-        if (target is None) != (stored is None):
-            raise _another(
-                f"{'no' if stored is None else 'a'} {name}",
-                f"{'no' if target is None else 'a'} {name}",
-            )
+        if target is None and stored is not None:
+            raise _another(f"a {name}", f"no {name}")
         if target is not None:
+            if stored is None:
+                raise _another(f"no {name}", f"a {name}")
             target.load_state_dict(decoded(stored))
     allow_scheduler(stepper.optimizer)
 
@@ -148,10 +148,11 @@ def _stored_average(
     """Return the average in a checkpoint; empty if nothing was averaged yet. Raises UsageError if
     only one of Stepper and checkpoint has an average, or if it belongs to another model.
     """
-    average, count = stepper.average, state.get("averaged")  # older checkpoints lack it
-    if (average is None) != (count is None):
-        if average is None:
-            raise _another("an average", "no average")
+    average = stepper.average
+    count = state.get("averaged")  # older checkpoints lack it
+    if average is None and count is not None:
+        raise _another("an average", "no average")
+    if average is not None and count is None:
         raise _another("no average", "an average")
     if average is None or not count:
         return {}

@@ -53,10 +53,8 @@ class SynchronizedBuffers:
         """
         if not wanted:
             return []
-        changes = []
-        for name, buffer in self.now().items():
-            changes.append(0.0 if _same(buffer, self._start.get(name)) else 1.0)
-        return changes
+        buffers = self.now()
+        return [float(not _same(now, self._start.get(name))) for name, now in buffers.items()]
 
     @torch.no_grad()
     def synchronize(self, changed: Sequence[float], total: float) -> None:

@@ -94,8 +94,7 @@ def runs_of_copies(entries: Tensor) -> Iterator[range]:
         return
     starts = (copies.diff() > 1).nonzero().flatten() + 1
     for run in copies.tensor_split(starts):
-        first, last = int(run[0]), int(run[-1])
-        yield range(first, last + 1)
+        yield range(int(run[0]), int(run[-1]) + 1)
 
 
 def kernel_tells() -> bool:

@@ -291,7 +291,8 @@ class HostMemory:
         From then on no rank reads this rank's memory, so the caller may write to it.
         """
         self.finish_all()
-        rank, size = self.rank, self.size
+        rank = self.rank
+        size = self.size
         sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
         self._number = self.group.announce(
             "all_gather", tensors[0][rank], "slices in place", place, sends
