@@ -168,7 +168,8 @@ class HostFingerprints(Uncompared):
                 last_look = now
                 self._look_for_the_dead(number, self._missing(number))
                 if now - begin > timeout.total_seconds():
-                    raise self._timeout(number, timeout)
+                    missing = [self._ranks[other] for other in self._missing(number)]
+                    raise timed_out(number, self._text(self._rank, number), missing, timeout)
         status.waits(False)
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
@@ -221,10 +222,6 @@ class HostFingerprints(Uncompared):
                     number=number,
                     call=self._text(self._rank, number),
                 )
-
-    def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
-        missing = [self._ranks[other] for other in self._missing(number)]
-        return timed_out(number, self._text(self._rank, number), missing, timeout)
 
 
 def _without_place(tag: bytes) -> bytes:

@@ -79,7 +79,7 @@ class Record:
     """
 
     def __init__(self, file: str, ranks: Sequence[int]) -> None:
-        self._end = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ranks = listed(ranks)
         self._begun: dict[int, tuple[str, float]] = {}
 
@@ -108,7 +108,7 @@ class Record:
         """Log the collectives that were never waited for, and close the file."""
         for number in sorted(self._begun):
             self._unwaited(number)
-        os.close(self._end)
+        os.close(self._file)
 
     def _unwaited(self, number: int) -> None:
         begun = self._begun.pop(number, None)
@@ -117,7 +117,7 @@ class Record:
             self._write(f"{line}: not waited for")
 
     def _write(self, line: str) -> None:
-        os.write(self._end, f"{line}\n".encode())
+        os.write(self._file, f"{line}\n".encode())
 
 
 class NativeWork:
@@ -288,10 +288,8 @@ class Group:
         try:
             store.wait(list(keys), timeout)
         except RuntimeError as error:  # a FileStore raises no DistError
-            missing = []
-            for rank, key in zip(self.ranks, keys, strict=True):
-                if not store.check([key]):
-                    missing.append(rank)
+            keyed = zip(self.ranks, keys, strict=True)
+            missing = [rank for rank, key in keyed if not store.check([key])]
             if not missing:
                 raise
             call = f"the first collective of a process group {call_site()}"

@@ -337,50 +337,47 @@ class Checkpoints:
         if self._stepper.between_synchronizations:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):
-            self._save_now(extra, best)
+            begin = perf_counter()
+            self._check_scheduler()
+            self.wait()  # also raises the error of an earlier save
+            self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
+            steps = self._stepper.steps
+            taken = snapshot(self._stepper, self._scheduler)
+            _check_storable(taken, self._world.control)
+            replicas = self._stepper.replicas
+            witness = self._stepper.witness
+            compared = None if replicas is None else replicas.compared
+            witnessed = None if witness is None else witness.witnessed
+            position = None
+            if self._loader is not None:
+                position = encoded(self._loader.state_dict(), "the loader's state")
+            state = {
+                **(extra or {}),
+                COMPARED: compared,
+                WITNESSED: witnessed,
+                "training": taken.state,
+                CONFIG: config_of(self._stepper.model),
+                "data": position,
+            }
+            last_good = compared if witness is None else witnessed
+            self._saver.save(
+                steps,
+                taken.model,
+                taken.pieces,
+                state,
+                lambda folder: self._tidy(folder, best, last_good),
+                taken.average,
+            )
+            self._saved = steps
+            if self._every is None:
+                self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
+            self._stepper.synchronize_before(self._due())
 
     def _check_scheduler(self) -> None:
         """Raise a UsageError if the optimizer has a scheduler that no checkpoint would hold."""
         known = self._scheduler or self._stepper.scheduler
         if known is None and "initial_lr" in self._stepper.optimizer.param_groups[0]:
             raise UsageError("scheduler-not-saved")
-
-    def _save_now(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
-        begin = perf_counter()
-        self._check_scheduler()
-        self.wait()  # also raises the error of an earlier save
-        self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
-        steps = self._stepper.steps
-        taken = snapshot(self._stepper, self._scheduler)
-        _check_storable(taken, self._world.control)
-        replicas = self._stepper.replicas
-        witness = self._stepper.witness
-        compared = None if replicas is None else replicas.compared
-        witnessed = None if witness is None else witness.witnessed
-        position = None
-        if self._loader is not None:
-            position = encoded(self._loader.state_dict(), "the loader's state")
-        state = {
-            **(extra or {}),
-            COMPARED: compared,
-            WITNESSED: witnessed,
-            "training": taken.state,
-            CONFIG: config_of(self._stepper.model),
-            "data": position,
-        }
-        last_good = compared if witness is None else witnessed
-        self._saver.save(
-            steps,
-            taken.model,
-            taken.pieces,
-            state,
-            lambda folder: self._tidy(folder, best, last_good),
-            taken.average,
-        )
-        self._saved = steps
-        if self._every is None:
-            self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
-        self._stepper.synchronize_before(self._due())
 
     def _tidy(
         self, folder: Path, best: tuple[str, float] | None, compared: int | None

@@ -49,8 +49,7 @@ def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear
     knob.number("lr", lr, above=0)
     knob.chosen("rule", rule, get_args(Rule))
     ratio = global_batch / base_batch
-    factor = ratio if rule == "linear" else math.sqrt(ratio)
-    return lr * factor
+    return lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
 def warmup(optimizer: Optimizer, steps: int, start: float = 0.1) -> LambdaLR:

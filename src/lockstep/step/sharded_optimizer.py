@@ -4,6 +4,7 @@ ZeroRedundancyOptimizer, for training loops without a Stepper.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,10 +98,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
-        parameters: dict[torch.Tensor, None] = {}
-        for group in self.param_groups:
-            parameters.update(dict.fromkeys(group["params"]))
-        return list(parameters)
+        groups = [group["params"] for group in self.param_groups]
+        return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
     def _trained(self) -> list[int]:
         """Return the ids of the parameters that are or once were trained. The list changes when a

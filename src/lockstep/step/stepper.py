@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -422,10 +422,10 @@ class Stepper:
             parts.unused()
         if self.method.update != "server":  # whose ranks only send
             status.enter("optimizer")
+        stream: AbstractContextManager[None] = nullcontext()
         if may_draw(self.optimizer):
-            with randomness.update(self._options.seed, run.step):
-                ended = self.update.end(self.steps, facts, divisor)
-        else:
+            stream = randomness.update(self._options.seed, run.step)
+        with stream:
             ended = self.update.end(self.steps, facts, divisor)
         self.steps = ended.steps
         if ended.outcome is not None:

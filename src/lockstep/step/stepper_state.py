@@ -4,6 +4,7 @@ depend on the number of ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,12 +213,11 @@ def _optimizer_state(
 def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
     """Return the optimizer's state that is not in tensors, by the names of whole parameters."""
     numbers = {}
-    for members in stepper.update.optimizer.wholes():
-        for parameter in members:
-            state = stepper.optimizer.state.get(parameter, {})
-            plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            if plain:
-                numbers[name_of(parameter)] = encoded(plain, "the optimizer's state")
+    for parameter in itertools.chain.from_iterable(stepper.update.optimizer.wholes()):
+        state = stepper.optimizer.state.get(parameter, {})
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if plain:
+            numbers[name_of(parameter)] = encoded(plain, "the optimizer's state")
     return numbers
 
 
@@ -247,12 +247,8 @@ def _names(stepper: Stepper) -> Callable[[Tensor], str]:
         id(parameter): stepper.model_shard.optimizer_name(name)
         for name, parameter in stepper.model.named_parameters()
     }
-    numbered: dict[int, str] = {}
-    count = 0
-    for members in stepper.update.optimizer.wholes():
-        for parameter in members:
-            numbered[id(parameter)] = f"#{count}"
-            count += 1
+    parameters = itertools.chain.from_iterable(stepper.update.optimizer.wholes())
+    numbered = {id(parameter): f"#{number}" for number, parameter in enumerate(parameters)}
     return lambda parameter: known.get(id(parameter)) or numbered[id(parameter)]
 
 

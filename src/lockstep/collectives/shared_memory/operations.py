@@ -61,11 +61,6 @@ def possible() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def _length(size: int) -> int:
-    """Return the bytes of memory for `size` ranks. A page takes memory only when it is touched."""
-    return _header(size) + size * SLOTS * PIECE
-
-
 def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> HostMemory:
     """Return a group's shared memory. It can map more memory later. Every member calls this, on a
     host where it is `possible`.
@@ -76,8 +71,10 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
         name = f"{key}/{next(numbers)}"
         return share(store, name, group.rank, group.size, octets, timeout, kinds)
 
+    # a page takes memory only when it is touched
+    length = _header(group.size) + group.size * SLOTS * PIECE
     with torch.inference_mode(False):  # as in `slot`
-        (memory,) = map_more(_length(group.size), mmap.MAP_SHARED)
+        (memory,) = map_more(length, mmap.MAP_SHARED)
         return HostMemory(memory, group, map_more, crowded=crowded(_cores(store, key, group)))
 
 
