@@ -68,7 +68,7 @@ def blocks(slots: range) -> tuple[Block, ...]:
 
 
 def _walk(slots: range) -> tuple[tuple[Turn, ...], tuple[Block, ...]]:
-    found: list[Turn] = []
+    steps: list[Turn] = []
     stack: list[Block] = []
     for slot in slots:
         stack.append(Block(slot, 1))
@@ -77,9 +77,9 @@ def _walk(slots: range) -> tuple[tuple[Turn, ...], tuple[Block, ...]]:
             first, size = stack[-2]
             stack[-2:] = [Block(first, 2 * size)]
             merged += 1
-        fresh = merged == 0
-        found.append(Turn(len(stack) - 1 + max(0, merged - 1), fresh, max(0, merged - 1)))
-    return tuple(found), tuple(stack)
+        carries = max(0, merged - 1)
+        steps.append(Turn(len(stack) - 1 + carries, merged == 0, carries))
+    return tuple(steps), tuple(stack)
 
 
 def _neighbours(left: Block, right: Block) -> bool:
@@ -101,32 +101,34 @@ Term = int | tuple["Term", "Term"]
 
 
 @lru_cache(maxsize=256)
-def tree(every: tuple[Block, ...]) -> Term:
+def tree(blocks: tuple[Block, ...]) -> Term:
     """Return the order in which the blocks of all ranks are added. They tile slots 0 .. n - 1."""
-    assert every, "a step has at least one micro-batch"
-    in_order = sorted(every)
+    assert blocks, "a step has at least one micro-batch"
+    in_order = sorted(blocks)
     ends = [block.first + block.size for block in in_order]
     end = ends[-1]
     assert [block.first for block in in_order] == [0, *ends[:-1]]
-    places = {block: number for number, block in enumerate(every)}
+    indices = {block: index for index, block in enumerate(blocks)}
     size = 1
     while size < end:
         size *= 2
-    found = _term(Block(0, size), places, end)
-    assert found is not None
-    return found
+    root = _term(Block(0, size), indices, end)
+    assert root is not None
+    return root
 
 
-def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
-    if block in places:
-        return places[block]
+def _term(block: Block, indices: dict[Block, int], end: int) -> Term | None:
+    if block in indices:
+        return indices[block]
     if block.first >= end:
         return None
     half = block.size // 2
-    left = _term(Block(block.first, half), places, end)
-    right = _term(Block(block.first + half, half), places, end)
-    if left is None or right is None:
-        return left if right is None else right
+    left = _term(Block(block.first, half), indices, end)
+    right = _term(Block(block.first + half, half), indices, end)
+    if left is None:
+        return right
+    if right is None:
+        return left
     return left, right
 
 
@@ -174,6 +176,6 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
 
 def add_rows(rows: Tensor) -> Tensor:
     """Return the sum of a tensor's rows along the tree: shape [n, ...] gives [...], for n >= 1."""
-    found = torch.empty_like(rows[0])
-    add_up(tree_of(len(rows)), rows.unbind(), found)
-    return found
+    total = torch.empty_like(rows[0])
+    add_up(tree_of(len(rows)), rows.unbind(), total)
+    return total

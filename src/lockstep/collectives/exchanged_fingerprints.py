@@ -49,33 +49,40 @@ class ExchangedFingerprints(Uncompared):
         with the ranks that did not come.
         """
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-        mine = torch.tensor([number, int.from_bytes(digest, "big")])
-        everyone = [torch.zeros(2, dtype=torch.int64) for _ in self._ranks]
+        local = torch.tensor([number, int.from_bytes(digest, "big")])
+        by_rank = [torch.zeros(2, dtype=torch.int64) for _ in self._ranks]
         try:
-            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            work = dist.all_gather(by_rank, local, group=self._group, async_op=True)
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._alone(number, text, error) from error
-        if any(not torch.equal(other, mine) for other in everyone):
+            raise self._failure(number, text, error) from error
+        if any(not torch.equal(remote, local) for remote in by_rank):
             raise self._mismatch(number, text)
 
     def _mismatch(self, number: int, text: str) -> CollectiveMismatch:
         self._store.set(f"said/{number}/{self._rank}", text)
-        texts = [
-            self._store.get(f"said/{number}/{rank}").decode() for rank in range(len(self._ranks))
-        ]
+        texts = []
+        for rank in range(len(self._ranks)):
+            texts.append(self._store.get(f"said/{number}/{rank}").decode())
         return different(number, texts, self._ranks)
 
-    def _alone(self, number: int, text: str, error: RuntimeError) -> CollectiveTimeout | PeerFailed:
+    def _failure(
+        self, number: int, text: str, error: RuntimeError
+    ) -> CollectiveTimeout | PeerFailed:
         """Return the error of a comparison that failed. Ask which other ranks also wait for it."""
         self._store.set(f"waiting/{number}/{self._rank}", "")
         deadline = time.monotonic() + _LET_THE_OTHERS_SAY.total_seconds()
-        while (missing := self._not_waiting(number)) and time.monotonic() < deadline:
+        missing = self._not_waiting(number)
+        while missing and time.monotonic() < deadline:
             time.sleep(0.01)
+            missing = self._not_waiting(number)
         if time.monotonic() < deadline or not missing:
-            who = listed(missing) if missing else "a rank"
             return PeerFailed(
-                "peer-left-collective", number=number, call=text, who=who, error=str(error)
+                "peer-left-collective",
+                number=number,
+                call=text,
+                who=listed(missing) if missing else "a rank",
+                error=str(error),
             )
         return timed_out(number, text, missing, self._timeout)
 

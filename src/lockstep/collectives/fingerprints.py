@@ -67,7 +67,7 @@ class Uncompared:
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
         """Raise an error about the other ranks, if there is one. This rank waits elsewhere."""
 
-    def said(self, number: int) -> str:
+    def text_of(self, number: int) -> str:
         """Return the text of this rank's collective `number`; empty if it is no longer stored."""
         return ""
 
@@ -118,7 +118,8 @@ class HostFingerprints(Uncompared):
         """Compare with the ranks that have come to `number`. Return True if all have. Raises
         CollectiveMismatch.
         """
-        words, all_here = self._words, True
+        words = self._words
+        all_here = True
         here = self._rank * BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
         for other in self._others:
             header = other * BLOCK // _WORD
@@ -137,12 +138,13 @@ class HostFingerprints(Uncompared):
         """Whether another rank's tag of `number` differs. False if that rank is far ahead and has
         overwritten it.
         """
-        here, there = self._tag(self._rank, number), self._tag(other, number)
-        local, remote = self._memory[here : here + _TAG], self._memory[there : there + _TAG]
-        if (
-            local == remote
-            or not self._words[here // _WORD] == number == self._words[there // _WORD]
-        ):
+        here = self._tag(self._rank, number)
+        there = self._tag(other, number)
+        local = self._memory[here : here + _TAG]
+        remote = self._memory[there : there + _TAG]
+        if local == remote:
+            return False
+        if not self._words[here // _WORD] == number == self._words[there // _WORD]:
             return False
         return self._places or _without_place(remote) != _without_place(local)
 
@@ -166,7 +168,8 @@ class HostFingerprints(Uncompared):
                 last_look = now
                 self._look_for_the_dead(number, self._missing(number))
                 if now - begin > timeout.total_seconds():
-                    raise self._timeout(number, timeout)
+                    missing = [self._ranks[other] for other in self._missing(number)]
+                    raise timed_out(number, self._text(self._rank, number), missing, timeout)
         status.waits(False)
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
@@ -177,7 +180,7 @@ class HostFingerprints(Uncompared):
             self._look_for_the_dead(number, self._missing(number))
         self._look_for_the_dead(number, awaited)
 
-    def said(self, number: int) -> str:
+    def text_of(self, number: int) -> str:
         return self._text(self._rank, number) or ""
 
     # -- messages ---------------------------------------------------------------------------------
@@ -197,9 +200,8 @@ class HostFingerprints(Uncompared):
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return different(
-            number, [self._text(rank, number) for rank in range(len(self._ranks))], self._ranks
-        )
+        texts = [self._text(rank, number) for rank in range(len(self._ranks))]
+        return different(number, texts, self._ranks)
 
     def _missing(self, number: int) -> list[int]:
         return [other for other in self._others if self._words[other * BLOCK // _WORD] < number]
@@ -209,11 +211,9 @@ class HostFingerprints(Uncompared):
             latest, _, pid = _HEADER.unpack_from(self._memory, other * BLOCK)
             if pid and state(pid) == DEAD:
                 last = self._text(other, latest)
-                act = (
-                    f"its last collective was #{latest}: {last}"
-                    if last
-                    else "it had called no collective"
-                )
+                act = "it had called no collective"
+                if last:
+                    act = f"its last collective was #{latest}: {last}"
                 raise PeerFailed(
                     "peer-has-ended",
                     peer=self._ranks[other],
@@ -222,10 +222,6 @@ class HostFingerprints(Uncompared):
                     number=number,
                     call=self._text(self._rank, number),
                 )
-
-    def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
-        missing = [self._ranks[other] for other in self._missing(number)]
-        return timed_out(number, self._text(self._rank, number), missing, timeout)
 
 
 def _without_place(tag: bytes) -> bytes:
@@ -236,15 +232,15 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
     """Return the error that says what each rank calls as collective `number`. The text of a rank
     that has not come is None.
     """
-    said: dict[str, list[int]] = {}
+    callers: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         if text is not None:
-            said.setdefault(text, []).append(rank)
-    alike = len({text.rsplit(" at ", 1)[0] for text in said}) == 1
+            callers.setdefault(text, []).append(rank)
+    alike = len({text.rsplit(" at ", 1)[0] for text in callers}) == 1
     return CollectiveMismatch(
         "collective-places-differ" if alike else "collective-mismatch",
         number=number,
-        calls="; ".join(f"{listed(who)} {text}" for text, who in said.items()),
+        calls="; ".join(f"{listed(ranks)} {text}" for text, ranks in callers.items()),
     )
 
 
@@ -270,8 +266,9 @@ def described(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, detail: str, place: str
 ) -> str:
     """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
+    operation = f"{kind} {detail}" if detail else kind
     sizes = ",".join(map(str, shape))
-    return f"{kind}{f' {detail}' if detail else ''} {short_dtype(dtype)}[{sizes}] {place}"
+    return f"{operation} {short_dtype(dtype)}[{sizes}] {place}"
 
 
 def call_site() -> str:

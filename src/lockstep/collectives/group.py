@@ -79,22 +79,20 @@ class Record:
     """
 
     def __init__(self, file: str, ranks: Sequence[int]) -> None:
-        self._end = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ranks = listed(ranks)
         self._begun: dict[int, tuple[str, float]] = {}
 
     @classmethod
-    def where_asked_for(cls, ranks: Sequence[int]) -> Record | None:
+    def from_environment(cls, ranks: Sequence[int]) -> Record | None:
         """Return a Record, or None unless the launcher's --debug has named a file."""
         file = os.environ.get(COLLECTIVES)
         return cls(file, ranks) if file else None
 
     def begin(self, number: int, text: str, elements: int) -> None:
         """Note that collective `number` was called."""
-        self._begun[number] = (
-            f"collective #{number} {text}, {elements} elements, {self._ranks}",
-            time.perf_counter(),
-        )
+        line = f"collective #{number} {text}, {elements} elements, {self._ranks}"
+        self._begun[number] = line, time.perf_counter()
         while len(self._begun) > _OPEN:
             self._unwaited(min(self._begun))
 
@@ -103,21 +101,23 @@ class Record:
         now = time.perf_counter()
         begun = self._begun.pop(number, None)
         if begun is not None:
-            self._write(f"{begun[0]}: {1e3 * (now - begun[1]):.2f} ms")
+            line, since = begun
+            self._write(f"{line}: {1e3 * (now - since):.2f} ms")
 
     def close(self) -> None:
         """Log the collectives that were never waited for, and close the file."""
         for number in sorted(self._begun):
             self._unwaited(number)
-        os.close(self._end)
+        os.close(self._file)
 
     def _unwaited(self, number: int) -> None:
         begun = self._begun.pop(number, None)
         if begun is not None:
-            self._write(f"{begun[0]}: not waited for")
+            line, _ = begun
+            self._write(f"{line}: not waited for")
 
     def _write(self, line: str) -> None:
-        os.write(self._end, f"{line}\n".encode())
+        os.write(self._file, f"{line}\n".encode())
 
 
 class NativeWork:
@@ -128,7 +128,8 @@ class NativeWork:
     def __init__(
         self, group: Group, work: dist.Work, finish: Callable[[], None] | None = None
     ) -> None:
-        self._group, self._number = group, group.number
+        self._group = group
+        self._number = group.number
         self._work: dist.Work | None = work
         self._finish = finish
 
@@ -196,7 +197,7 @@ class Group:
         """
         self.fingerprints = Uncompared()
         """Compares its collectives with the other ranks' before anything is sent."""
-        self.record = Record.where_asked_for(self.ranks)
+        self.record = Record.from_environment(self.ranks)
         """Logs its collectives; None unless `--debug` asks for it."""
         self._background = Background("lockstep collectives")
         self.memory: HostMemory | None = None
@@ -271,7 +272,8 @@ class Group:
         here = f"{node} {this_host()}" if sys.platform == "linux" else ""
         store.set(f"host/{self.rank}", here)
         keys = [f"host/{rank}" for rank in range(self.size)]
-        if {each.decode() for each in self._gathered(store, keys, timeout)} != {here} or not here:
+        hosts = {host.decode() for host in self._gathered(store, keys, timeout)}
+        if hosts != {here} or not here:
             return
         (page,) = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
         self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
@@ -359,9 +361,8 @@ class Group:
     def backend_all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """all_reduce by the backend, even if the ranks share memory."""
         working = reduced_dtype(op, tensor.dtype, tensor.layout)
-        self.announce(
-            "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * tensor.nbytes // self.size
-        )
+        sends = 2 * (self.size - 1) * tensor.nbytes // self.size
+        self.announce("all_reduce", tensor, op, place, sends)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         flat = tensor.detach().to(working).contiguous()
@@ -391,14 +392,8 @@ class Group:
     ) -> Work:
         """broadcast by the backend, even if the ranks share memory."""
         self.check_root(root)
-        self.announce(
-            "broadcast",
-            tensor,
-            f"from {root}",
-            place,
-            tensor.nbytes if self.rank == root and self.size > 1 else 0,
-            text,
-        )
+        sends = tensor.nbytes if self.rank == root and self.size > 1 else 0
+        self.announce("broadcast", tensor, f"from {root}", place, sends, text)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         # as bytes: a backend need not support the dtype of what it moves
@@ -426,7 +421,9 @@ class Group:
             return pieces.flatten(0, 1) if tensor.dim() else pieces
         self.announce("all_gather", tensor, "", place, (self.size - 1) * tensor.nbytes, text)
         self.wait_for_all(self.number)
-        piece = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
+        piece = tensor.detach().contiguous()
+        if tensor.dim() == 0:
+            piece = piece.reshape(1)
         if self.size == 1 or tensor.numel() == 0:
             return piece.repeat(self.size, *[1] * (piece.dim() - 1))
         joined = piece.new_empty((self.size * piece.shape[0], *piece.shape[1:]))
@@ -449,18 +446,17 @@ class Group:
         Both are flat and contiguous.
         """
         width = leaving.element_size()
-        sends = sum(to_each) - to_each[self.rank]
-        self.announce(
-            "all_to_all",
-            leaving,
-            "",
-            place,
-            sends * width,
-            f"all_to_all of slices, {str(leaving.dtype).removeprefix('torch.')}",
+        sends = width * (sum(to_each) - to_each[self.rank])
+        text = f"all_to_all of slices, {str(leaving.dtype).removeprefix('torch.')}"
+        self.announce("all_to_all", leaving, "", place, sends, text)
+        work = dist.all_to_all_single(
+            arriving.view(torch.uint8),
+            leaving.view(torch.uint8),
+            [width * count for count in from_each],
+            [width * count for count in to_each],
+            group=self.process_group,
+            async_op=True,
         )
-        octets = arriving.view(torch.uint8), leaving.view(torch.uint8)
-        splits = [width * count for count in from_each], [width * count for count in to_each]
-        work = dist.all_to_all_single(*octets, *splits, group=self.process_group, async_op=True)
         assert work is not None
         return NativeWork(self, work)
 
@@ -493,9 +489,9 @@ class Group:
         """
         self.bytes_sent += sends
         if self.watched or self.fingerprints.compares or self.record is not None:
-            place = place or call_site()
-            call = described(kind, tensor.shape, tensor.dtype, detail, place)
-            text = call if text is None else f"{text} {place}"
+            site = place or call_site()
+            call = described(kind, tensor.shape, tensor.dtype, detail, site)
+            text = call if text is None else f"{text} {site}"
         self.say(text or "")
         if self.record is not None:
             self.record.begin(self.number, text or kind, tensor.numel())
@@ -514,8 +510,10 @@ class Group:
         """
         self.number += 1
         if self.within is not None and dist.group.WORLD is not self.within:
-            what = f"collective #{self.number}{f', {text},' if text else ''}"
-            raise UsageError("process-group-destroyed", what=what)
+            call = f"collective #{self.number}"
+            if text:
+                call += f", {text},"
+            raise UsageError("process-group-destroyed", what=call)
         if self.watched:
             status.collective(self.number, text)
         self.fingerprints.post(self.number, text)

@@ -46,7 +46,9 @@ from lockstep.runtime.environment import rank_and_size
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's factors
+# splitmix64's factors
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 # every recorded run depends on these: add numbers, never renumber
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
@@ -273,7 +275,8 @@ class HostGenerators:
         import numpy as np
         import torch
 
-        self._np, self._equal = np, torch.equal
+        self._np = np
+        self._equal = torch.equal
         self._torch = torch.random.default_generator
         self._random: Any = random._inst
         self._random_memory = _memory_of(self._random) if _readable() else None
@@ -295,14 +298,12 @@ class HostGenerators:
             else:
                 self._clean = words
         if self._random_memory is None:
-            return HostState(self._torch.get_state(), words, normal, random.getstate(), None)
-        return HostState(
-            self._torch.get_state(),
-            words,
-            normal,
-            self._random_memory.raw,
-            self._random.gauss_next,
-        )
+            python = random.getstate()
+            gauss = None
+        else:
+            python = self._random_memory.raw
+            gauss = self._random.gauss_next
+        return HostState(self._torch.get_state(), words, normal, python, gauss)
 
     def drawn(self, state: HostState) -> list[str]:
         """Return the names of the generators that were drawn from since `state` was taken. A normal
@@ -314,9 +315,12 @@ class HostGenerators:
         if self._numpy_memory.raw != state.numpy:
             names.append("numpy")
         if self._random_memory is None:
-            if random.getstate() != state.random:
-                names.append("random")
-        elif self._random_memory.raw != state.random or self._random.gauss_next != state.gauss:
+            drawn = random.getstate() != state.random
+        else:
+            drawn = (
+                self._random_memory.raw != state.random or self._random.gauss_next != state.gauss
+            )
+        if drawn:
             names.append("random")
         return names
 
@@ -334,10 +338,8 @@ class HostGenerators:
                 self._random.gauss_next = state.gauss
 
     def _set_numpy(self, state: HostState) -> None:
-        if (
-            state.normal is not None
-            or self._numpy is not self._np.random.mtrand._rand._bit_generator
-        ):
+        replaced = self._numpy is not self._np.random.mtrand._rand._bit_generator
+        if replaced or state.normal is not None:
             *words, position = self._np.frombuffer(state.numpy, dtype=self._np.uint32).tolist()
             has_normal = int(state.normal is not None)
             self._np.random.set_state(("MT19937", words, position, has_normal, state.normal or 0.0))
@@ -456,7 +458,7 @@ def stream(kind: Kind, *key: int) -> Iterator[None]:
     if _seed is None:
         raise UsageError("seed-not-set")
     chosen("kind", kind, _KEYS)
-    numbers = [whole("key", each, -math.inf) for each in key]
+    numbers = [whole("key", number, -math.inf) for number in key]
     if len(numbers) not in _LENGTHS[kind]:
         raise UsageError("stream-key-wrong", kind=kind, key=list(key), expected=_KEYS[kind])
     with preserved(devices=kind != "sample"):

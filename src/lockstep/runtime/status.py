@@ -101,7 +101,8 @@ class Page:
         """Collective numbers that calls of torch.distributed have used."""
         self._ring = list(self.fields.ring)
         self._among = EVERYBODY
-        self.fields.phase, self.fields.since = INDEX["start"], time.monotonic_ns()
+        self.fields.phase = INDEX["start"]
+        self.fields.since = time.monotonic_ns()
         self.fields.ticks += 1
 
     @property
@@ -126,15 +127,20 @@ class Page:
             self.collective(fields.number + 1, text)
         self._wait_among(among)
         self.began_to_wait = time.monotonic_ns()
-        fields.call, fields.plain, fields.waits = text, 1, 1
+        fields.call = text
+        fields.plain = 1
+        fields.waits = 1
         fields.native = b""  # the earlier native collective is over
         fields.ticks += 1
 
     def called(self) -> None:
         """Record that the call has ended."""
-        fields, now = self.fields, time.monotonic_ns()
+        fields = self.fields
+        now = time.monotonic_ns()
         fields.waited += now - self.began_to_wait
-        fields.waits, fields.call, fields.since = 0, b"", now
+        fields.waits = 0
+        fields.call = b""
+        fields.since = now
         fields.ticks += 1
 
     def _wait_among(self, ranks: bytes) -> None:
@@ -229,13 +235,17 @@ def enter(phase: str, *, resumed: bool = False) -> str:
     It runs a dozen times in a step, so it looks at the time once and calls nothing.
     """
     global current
-    now, thread = time.monotonic_ns(), threading.get_ident()
-    index, before = INDEX[phase], INDEX["loop"]
-    page, clock = _page, _clock
+    now = time.monotonic_ns()
+    thread = threading.get_ident()
+    index = INDEX[phase]
+    before = INDEX["loop"]
+    page = _page
+    clock = _clock
     if clock is not None and clock.thread == thread:
         before = clock.phase
         clock.spent[before] += now - clock.since
-        clock.phase, clock.since = index, now
+        clock.phase = index
+        clock.since = now
         current = phase
         if clock.marks is not None:
             clock.mark(now)
@@ -243,7 +253,8 @@ def enter(phase: str, *, resumed: bool = False) -> str:
         fields = page.fields
         before = fields.phase
         fields.totals[before] += now - fields.since
-        fields.phase, fields.since = index, now
+        fields.phase = index
+        fields.since = now
         fields.ticks += 1
         current = phase
     if _hook is not None and not resumed:
@@ -290,8 +301,10 @@ def waits(begun: bool, *, messages: bool = False) -> None:
     """Record that this rank starts or stops waiting for other ranks. `messages`: it waits for
     messages, not in a collective. An error while waiting leaves it noted, as with `inside`.
     """
-    now, thread = time.monotonic_ns(), threading.get_ident()
-    page, clock = _page, _clock
+    now = time.monotonic_ns()
+    thread = threading.get_ident()
+    page = _page
+    clock = _clock
     if page is not None and page.thread == thread:
         fields = page.fields
         if begun:
@@ -350,7 +363,9 @@ def read_ticks(file: Path) -> int | None:
             octets = stream.read(8)
     except OSError:
         return None
-    return int.from_bytes(octets, sys.byteorder) if len(octets) == 8 else None
+    if len(octets) < 8:
+        return None
+    return int.from_bytes(octets, sys.byteorder)
 
 
 def read(file: Path) -> View | None:
@@ -371,7 +386,7 @@ def read(file: Path) -> View | None:
         waited_ns=page.waited,
         totals_ns=dict(zip(PHASES, page.totals, strict=True)),
         collectives={
-            each.number: each.text.decode(errors="replace") for each in page.ring if each.number
+            entry.number: entry.text.decode(errors="replace") for entry in page.ring if entry.number
         },
         messages=page.waits == 2,
         opened=bool(page.opened),
@@ -391,8 +406,12 @@ def mask(ranks: Iterable[int]) -> bytes:
     """Return the mask of `ranks`, the members of a call. Ranks too high for a mask give the mask of
     all ranks.
     """
-    bits = sum(1 << rank for rank in set(ranks))
-    return EVERYBODY if bits.bit_length() > 8 * _MEMBERS else bits.to_bytes(_MEMBERS, "little")
+    bits = 0
+    for rank in ranks:
+        bits |= 1 << rank
+    if bits.bit_length() > 8 * _MEMBERS:
+        return EVERYBODY
+    return bits.to_bytes(_MEMBERS, "little")
 
 
 def members(mask: bytes) -> Iterator[int]:
@@ -401,16 +420,13 @@ def members(mask: bytes) -> Iterator[int]:
     return (rank for rank in range(bits.bit_length()) if bits >> rank & 1)
 
 
+_SHORT_KINDS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
 def short_dtype(dtype: object) -> str:
     """Return a short name of a torch dtype: `f32`, `bf16`, `i64`."""
     name = str(dtype).removeprefix("torch.")
-    for long, short in (
-        ("bfloat", "bf"),
-        ("float", "f"),
-        ("uint", "u"),
-        ("int", "i"),
-        ("complex", "c"),
-    ):
+    for long, short in _SHORT_KINDS.items():
         if name.startswith(long):
             return short + name.removeprefix(long)
     return name

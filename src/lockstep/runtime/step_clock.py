@@ -147,8 +147,10 @@ class StepClock:
         piece of the step.
         """
         now = time.monotonic_ns()
-        self.since, self._began_to_wait = now, _NONE
-        self.spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
+        self.since = now
+        self._began_to_wait = _NONE
+        self.spent = [0] * len(PHASES)
+        self._waited = [0] * len(PHASES)
         self._keeps = spans
         self.marks = [] if spans or self._event is not None else None
         if self.marks is not None:
@@ -192,7 +194,8 @@ class StepClock:
             spent, waited = _of_device(marks)
             pieces = _spans(_on_device(marks)) if keeps else ()
             self._finished.append(_times(step, spent, waited, hidden, pieces))
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def mark(self, now: int) -> None:
@@ -208,7 +211,8 @@ class StepClock:
 
 def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
     """Return the ns spent, and the ns waited, in each phase between marks in a device's stream."""
-    spent, waited = [0] * len(PHASES), [0] * len(PHASES)
+    spent = [0] * len(PHASES)
+    waited = [0] * len(PHASES)
     for mark, following in itertools.pairwise(marks):
         ns = round(mark.event.elapsed_time(following.event) * 1e6)
         spent[mark.phase] += ns

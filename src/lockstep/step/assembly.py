@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -77,11 +77,11 @@ class StepperOptions:
         if method.alone and self.scheduler is not None:
             allow_scheduler(optimizer)
         if self.average is not None and method.alone:
-            raise UsageError("average-does-not-fit", option=_said_alone(method))
+            raise UsageError("average-does-not-fit", option=_step_alone_option(method))
         if method.server and self.unused == "skip":
             raise UsageError("skip-at-a-server")
         if method.alone and self.scales:
-            raise UsageError("loss-scaler-does-not-fit", option=_said_alone(method))
+            raise UsageError("loss-scaler-does-not-fit", option=_step_alone_option(method))
         if method.compression is not None and method.compression.owes and self.scales:
             raise UsageError("loss-scaler-does-not-fit", option=f"compress={method.compress!r}")
 
@@ -96,10 +96,18 @@ class StepperOptions:
             replicate(self.average.module, world.group)
 
     def compare(self, model: nn.Module, optimizer: Optimizer, alike: Group) -> None:
-        """Raise ReplicaDivergence if the ranks of `alike` start from different set-ups."""
-        if self.checks != "off":
-            fields = {**optimizer_fields(optimizer), "clip": self.clip, "seed": self.seed}
-            compare_start(*set_up_of(model, alike, fields))
+        """Raise ReplicaDivergence if the ranks of `alike` start from different set-ups. For a
+        wrapped model the ranks are those of its group.
+        """
+        if self.checks == "off":
+            return
+        if isinstance(model, DistributedDataParallel):
+            alike = model.group
+            fields = model_fields(model.module, model.ignored)
+        else:
+            fields = model_fields(model)
+        options = {"clip": self.clip, "seed": self.seed}
+        compare_start(alike, {**fields, **optimizer_fields(optimizer), **options})
 
     def averaged(self) -> list[tuple[str, Tensor]]:
         """The tensors of the averaged model, under the names that replica comparisons use."""
@@ -162,11 +170,13 @@ def assemble(
         model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
     )
     reducer.guard(adds_in_place=shard.mesh is None)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = [
+    optimized: set[int] = set()
+    for group in optimizer.param_groups:
+        optimized.update(map(id, group["params"]))
+    forgotten = [
         name
         for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
-        if id(parameter) not in held
+        if id(parameter) not in optimized
     ]
     updated = Updated(
         world=world,
@@ -188,7 +198,7 @@ def assemble(
         buffers=_buffers_of(bare, reducer, world),
         unused=UnusedCheck(reducer, options.unused),
         trace=NonFiniteTrace(reducer, always=options.trace_nonfinite),
-        forgotten=shortly(left_out) if left_out else "",
+        forgotten=shortly(forgotten) if forgotten else "",
     )
 
 
@@ -210,17 +220,6 @@ def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
         raise UsageError("slots-cannot-be-drawn", kind=type(loader).__name__)
     if loader.balance is not None:
         loader.balance.check(method, everyone.size)
-
-
-def set_up_of(
-    model: nn.Module, group: Group, fields: dict[str, Any]
-) -> tuple[Group, dict[str, Any]]:
-    """Return the ranks that must have the same set-up (the group of a wrapped model, else
-    `group`), and the values that they compare.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return model.group, {**model_fields(model.module, model.ignored), **fields}
-    return group, {**model_fields(model), **fields}
 
 
 def reducer_of(
@@ -247,7 +246,9 @@ def reducer_of(
         return Reducer(model, group, chosen, bucket_bytes=bucket_bytes), model
     if method.local is not None and method.local.fragments > 1:
         # fragments consist of whole buckets
-        octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        octets = sum(
+            parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+        )
         bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
     own = Alone(chosen)
     if method.server:
@@ -255,7 +256,7 @@ def reducer_of(
     return Reducer(model, group.alone(), own, bucket_bytes=bucket_bytes), model
 
 
-def _said_alone(method: Parallelism) -> str:
+def _step_alone_option(method: Parallelism) -> str:
     """Return the option that makes ranks step alone, as text for an error."""
     return f"sync_every={method.sync_every}" if method.local else f"update={method.update!r}"
 
@@ -263,8 +264,10 @@ def _said_alone(method: Parallelism) -> str:
 def _check_wrapped(method: Parallelism, bucket_mb: float | None) -> None:
     """Raise a UsageError for options that the reducer of a wrapped model does not support."""
     if method.alone or method.compress is not None:
-        what = f"compress={method.compress!r}" if method.compress else _said_alone(method)
-        raise UsageError("needs-bare-module", option=what)
+        option = _step_alone_option(method)
+        if method.compress:
+            option = f"compress={method.compress!r}"
+        raise UsageError("needs-bare-module", option=option)
     if method.exact:
         raise UsageError("needs-bare-module", option="exact=True")
     if bucket_mb is not None:

@@ -62,7 +62,8 @@ class Averaging:
         static_graph: bool,
         shares_buffers: bool,
     ) -> None:
-        self._module, self._group = module, group
+        self._module = module
+        self._group = group
         self.reducer = Reducer(
             module,
             group,
@@ -72,7 +73,8 @@ class Averaging:
             bucket_caps=caps,
             ignored=ignored,
         )
-        self.reducer.closing, self.reducer.scale = True, 1 / group.size
+        self.reducer.closing = True
+        self.reducer.scale = 1 / group.size
         self.backward_end = BackwardEnd(self.reducer, self.finish)
         if static_graph:
             self.reducer.use_static_graph()
@@ -108,13 +110,13 @@ class Averaging:
     def will_share_buffers(self) -> bool:
         return self.follows_backward and self._shares_buffers
 
-    def share_buffers(self, *, after_forward: bool, mine: bool = True) -> None:
+    def share_buffers(self, *, after_forward: bool, has_inputs: bool = True) -> None:
         """Broadcast the buffers if they are due at this point: those of rank 0, or inside `join`
-        those of a rank that still has inputs. `mine`: whether this rank has inputs.
+        those of a rank that still has inputs. `has_inputs`: whether this rank has.
         """
         if self.will_share_buffers() and self.buffers.after_forward == after_forward:
             joining = self.joining
-            self.buffers.share(lambda: 0 if joining is None else joining.root(mine))
+            self.buffers.share(lambda: 0 if joining is None else joining.root(has_inputs))
 
     def before_forward(self) -> None:
         """Compare the replicas if it is due, and prepare the reducer. All ranks call it before a
@@ -143,8 +145,8 @@ class Averaging:
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         return [
-            (name, each)
-            for name, each in self._module.named_parameters()
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
             if name not in self.reducer.ignored
         ]
 
@@ -157,18 +159,20 @@ class Averaging:
         own = {id(parameter) for parameter in self._module.parameters()}
 
         def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            averaging, groups = reference(), optimizer.param_groups
-            if averaging is not None and any(
-                id(parameter) in own for group in groups for parameter in group["params"][:1]
-            ):
-                averaging._stepped(optimizer)
+            averaging = reference()
+            if averaging is None:
+                return
+            for group in optimizer.param_groups:
+                if any(id(parameter) in own for parameter in group["params"][:1]):
+                    averaging._stepped(optimizer)
+                    return
 
         handle = register_optimizer_step_post_hook(stepped)
         weakref.finalize(self, handle.remove)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._replicas is not None and self._replicas.due(self._forwards + 1):
-            self._left = [(name, each.detach().clone()) for name, each in self._trained()]
+            self._left = [(name, weight.detach().clone()) for name, weight in self._trained()]
         self._version = self.reducer.parameters[0]._version
         self._optimizer = weakref.ref(optimizer)
 
@@ -200,7 +204,7 @@ class Averaging:
         """Take part in the collectives of a step for which only other ranks have inputs."""
         if reduced:
             self.before_forward()
-        self.share_buffers(after_forward=False, mine=False)
+        self.share_buffers(after_forward=False, has_inputs=False)
         self.follows_backward = reduced
         if reduced:
             self.finish()
@@ -214,7 +218,9 @@ class Averaging:
             root=root,
             buffers=self._shares_buffers,
         )
-        self.uneven, self.authoritative_rank, self._left = None, root, None
+        self.uneven = None
+        self.authoritative_rank = root
+        self._left = None
 
 
 class Uneven(JoinHook):
@@ -229,35 +235,35 @@ class Uneven(JoinHook):
     def __init__(
         self, averaging: Averaging, enabled: Callable[[], bool], *, divide_by_all: bool
     ) -> None:
-        self._averaging, self.enabled = averaging, enabled
+        self._averaging = averaging
+        self.enabled = enabled
         self._divide_by_all = divide_by_all
         self._before = averaging.reducer.scale
         self._own: list[Tensor | None] | None = None
         self.active = averaging.reducer.group.size
         """The number of ranks that have inputs for the current step."""
 
-    def count(self, mine: int, reduced: bool) -> bool:
+    def count(self, has_inputs: bool, reduced: bool) -> bool:
         """Count the ranks with inputs, and set the divisor. Return whether any rank will reduce
         its backward. Collective.
 
         Args:
-            mine: 1 if this rank has inputs, else 0.
+            has_inputs: whether this rank has inputs.
             reduced: whether this rank's backward will be reduced.
         """
         reducer = self._averaging.reducer
-        counts = torch.tensor([mine, int(reduced)], device=reducer.parameters[0].device)
+        counts = torch.tensor([int(has_inputs), int(reduced)], device=reducer.parameters[0].device)
         reducer.group.all_reduce(counts, place="for join()").wait()
         self.active, reducing = counts.tolist()
         if not isinstance(reducer.reduction, TorchHook):  # a comm hook divides itself
             reducer.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
         return bool(reducing)
 
-    def root(self, mine: bool) -> int:
-        """Return the highest rank whose `mine` is true. Collective."""
-        group = self._averaging.reducer.group
-        root = torch.tensor(
-            group.rank if mine else -1, device=self._averaging.reducer.parameters[0].device
-        )
+    def root(self, candidate: bool) -> int:
+        """Return the highest rank whose `candidate` is true. Collective."""
+        reducer = self._averaging.reducer
+        group = reducer.group
+        root = torch.tensor(group.rank if candidate else -1, device=reducer.parameters[0].device)
         group.all_reduce(root, "max", place="for join()").wait()
         return int(root)
 
@@ -267,10 +273,13 @@ class Uneven(JoinHook):
         """
         parameters = self._averaging.reducer.parameters
         if self._own is None:
-            self._own = [None if each.grad is None else each.grad.clone() for each in parameters]
+            self._own = []
+            for parameter in parameters:
+                gradient = parameter.grad
+                self._own.append(None if gradient is None else gradient.clone())
         for parameter in parameters:
             parameter.grad = None
-        self._averaging.shadow(self.count(0, False))
+        self._averaging.shadow(self.count(has_inputs=False, reduced=False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that finished last to all ranks, and restore this rank's

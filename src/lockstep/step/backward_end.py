@@ -23,7 +23,8 @@ class BackwardEnd:
     """Calls `finish` once at the end of each closing backward of the reducer's model."""
 
     def __init__(self, reducer: Reducer, finish: Callable[[], None]) -> None:
-        self._reducer, self._finish = reducer, finish
+        self._reducer = reducer
+        self._finish = finish
         reducer.on_first = self._queue
 
     def _queue(self) -> None:
@@ -57,7 +58,8 @@ class BackwardEnd:
 
 def _accumulates(output: Any) -> bool:
     """Whether the running backward adds to the `.grad` of a leaf behind this node."""
-    seen, rest = {None}, [output]
+    seen = {None}
+    rest = [output]
     while rest:
         node = rest.pop()
         if node in seen:

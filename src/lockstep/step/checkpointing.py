@@ -43,7 +43,7 @@ from lockstep.errors import (
 )
 from lockstep.runtime import status
 from lockstep.step.stepper import Stepper
-from lockstep.step.stepper_state import Taken, restore, take
+from lockstep.step.stepper_state import Snapshot, restore, snapshot
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote
@@ -125,7 +125,9 @@ class Checkpoints:
         check_storable(stepper.model)
         self.directory = Path(directory)
         self.keep = keep
-        self._stepper, self._loader, self._every = stepper, loader, every
+        self._stepper = stepper
+        self._loader = loader
+        self._every = every
         self._scheduler = scheduler
         self._check_scheduler()
         # after a resume, the steps of a scheduler that may lag behind the epoch
@@ -145,11 +147,14 @@ class Checkpoints:
         # A strong reference would form a cycle, which keeps the loader's processes alive until
         # garbage collection.
         set_aside = WeakMethod(self._set_aside)
+
+        def on_divergence(compared: int | None) -> str:
+            method = set_aside()
+            return "" if method is None else method(compared)
+
         for check in (stepper.replicas, stepper.witness):
             if check is not None:
-                check.on_divergence.append(
-                    lambda good: "" if (found := set_aside()) is None else found(good)
-                )
+                check.on_divergence.append(on_divergence)
 
     # -- resuming ---------------------------------------------------------------------------------
 
@@ -192,16 +197,17 @@ class Checkpoints:
             if self._loader is not None:
                 position = decoded(checkpoint.state["data"])
                 self._loader.load_state_dict(position)
-                self._note_lag(position)
-        self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
+                self._record_lag(position)
+        self._began = perf_counter(), self._stepper.steps
+        self._saved = self._stepper.steps
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
         if self._every is None:
             self._next = self._stepper.steps + FIRST
         self._stepper.synchronize_before(self._due())
         return checkpoint
 
-    def _note_lag(self, position: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint was saved after an epoch's last step, and before the loop
+    def _record_lag(self, position: Mapping[str, Any]) -> None:
+        """Record whether the checkpoint was saved after an epoch's last step, and before the loop
         stepped its scheduler for that epoch.
         """
         if self._scheduler is not None and position.get("step_in_epoch") == 0:
@@ -210,7 +216,8 @@ class Checkpoints:
 
     def _warn_of_lag(self) -> None:
         """Warn if the first step after a resume had the learning rate of the epoch before."""
-        lag, self._lag = self._lag, None
+        lag = self._lag
+        self._lag = None
         assert self._scheduler is not None
         if self._scheduler.last_epoch == lag and self._world.rank == 0:
             warnings.warn(
@@ -223,11 +230,9 @@ class Checkpoints:
 
     def _due(self) -> int:
         """The step after which the next save is due."""
-        return (
-            self._next
-            if self._every is None
-            else (self._stepper.steps // self._every + 1) * self._every
-        )
+        if self._every is None:
+            return self._next
+        return (self._stepper.steps // self._every + 1) * self._every
 
     def _chosen(self, step: int | None) -> str | None:
         """Choose the checkpoint to load, and return its folder's name. Rank 0 calls it, and
@@ -241,33 +246,30 @@ class Checkpoints:
                     "no-such-step",
                     step=step,
                     run=self.directory,
-                    there=[each.name for each in folders.written(self.directory)],
+                    there=[written.name for written in folders.written(self.directory)],
                 )
             return files.read(folder).folder.name
         newest = folders.newest(self.directory)
         latest = 0 if newest is None else folders.step_of(newest)
-        found, damaged = files.newest_whole(self.directory)
+        chosen, damaged = files.newest_whole(self.directory)
         if self._remote is not None:
-            for copy in reversed(self._remote.steps()):
-                if found is not None and copy <= found.step:
+            for remote_step in reversed(self._remote.steps()):
+                if chosen is not None and remote_step <= chosen.step:
                     break
-                latest = max(latest, copy)
+                latest = max(latest, remote_step)
                 try:
-                    found = self._remote.fetch(copy, self.directory)
+                    chosen = self._remote.fetch(remote_step, self.directory)
                 except DamagedCheckpoint as error:
                     damaged.append(error)
             self._fetch_best(self._remote)
         if damaged:
-            lost = latest - (0 if found is None else found.step)
-            then = (
-                "there is no other"
-                if found is None
-                else f"falling back to {found.folder.name} ({lost} steps lost)"
-            )
-            warnings.warn(
-                f"rejected {'; '.join(map(str, damaged))}; {then}", LockstepWarning, stacklevel=4
-            )
-        return None if found is None else found.folder.name
+            fallback = "there is no other"
+            if chosen is not None:
+                lost = latest - chosen.step
+                fallback = f"falling back to {chosen.folder.name} ({lost} steps lost)"
+            rejected = "; ".join(map(str, damaged))
+            warnings.warn(f"rejected {rejected}; {fallback}", LockstepWarning, stacklevel=4)
+        return None if chosen is None else chosen.folder.name
 
     def _fetch_best(self, remote: Remote) -> None:
         """Fetch the best checkpoint from `remote` if `directory` has no best checkpoint."""
@@ -276,15 +278,8 @@ class Checkpoints:
             step, metric, value = marked
             folder = folders.folder_of(self.directory, step)
             with suppress(DamagedCheckpoint):
-                files.mark_best(
-                    (
-                        files.read(folder)
-                        if folder.exists()
-                        else remote.fetch(step, self.directory)
-                    ).folder,
-                    metric,
-                    value,
-                )
+                best = files.read(folder) if folder.exists() else remote.fetch(step, self.directory)
+                files.mark_best(best.folder, metric, value)
 
     def _agreed(self, choose: Callable[[], str | None]) -> str | None:
         """Return rank 0's choice on all ranks. If `choose` fails on rank 0, all ranks raise."""
@@ -295,18 +290,18 @@ class Checkpoints:
                 chosen = choose()
             except (LockstepError, OSError) as error:
                 problem = error
-        said = said_by(
+        message = said_by(
             0,
             {"folder": chosen, "failed": problem is not None},
             self._world.control,
             "for the choice of a checkpoint",
         )
-        if said["failed"]:
+        if message["failed"]:
             raise problem or PeerFailed(
                 "rank-0-failed", what=f"find a usable checkpoint in {self.directory}"
             )
-        found: str | None = said["folder"]
-        return found
+        folder: str | None = message["folder"]
+        return folder
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -321,12 +316,13 @@ class Checkpoints:
         """
         if self._lag is not None:
             self._warn_of_lag()
-        steps, self._extra = self._stepper.steps, extra
+        self._extra = extra
+        steps = self._stepper.steps
         if self._stepper.between_synchronizations:
             return False
         due = steps >= self._next if self._every is None else steps % self._every == 0
         if due:
-            self.save(_now(extra))
+            self.save(_evaluated(extra))
         return due
 
     def save(
@@ -341,48 +337,47 @@ class Checkpoints:
         if self._stepper.between_synchronizations:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):
-            self._save(extra, best)
+            begin = perf_counter()
+            self._check_scheduler()
+            self.wait()  # also raises the error of an earlier save
+            self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
+            steps = self._stepper.steps
+            taken = snapshot(self._stepper, self._scheduler)
+            _check_storable(taken, self._world.control)
+            replicas = self._stepper.replicas
+            witness = self._stepper.witness
+            compared = None if replicas is None else replicas.compared
+            witnessed = None if witness is None else witness.witnessed
+            position = None
+            if self._loader is not None:
+                position = encoded(self._loader.state_dict(), "the loader's state")
+            state = {
+                **(extra or {}),
+                COMPARED: compared,
+                WITNESSED: witnessed,
+                "training": taken.state,
+                CONFIG: config_of(self._stepper.model),
+                "data": position,
+            }
+            last_good = compared if witness is None else witnessed
+            self._saver.save(
+                steps,
+                taken.model,
+                taken.pieces,
+                state,
+                lambda folder: self._tidy(folder, best, last_good),
+                taken.average,
+            )
+            self._saved = steps
+            if self._every is None:
+                self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
+            self._stepper.synchronize_before(self._due())
 
     def _check_scheduler(self) -> None:
         """Raise a UsageError if the optimizer has a scheduler that no checkpoint would hold."""
         known = self._scheduler or self._stepper.scheduler
         if known is None and "initial_lr" in self._stepper.optimizer.param_groups[0]:
             raise UsageError("scheduler-not-saved")
-
-    def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
-        begin = perf_counter()
-        self._check_scheduler()
-        self.wait()  # also raises the error of an earlier save
-        self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
-        steps, taken = self._stepper.steps, take(self._stepper, self._scheduler)
-        _check_storable(taken, self._world.control)
-        replicas, witness = self._stepper.replicas, self._stepper.witness
-        compared = None if replicas is None else replicas.compared
-        witnessed = None if witness is None else witness.witnessed
-        state = {
-            **(extra or {}),
-            COMPARED: compared,
-            WITNESSED: witnessed,
-            "training": taken.state,
-            CONFIG: config_of(self._stepper.model),
-            "data": (
-                None
-                if self._loader is None
-                else encoded(self._loader.state_dict(), "the loader's state")
-            ),
-        }
-        self._saver.save(
-            steps,
-            taken.model,
-            taken.pieces,
-            state,
-            lambda folder: self._tidy(folder, best, compared if witness is None else witnessed),
-            taken.average,
-        )
-        self._saved = steps
-        if self._every is None:
-            self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
-        self._stepper.synchronize_before(self._due())
 
     def _tidy(
         self, folder: Path, best: tuple[str, float] | None, compared: int | None
@@ -394,10 +389,10 @@ class Checkpoints:
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)
-        kept = folders.tidy(folder, self.keep, compared, marked)
+        remaining = folders.tidy(folder, self.keep, compared, marked)
         if self._remote is not None:
             try:
-                self._remote.mirror(folder, [each for each in kept if each.exists()], marked)
+                self._remote.mirror(folder, list(filter(Path.exists, remaining)), marked)
             except LockstepError as error:
                 return str(error)
         return None
@@ -455,7 +450,7 @@ class Checkpoints:
             and not self._stepper.between_synchronizations
             and sys.exception() is None
         ):
-            self.save(_now(self._extra))
+            self.save(_evaluated(self._extra))
         self._extra = None  # it may reference the whole training
         with status.inside("checkpoint"):
             self._saver.wait()
@@ -468,12 +463,12 @@ class Checkpoints:
             )
 
 
-def _check_storable(taken: Taken, group: Group) -> None:
+def _check_storable(taken: Snapshot, group: Group) -> None:
     """Raise a UsageError on all ranks if any rank has optimizer state that no file can hold."""
-    mine = {piece.data.dtype: piece.name for piece in taken.pieces}
-    lacking = [[name, str(dtype)] for dtype, name in mine.items() if not storable(dtype)]
-    found = everybodys(lacking, group, "for what a checkpoint can hold")
-    for name, dtype in next(filter(None, found), []):
+    examples = {piece.data.dtype: piece.name for piece in taken.pieces}
+    unstorable = [[name, str(dtype)] for dtype, name in examples.items() if not storable(dtype)]
+    by_rank = everybodys(unstorable, group, "for what a checkpoint can hold")
+    for name, dtype in next(filter(None, by_rank), []):
         raise UsageError(
             "tensor-not-storable",
             tensor=f"optimizer state {name}",
@@ -482,7 +477,7 @@ def _check_storable(taken: Taken, group: Group) -> None:
         )
 
 
-def _now(extra: Extra) -> Mapping[str, Any] | None:
+def _evaluated(extra: Extra) -> Mapping[str, Any] | None:
     return extra() if callable(extra) else extra
 
 

@@ -160,11 +160,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.bucket_bytes_cap_list = [int(each * 2**20) for each in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         policy = buffer_policy(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = policy.forward
-        self._checks, self._reduce = checks, reduce
+        self._checks = checks
+        self._reduce = reduce
         self._tie(
             world,
             process_group,
@@ -188,7 +189,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         self.is_copy = False
         self._default_group = process_group is None and device_mesh is None
-        self._world, self.device_mesh = world, device_mesh
+        self._world = world
+        self.device_mesh = device_mesh
         self.group = group_of(world, process_group, device_mesh)
         self.process_group = self.group.process_group
         if init_sync:
@@ -357,7 +359,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if joining is not None:
             Join.notify_join_context(self)
-            joining.count(1, reduced)
+            joining.count(True, reduced)
         if reduced:
             check_use(self.module if averaging.unchecked == 0 else None)
             averaging.before_forward()
@@ -386,7 +388,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         exception.
         """
         reducer = self._tied("no_sync()").reducer
-        before, reducer.closing = reducer.closing, False
+        before = reducer.closing
+        reducer.closing = False
         try:
             yield
         finally:

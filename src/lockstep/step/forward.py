@@ -86,42 +86,42 @@ class Forward:
         return as_float32(output)
 
     def loss(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
-        found: Any = self._task.loss(output, batch)
+        result: Any = self._task.loss(output, batch)
         if (
-            not isinstance(found, (tuple, list))
-            or len(found) != 2
-            or not isinstance(found[0], Tensor)
+            not isinstance(result, (tuple, list))
+            or len(result) != 2
+            or not isinstance(result[0], Tensor)
         ):
             raise TaskError(
                 "wrong-return-type",
                 function="Task: loss",
-                type=_shape(found),
+                type=_shape(result),
                 expected="(sum of the losses, weight), such as"
                 " (F.cross_entropy(..., reduction='sum'), len(y))",
             )
-        return found[0], found[1]
+        return result[0], result[1]
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """Return the task's metrics and "loss", each as (sum, weight)."""
-        found = self._metrics(output, batch) if self._metrics else {}
-        found = checked_sums(found, "Task: metrics")
-        if "loss" in found:
+        sums = self._metrics(output, batch) if self._metrics else {}
+        sums = checked_sums(sums, "Task: metrics")
+        if "loss" in sums:
             raise TaskError("metric-named-loss")
-        return {**found, "loss": self.loss(output, batch)}
+        return {**sums, "loss": self.loss(output, batch)}
 
 
 def checked_sums(
-    found: Any, function: str, free: Container[str] = ()
+    sums: Any, function: str, free: Container[str] = ()
 ) -> Mapping[str, tuple[Any, Any]]:
-    """Return `found`, which a user's function has returned. Raises TaskError if it is not a dict of
+    """Return `sums`, which a user's function has returned. Raises TaskError if it is not a dict of
     pairs; names in `free` may have other values.
     """
-    if not isinstance(found, Mapping):
+    if not isinstance(sums, Mapping):
         expected = "a dict of name -> (sum, weight)"
         raise TaskError(
-            "wrong-return-type", function=function, type=type(found).__name__, expected=expected
+            "wrong-return-type", function=function, type=type(sums).__name__, expected=expected
         )
-    for name, pair in found.items():
+    for name, pair in sums.items():
         if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             raise TaskError(
                 "wrong-return-type",
@@ -129,7 +129,7 @@ def checked_sums(
                 type=type(pair).__name__,
                 expected="(sum, weight), such as (correct.sum(), len(y))",
             )
-    return found
+    return sums
 
 
 def as_float32(output: Any) -> Any:
@@ -149,34 +149,34 @@ def _is_sample(part: Any) -> bool:
     """Whether `part` looks like a single sample: a tuple with a number and an array or tensor."""
     if not isinstance(part, (tuple, list)):
         return False
-    dimensions = [getattr(each, "ndim", 0) for each in part if not isinstance(each, str)]
+    dimensions = [getattr(field, "ndim", 0) for field in part if not isinstance(field, str)]
     return 0 in dimensions and max(dimensions) > 0
 
 
-def _shape(found: Any) -> str:
-    kind = type(found).__name__
-    if isinstance(found, (tuple, list)):
-        return f"{kind} of {', '.join(type(part).__name__ for part in found) or 'nothing'}"
-    if isinstance(found, Mapping):
-        parts = (f"{name!r}: {type(value).__name__}" for name, value in found.items())
+def _shape(result: Any) -> str:
+    kind = type(result).__name__
+    if isinstance(result, (tuple, list)):
+        return f"{kind} of {', '.join(type(part).__name__ for part in result) or 'nothing'}"
+    if isinstance(result, Mapping):
+        parts = (f"{name!r}: {type(value).__name__}" for name, value in result.items())
         return f"dict of {', '.join(parts)}"
     return kind
 
 
 def arguments(
-    found: Any, of: str = "inputs", error: type[UsageError] = UsageError
+    inputs: Any, function: str = "inputs", error: type[UsageError] = UsageError
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments in `found`, which a function `inputs` returned.
-    Raises `error` if `found` is no tuple, list or mapping.
+    """Return the positional and keyword arguments in `inputs`, which a function `inputs` returned.
+    Raises `error` if they are no tuple, list or mapping.
     """
-    if isinstance(found, Mapping):
-        return (), dict(found)
-    if isinstance(found, (tuple, list)):
-        return tuple(found), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
     raise error(
         "wrong-return-type",
-        function=of,
-        type=type(found).__name__,
+        function=function,
+        type=type(inputs).__name__,
         expected="the model's arguments as a tuple, such as (x,), or as a dict of keywords",
     )
 

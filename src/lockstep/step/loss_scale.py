@@ -24,8 +24,10 @@ class LossScale:
     """
 
     def __init__(self, scaler: GradScaler | None, device: torch.device) -> None:
-        self._wanted, self._device = scaler is not None and scaler.is_enabled(), device
-        self._weight, self._micro_batches = 0.0, 1
+        self._wanted = scaler is not None and scaler.is_enabled()
+        self._device = device
+        self._weight = 0.0
+        self._micro_batches = 1
         if scaler is not None and self._wanted:
             # the scaler creates its state at the first loss, and a rank may have no loss
             scaler.scale(torch.zeros((), device=device))
@@ -44,13 +46,12 @@ class LossScale:
         """Return the factor for a step. `weight`: the approximate weight of each micro-batch on
         this rank. Every rank of `group` calls it.
         """
-        total = torch.full(
-            (), float(weight) * self._micro_batches, dtype=torch.float64, device=self._device
-        )
+        expected = float(weight) * self._micro_batches
+        total = torch.full((), expected, dtype=torch.float64, device=self._device)
         group.all_reduce(total, place="for the first loss scale").wait()
         return _near_one_over(total.item() or 1.0)
 
-    def note(self, weight: float) -> None:
+    def record_weight(self, weight: float) -> None:
         """Record the weight of a step, over all ranks."""
         self._weight = weight or self._weight
 

@@ -51,32 +51,30 @@ class CheckpointForm:
         """Return what this rank writes: of the model, and of all other state. In the model's
         place, None means that this rank writes nothing of it.
         """
-        stepper, group = self._stepper, self._stepper.everyone
+        stepper = self._stepper
+        group = self._stepper.everyone
         model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
-        everywhere, mine = stepper.update.optimizer.pieces(name_of)
-        common, own = method_pieces(stepper.keepers(), group.rank)
-        heavy = sum(tensor.nbytes for tensor in model.values())
-        pieces = [
-            *shared_out([*everywhere, *common], group.rank, group.size, heavy),
-            *mine,
-            *own,
-        ]
+        common, local = stepper.update.optimizer.pieces(name_of)
+        method_common, method_local = method_pieces(stepper.keepers(), group.rank)
+        model_bytes = sum(tensor.nbytes for tensor in model.values())
+        shares = shared_out([*common, *method_common], group.rank, group.size, model_bytes)
+        pieces = [*shares, *local, *method_local]
         return model if group.rank == 0 else None, pieces
 
-    def groups(self, mine: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    def groups(self, local: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
         """Return the parameter names of each optimizer group, joined over all ranks that hold one
-        model. `mine`: the names on this rank.
+        model. `local`: the names on this rank.
         """
-        return mine
+        return local
 
-    def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def numbers(self, local: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state that is not in tensors, joined over the same ranks."""
-        return mine
+        return local
 
     def compare(self, checkpoint: Checkpoint) -> None:
         """Raise a UsageError if the checkpoint belongs to another model."""
-        ours = forms_of(weights(self._stepper.model).items())
-        compare_forms(ours, forms_of(checkpoint.model().items()))
+        here = forms_of(weights(self._stepper.model).items())
+        compare_forms(here, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load this rank's part of the model from a checkpoint that `compare` has accepted."""
@@ -138,9 +136,9 @@ class ModelShard:
 @torch.no_grad()
 def copy_stored(tensors: Mapping[str, StoredTensor], model: nn.Module) -> None:
     """Read stored tensors into the tensors of the same names in `model`."""
-    ours = weights(model)
+    targets = weights(model)
     for name, tensor in tensors.items():
-        ours[name].copy_(tensor.read())
+        targets[name].copy_(tensor.read())
 
 
 def forms_of(tensors: Iterable[tuple[str, Tensor | StoredTensor]]) -> Forms:
@@ -148,22 +146,27 @@ def forms_of(tensors: Iterable[tuple[str, Tensor | StoredTensor]]) -> Forms:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
 
 
-def compare_forms(ours: Forms, theirs: Forms) -> None:
+def compare_forms(model: Forms, stored: Forms) -> None:
     """Raise a UsageError if a checkpoint's model has other names, shapes or dtypes."""
-    difference = ""
-    if missing := sorted(ours.keys() ^ theirs.keys()):
-        where = "the model lacks" if missing[0] in theirs else "the checkpoint lacks"
-        difference = f"{where} {missing[0]!r}"
-    else:
-        for name, (shape, dtype) in ours.items():
-            other, was = theirs[name]
-            if (shape, dtype) != (other, was):
-                difference = f"{name} is {list(other)} {was} there, and {list(shape)} {dtype} here"
-                break
-    if difference:
+    difference = _first_difference(model, stored)
+    if difference is not None:
         raise UsageError(
             "checkpoint-of-another-model",
             checkpoint="the checkpoint",
             task="this training",
             differences=difference,
         )
+
+
+def _first_difference(model: Forms, stored: Forms) -> str | None:
+    """Return the first difference between a model and a checkpoint in words; None if there is none."""
+    unmatched = sorted(model.keys() ^ stored.keys())
+    if unmatched:
+        owner = "model" if unmatched[0] in stored else "checkpoint"
+        return f"the {owner} lacks {unmatched[0]!r}"
+    for name, (shape, dtype) in model.items():
+        stored_shape, stored_dtype = stored[name]
+        if (shape, dtype) != (stored_shape, stored_dtype):
+            there = f"{list(stored_shape)} {stored_dtype} there"
+            return f"{name} is {there}, and {list(shape)} {dtype} here"
+    return None

@@ -73,8 +73,8 @@ class Replicas:
         *,
         algorithm: str = "ring",
     ) -> None:
-        self.devices = _placed(replicas, devices)
-        on_one_node = [each for each in algorithms_of("all_reduce") if each != "hierarchical"]
+        self.devices = _devices(replicas, devices)
+        on_one_node = [name for name in algorithms_of("all_reduce") if name != "hierarchical"]
         knob.chosen("algorithm", algorithm, on_one_node)
         self.algorithm = algorithm
         self.master = copy.deepcopy(module).cpu()
@@ -106,7 +106,7 @@ class Replicas:
 
         # Replica 0 runs an empty batch, so that the output has the right shape and dtype.
         working = [rank for rank, size in enumerate(self._sizes((args, kwargs))) if size] or [0]
-        return gather(self._each(forward, working), self.devices[0])
+        return gather(self._run(forward, working), self.devices[0])
 
     def scatter(self, batch: Any) -> list[Any]:
         """Cut a batch into one part for each replica, on its device.
@@ -142,7 +142,7 @@ class Replicas:
             UsageError: a loss that is not one number, or invalid weights.
         """
         sizes = self._sizes(batch)
-        counted = self._checked(weights, sizes)
+        part_weights = self._checked(weights, sizes)
         chunks = self.scatter(batch)
 
         def forward_and_backward(rank: int) -> Tensor:
@@ -160,9 +160,9 @@ class Replicas:
                 total.backward()
             return total.detach()
 
-        losses = self._each(forward_and_backward, range(len(self)))
-        self._weights = counted
-        return float(sum(loss.item() for loss in losses) / sum(counted))
+        losses = self._run(forward_and_backward, range(len(self)))
+        self._weights = part_weights
+        return float(sum(loss.item() for loss in losses) / sum(part_weights))
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -176,7 +176,8 @@ class Replicas:
             raise UsageError(
                 "needs-call-before", call="average_gradients()", before="gradients(batch, loss_sum)"
             )
-        total, self._weights = sum(self._weights), None
+        total = sum(self._weights)
+        self._weights = None
         self.sum_gradients()
         for replica in self.replicas:
             for parameter in replica.parameters():
@@ -194,13 +195,11 @@ class Replicas:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             if all(parameter.grad is None for parameter in parameters):
                 continue
-            grads = [
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for parameter in parameters
-            ]
-            in_process.all_reduce(grads, "sum", self.algorithm)
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [parameter.grad for parameter in parameters]
+            in_process.all_reduce(gradients, "sum", self.algorithm)
 
     def zero_grad(self) -> None:
         """Clear every replica's gradients; `gradients()` does so itself."""
@@ -230,23 +229,26 @@ class Replicas:
             raise UsageError("needs-call-before", call="update()", before="average_gradients()")
         for optimizer in self._optimizers:
             optimizer.step()
-        _copy_all(self.replicas[0].parameters(), self.master.parameters())
+        with torch.no_grad():
+            for source, target in zip(
+                self.replicas[0].parameters(), self.master.parameters(), strict=True
+            ):
+                target.copy_(source)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Make the buffers of all replicas equal: average BatchNorm's statistics, and copy other
         buffers from replica 0.
         """
-        for owner, *owners in zip(
-            self.master.modules(), *(replica.modules() for replica in self.replicas), strict=True
-        ):
-            for name, buffer in owner.named_buffers(recurse=False):
-                theirs = [each.get_buffer(name) for each in owners]
-                if isinstance(owner, _NormBase) and buffer.is_floating_point():
-                    in_process.all_reduce(theirs, "mean", self.algorithm)
+        modules_of_replicas = [replica.modules() for replica in self.replicas]
+        for module, *copies in zip(self.master.modules(), *modules_of_replicas, strict=True):
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers = [replica.get_buffer(name) for replica in copies]
+                if isinstance(module, _NormBase) and buffer.is_floating_point():
+                    in_process.all_reduce(buffers, "mean", self.algorithm)
                 else:
-                    in_process.broadcast(theirs)
-                buffer.copy_(theirs[0])
+                    in_process.broadcast(buffers)
+                buffer.copy_(buffers[0])
 
     def check(self) -> None:
         """Compare the parameters of all replicas with those of replica 0.
@@ -254,14 +256,18 @@ class Replicas:
         Raises:
             ReplicaDivergence: replicas differ. It names the first parameter and the replicas.
         """
-        for (name, first), *others in zip(
-            *(replica.named_parameters() for replica in self.replicas), strict=True
-        ):
-            differ = [
-                rank for rank, (_, other) in enumerate(others, start=1) if not _equal(first, other)
+        named_parameters = [replica.named_parameters() for replica in self.replicas]
+        for (name, first), *others in zip(*named_parameters, strict=True):
+            parameters = [parameter for _, parameter in others]
+            differing = [
+                rank
+                for rank, parameter in enumerate(parameters, start=1)
+                if not _equal(first, parameter)
             ]
-            if differ:
-                raise ReplicaDivergence("in-process-replicas-differ", parameter=name, ranks=differ)
+            if differing:
+                raise ReplicaDivergence(
+                    "in-process-replicas-differ", parameter=name, ranks=differing
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the master copy. It loads into the original module."""
@@ -292,19 +298,19 @@ class Replicas:
         return self.train(False)
 
     def _sizes(self, batch: Any) -> list[int]:
-        each, more = divmod(_length(batch), len(self))
-        return [each + (rank < more) for rank in range(len(self))]
+        least, remainder = divmod(_length(batch), len(self))
+        return [least + (rank < remainder) for rank in range(len(self))]
 
     def _checked(self, weights: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
         if not any(sizes):
             raise UsageError("batch-without-samples")
-        found = [float(weight) for weight in (sizes if weights is None else weights)]
-        usable = all(0 <= weight < math.inf for weight in found) and sum(found) > 0
-        if len(found) != len(self) or not usable:
-            raise UsageError("weights-do-not-fit", weights=found, replicas=len(self))
-        return found
+        checked = list(map(float, sizes if weights is None else weights))
+        usable = all(0 <= weight < math.inf for weight in checked) and sum(checked) > 0
+        if len(checked) != len(self) or not usable:
+            raise UsageError("weights-do-not-fit", weights=checked, replicas=len(self))
+        return checked
 
-    def _each(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+    def _run(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
         """Call `work` for every rank: in threads if there are several devices, so that all are
         busy; one after the other on a single device.
         """
@@ -326,7 +332,10 @@ def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     if isinstance(first, Tensor) and first.dim():
         return torch.cat([output.to(device) for output in outputs])
     if isinstance(first, dict):
-        return {key: gather([output[key] for output in outputs], device) for key in first}
+        joined = {}
+        for key in first:
+            joined[key] = gather([output[key] for output in outputs], device)
+        return joined
     if isinstance(first, (tuple, list)):
         return _like(first, [gather(column, device) for column in zip(*outputs, strict=True)])
     returned = "a 0-d tensor" if isinstance(first, Tensor) else f"a {type(first).__name__}"
@@ -338,29 +347,31 @@ def _like(value: Any, members: list[Any]) -> Any:
     return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
 
 
-def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
+def _devices(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
     if replicas is not None:
         knob.whole("replicas", replicas)
     if devices is None:
-        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [
-            "cpu"
-        ]
+        gpus = range(torch.cuda.device_count())
+        devices = [torch.device("cuda", gpu) for gpu in gpus] or ["cpu"]
     if not devices:
         raise UsageError("no-devices")
-    return [torch.device(devices[rank % len(devices)]) for rank in range(replicas or len(devices))]
+    count = replicas or len(devices)
+    return [torch.device(devices[rank % len(devices)]) for rank in range(count)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that `scatter` cuts, also inside dicts, lists, tuples and subclasses."""
     if isinstance(value, Tensor) and value.dim():
         yield value
-    elif isinstance(value, (dict, tuple, list)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for member in value:
+            yield from _tensors(member)
 
 
 def _length(batch: Any) -> int:
-    lengths = [len(each) for each in _tensors(batch)]
+    lengths = [len(tensor) for tensor in _tensors(batch)]
     if not lengths:
         raise UsageError("batch-without-tensors", kind=type(batch).__name__)
     if len(set(lengths)) > 1:
@@ -370,21 +381,17 @@ def _length(batch: Any) -> int:
 
 def _chunk(value: Any, rank: int, size: int, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return (value.tensor_split(size)[rank] if value.dim() else value).to(device)
+        chunk = value.tensor_split(size)[rank] if value.dim() else value
+        return chunk.to(device)
     if isinstance(value, dict):
-        return {key: _chunk(each, rank, size, device) for key, each in value.items()}
+        return {key: _chunk(member, rank, size, device) for key, member in value.items()}
     if isinstance(value, (tuple, list)):
-        return _like(value, [_chunk(each, rank, size, device) for each in value])
+        return _like(value, [_chunk(member, rank, size, device) for member in value])
     return value
 
 
-@torch.no_grad()
-def _copy_all(sources: Any, targets: Any) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach(), b.detach().to(a.device)
+    a = a.detach()
+    b = b.detach().to(a.device)
     # NaN counts as equal to NaN: replicas with NaN in the same elements are still equal.
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

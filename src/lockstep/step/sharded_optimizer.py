@@ -4,6 +4,7 @@ ZeroRedundancyOptimizer, for training loops without a Stepper.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,18 +78,18 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._group = World.current().group if process_group is None else resolve(process_group)
         self._cut: CutOptimizer[Shards | WholeParameters] | None = None
         # The class checks all groups and fills in defaults; then it gets only this rank's part.
-        whole = optimizer_class(params, **defaults)
-        if needs_closure(whole):
+        optimizer = optimizer_class(params, **defaults)
+        if needs_closure(optimizer):
             raise UsageError("optimizer-needs-closure", optimizer=optimizer_class.__name__)
-        super().__init__(whole.param_groups, whole.defaults)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
         Joinable.__init__(self)
-        whole.param_groups = [dict(group) for group in self.param_groups]
-        self.optim = whole
+        optimizer.param_groups = [dict(group) for group in self.param_groups]
+        self.optim = optimizer
         """The optimizer of this rank, over slices or over whole parameters."""
         # ids of parameters that were ever trained, or that have optimizer state
-        self._ever = {id(parameter) for parameter in whole.state}
+        self._ever = set(map(id, optimizer.state))
         self._consolidated: dict[str, Any] | None = None
-        self._cut = CutOptimizer(whole, self._shards, self._trained)
+        self._cut = CutOptimizer(optimizer, self._shards, self._trained)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -97,35 +98,38 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
-        return list(dict.fromkeys(each for group in self.param_groups for each in group["params"]))
+        groups = [group["params"] for group in self.param_groups]
+        return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
     def _trained(self) -> list[int]:
         """Return the ids of the parameters that are or once were trained. The list changes when a
         never trained parameter is unfrozen; a parameter that is frozen later stays in it.
         """
         return [
-            id(each) for each in self._all_params if each.requires_grad or id(each) in self._ever
+            id(parameter)
+            for parameter in self._all_params
+            if parameter.requires_grad or id(parameter) in self._ever
         ]
 
     def _shards(self) -> Shards | WholeParameters:
         """Return the division of the parameters among the ranks."""
         parameters = self._all_params
-        for each in parameters:
-            if each.layout is not torch.strided:
+        for parameter in parameters:
+            if parameter.layout is not torch.strided:
                 raise UsageError(
                     "sparse-tensor",
-                    tensor=f"a parameter of shape {list(each.shape)}",
-                    layout=str(each.layout),
+                    tensor=f"a parameter of shape {list(parameter.shape)}",
+                    layout=str(parameter.layout),
                 )
         # parameters that were frozen after training keep their state
         self._ever |= set(self._trained())
-        trained = [each for each in parameters if id(each) in self._ever]
-        size = sum(each.numel() for each in trained)
+        trained = [parameter for parameter in parameters if id(parameter) in self._ever]
+        size = sum(parameter.numel() for parameter in trained)
         if not elementwise(type(self.optim)) or size < self._group.size * BLOCK:
             return WholeParameters(parameters, self._group)
         entries = [
-            Entry(f"parameter {number}", each.numel(), each.dtype, each.device)
-            for number, each in enumerate(trained)
+            Entry(f"parameter {number}", parameter.numel(), parameter.dtype, parameter.device)
+            for number, parameter in enumerate(trained)
         ]
         layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
         # the ignore: an optimizer may also hold plain tensors
@@ -167,7 +171,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         pieces.follow()
         self._consolidated = None
         if isinstance(pieces.shards, WholeParameters):
-            loss = self.optim.step(**({} if closure is None else {"closure": closure}), **options)
+            if closure is not None:
+                options["closure"] = closure
+            loss = self.optim.step(**options)
         else:
             loss = None
             if closure is not None:
@@ -204,8 +210,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         Args:
             to: the rank that gets the state.
         """
-        whole = self._pieces.state_dict()
-        self._consolidated = whole if self._group.rank == to else None
+        state = self._pieces.state_dict()
+        self._consolidated = state if self._group.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state in torch's form. It loads into `optimizer_class`, and
@@ -235,8 +241,9 @@ class ShardedOptimizer(Optimizer, Joinable):
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
     """Copy all options of the groups, but not their parameters."""
-    for ours, theirs in zip(source, target, strict=True):
-        theirs.update({name: value for name, value in ours.items() if name != "params"})
+    for source_group, target_group in zip(source, target, strict=True):
+        options = {name: value for name, value in source_group.items() if name != "params"}
+        target_group.update(options)
 
 
 class _StepsOn(JoinHook):

@@ -99,15 +99,17 @@ class Outcomes:
     def __init__(
         self, world: World, scheduler: LRScheduler | None, scaler: GradScaler | None
     ) -> None:
-        self._world, self._scheduler, self._scaler = world, scheduler, scaler
+        self._world = world
+        self._scheduler = scheduler
+        self._scaler = scaler
         self.known_at_once = world.device.type == "cpu" or scheduler is not None
-        """Whether to call `settle` for a step immediately after `note`."""
+        """Whether to call `settle` for a step immediately after `record`."""
         self._open: tuple[int, Applied, Facts, bool] | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.applied = 0
         """Number of steps whose update was applied; with a server, those reported to this rank."""
 
-    def note(self, step: int, outcome: Applied, facts: Facts, *, alone: bool) -> None:
+    def record(self, step: int, outcome: Applied, facts: Facts, *, alone: bool) -> None:
         """Record that step number `step` has ended. `alone`: `facts` are of this rank only."""
         self._open = step, outcome, facts, alone
 
@@ -117,7 +119,8 @@ class Outcomes:
         """
         if self._open is None:
             return
-        (step, outcome, facts, alone), self._open = self._open, None
+        step, outcome, facts, alone = self._open
+        self._open = None
         reason = outcome.reason
         self.applied += reason is None
         if self._scheduler is not None and (reason is None or alone):
@@ -129,27 +132,29 @@ class Outcomes:
             return  # with a loss scale, overflows are expected
         kind = reason.partition(":")[0]
         if facts.weight:
-            kind += " (traced)" if self.trace.watched else ""
+            if self.trace.watched:
+                kind += " (traced)"
             outcome.explain(f"{reason}. {self.trace.tell(facts.losses_by_rank)}")
             self.trace.watch()
         if self._world.rank == 0:
-            self.say(kind, step, outcome.reason or reason)
+            self._warn(kind, step, outcome.reason or reason)
 
     def skipped(self, windows: Sequence[AppliedWindow]) -> None:
         """Count the applied windows among those that a server has processed, and warn of the
         others.
         """
-        for each in windows:
-            self.applied += not each.reason
-            if each.reason:
-                self.say(each.reason, each.step + 1, each.reason)
+        for window in windows:
+            if window.reason:
+                self._warn(window.reason, window.step + 1, window.reason)
+            else:
+                self.applied += 1
 
-    def say(self, kind: str, step: int, reason: str) -> None:
+    def _warn(self, kind: str, step: int, reason: str) -> None:
         """Warn that a step was skipped, once for each kind of reason. The stacklevel is right for
         a step that has just ended: the warning names the line that called the Stepper.
         """
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(
                 f"step {step} was skipped: {reason}. This warning appears once.",
                 LockstepWarning,

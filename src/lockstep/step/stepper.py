@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ from lockstep.step.loss_scale import LossScale
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult
 from lockstep.step.window_run import WindowRun, summed
-from lockstep.step.witnessed_step import held, witnessed
+from lockstep.step.witnessed_step import local_state, witnessed
 from lockstep.step.wrapper_arguments import Checks
 from lockstep.updates.server.worker import ServerUpdate
 from lockstep.updates.update import Applied, may_draw
@@ -154,40 +154,36 @@ class Stepper:
         knob.known(knob.knobs(Parallelism).keys() - {"mesh"}, method, "Stepper")
         self.method = Parallelism(**method, mesh=self.model_shard.mesh)
         options.check(self.method, optimizer)
-        self.world = world or World.current()
-        options.check_models(model, self.world)
-        options.compare(model, optimizer, self.model_shard.replicas(self.world.group))
+        self.world = world = world or World.current()
+        options.check_models(model, world)
+        options.compare(model, optimizer, self.model_shard.replicas(world.group))
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.average = average
         self.replicas = ReplicaCheck() if checks == "full" else None
-        self._overwritten: OverwrittenCheck | None = None
         # on a mesh the ranks that exchange facts hold different parts of the model, whose digests
         # cannot be compared
-        if checks == "full" and self.model_shard.mesh is None:
-            self._overwritten = OverwrittenCheck()
-        self.steps, self._stop = 0, False
-        self._outcomes = Outcomes(
-            self.world, scheduler if scheduler_per == "step" else None, scaler
-        )
-        self.everyone = self.world.group
+        comparable = checks == "full" and self.model_shard.mesh is None
+        self._overwritten = OverwrittenCheck() if comparable else None
+        self.steps = 0
+        self._stop = False
+        self._outcomes = Outcomes(world, scheduler if scheduler_per == "step" else None, scaler)
+        self.everyone = model.group if isinstance(model, DistributedDataParallel) else world.group
         """All ranks of this training. `group` holds the ranks whose gradients are summed in a
         step: only this rank if it steps alone.
         """
-        if isinstance(model, DistributedDataParallel):
-            self.everyone = model.group
         local = self.method.local
         self._alone_from = math.inf if local is None else local.after
         """The step from which each rank steps alone, with local steps."""
         self._work_with(model)
-        self._loss_scale = LossScale(scaler, self.world.device)
-        self.clock = StepperClock(self.world.device)
+        self._loss_scale = LossScale(scaler, world.device)
+        self.clock = StepperClock(world.device)
         self._compares_data = checks != "off"
         self.witness = Witness.of(self.method.witnessed, seed, self.group)
         self._run: WindowRun | None = None
         self._version = -1
         """The version of the first parameter's memory after the last step."""
         if self.replicas is not None:
-            self.world.last_comparison.add(self._last_digests)
+            world.last_comparison.add(self._last_digests)
 
     def _work_with(self, model: nn.Module) -> None:
         """Assemble reducer and update for `model`, as the method requires at this step."""
@@ -206,7 +202,9 @@ class Stepper:
         )
         self.model = parts.model
         """The bare module."""
-        self.reducer, self.update, self.group = parts.reducer, parts.update, parts.reducer.group
+        self.reducer = parts.reducer
+        self.update = parts.update
+        self.group = parts.reducer.group
         self.steps_alone = alone
         """Whether each rank steps, or pushes to a server, with its own gradients only."""
         if self.world.rank == 0 and self.steps == 0:
@@ -311,7 +309,8 @@ class Stepper:
         """In this block `backward` belongs to another run of the open window (`WindowRun.again`).
         If the caller's loop is left inside it, `step` refuses.
         """
-        before, self._run = self._run, run
+        before = self._run
+        self._run = run
         yield
         self._run = before
 
@@ -406,7 +405,8 @@ class Stepper:
             UsageError: called without a window, or inside the loop over `micro_batches`, or after
                 an exception ended a backward of this window.
         """
-        run, parts = self._run, self._parts
+        run = self._run
+        parts = self._parts
         if run is None:
             raise UsageError("step-without-window")
         run.check_can_end()
@@ -415,21 +415,21 @@ class Stepper:
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
             self.check_replicas(f"in step {self.steps + 1}")
         if self.scaler is not None:
-            self._loss_scale.note(facts.weight)
+            self._loss_scale.record_weight(facts.weight)
         parts.buffers.finish(facts.weight, facts.newly_moving > 0)
         hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         if facts.weight and self.reducer.someone_misses:
             parts.unused()
         if self.method.update != "server":  # whose ranks only send
             status.enter("optimizer")
+        stream: AbstractContextManager[None] = nullcontext()
         if may_draw(self.optimizer):
-            with randomness.update(self._options.seed, run.step):
-                ended = self.update.end(self.steps, facts, divisor)
-        else:
+            stream = randomness.update(self._options.seed, run.step)
+        with stream:
             ended = self.update.end(self.steps, facts, divisor)
         self.steps = ended.steps
         if ended.outcome is not None:
-            self._outcomes.note(self.steps, ended.outcome, facts, alone=self.steps_alone)
+            self._outcomes.record(self.steps, ended.outcome, facts, alone=self.steps_alone)
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
         if ended.windows:
@@ -439,7 +439,7 @@ class Stepper:
         if self.replicas is not None and self.steps >= self.replicas.next_step:
             self.check_replicas()
         if self.witness is not None and run.record is not None:
-            self.witness.keep(held(self), self.steps)
+            self.witness.keep(local_state(self), self.steps)
         self._version = self.reducer.parameters[0]._version
         status.enter("loop")
         return StepResult(
@@ -575,4 +575,4 @@ class Stepper:
             *self.update.replicated(),
             *optimizer_numbers(self.optimizer, self.world.device),
         ]
-        return [(name, each) for name, each in named if name not in self.reducer.ignored]
+        return [(name, tensor) for name, tensor in named if name not in self.reducer.ignored]

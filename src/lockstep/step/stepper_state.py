@@ -4,6 +4,7 @@ depend on the number of ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from lockstep.step.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Snapshot:
     """The part of a checkpoint that this rank writes."""
 
     model: Mapping[str, Tensor] | Sequence[TensorPiece] | None
@@ -34,17 +35,23 @@ class Taken:
     """The tensors of the averaged model on the last rank; None on other ranks."""
 
 
-def take(stepper: Stepper, scheduler: LRScheduler | None) -> Taken:
+def snapshot(stepper: Stepper, scheduler: LRScheduler | None) -> Snapshot:
     """Return the current state, with that of a `scheduler` which the Stepper does not step. Tensors
     that all ranks hold are divided among the ranks for writing. Raises UsageError for values that
     only pickle could store.
     """
-    name_of, form = _names(stepper), stepper.model_shard.form(stepper)
+    name_of = _names(stepper)
+    form = stepper.model_shard.form(stepper)
     model, pieces = form.pieces(name_of)
-    names = form.groups(
-        [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
-    )
-    state = {
+    groups = []
+    for options, members in zip(
+        stepper.optimizer.param_groups, form.groups(_group_names(stepper, name_of)), strict=True
+    ):
+        plain = {key: value for key, value in options.items() if key != "params"}
+        groups.append(
+            {"parameters": list(members), "options": encoded(plain, "the optimizer's group")}
+        )
+    state: dict[str, Any] = {
         "steps": stepper.steps,
         "method": stepper.method.recipe(),
         "order of gradients": stepper.reducer.order,
@@ -52,31 +59,23 @@ def take(stepper: Stepper, scheduler: LRScheduler | None) -> Taken:
         "split": stepper.model_shard.mesh is not None,
         "optimizer": {
             "kind": _kind(stepper.optimizer),
-            "groups": [
-                {
-                    "parameters": list(members),
-                    "options": encoded(
-                        {key: value for key, value in options.items() if key != "params"},
-                        "the optimizer's group",
-                    ),
-                }
-                for options, members in zip(stepper.optimizer.param_groups, names, strict=True)
-            ],
+            "groups": groups,
             "numbers": form.numbers(_numbers(stepper, name_of)),
         },
-        **{
-            name: None if part is None else encoded(part.state_dict(), f"the {name}'s state")
-            for name, part in _followers(stepper, scheduler)
-        },
     }
-    return Taken(model, pieces, state, _average(stepper))
+    for name, part in _followers(stepper, scheduler):
+        state[name] = None
+        if part is not None:
+            state[name] = encoded(part.state_dict(), f"the {name}'s state")
+    return Snapshot(model, pieces, state, _average(stepper))
 
 
 def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
     """Return the averaged model on the last rank, which writes it. Return None on other ranks, or
     if nothing was averaged yet.
     """
-    average, world = stepper.average, stepper.world
+    average = stepper.average
+    world = stepper.world
     if average is None or average.n_averaged == 0 or world.rank != world.size - 1:
         return None
     return under_all_names(weights(average.module), average.module)
@@ -88,7 +87,7 @@ def restore(
     state: Mapping[str, Any],
     scheduler: LRScheduler | None,
 ) -> None:
-    """Load `checkpoint` into `stepper` and `scheduler`. `state` was made by `take`. Every rank
+    """Load `checkpoint` into `stepper` and `scheduler`. `state` was made by `snapshot`. Every rank
     calls it.
 
     Raises UsageError, naming the difference, if the checkpoint belongs to another model or
@@ -98,21 +97,22 @@ def restore(
     name_of = _names(stepper)
     form = stepper.model_shard.form(stepper)
     form.compare(checkpoint)
-    average, averaged = _stored_average(stepper, checkpoint, state), state.get("averaged")
+    average = _stored_average(stepper, checkpoint, state)
     if optimizer["kind"] != _kind(stepper.optimizer):
         raise _another(optimizer["kind"], _kind(stepper.optimizer))
-    method, before = stepper.method.recipe(), state.get("method", {})
-    if method != before:
-        raise _another(_said(before), _said(method))
+    method = stepper.method.recipe()
+    saved_method = state.get("method", {})
+    if method != saved_method:
+        raise _another(_method_text(saved_method), _method_text(method))
     # layers may have been frozen, unfrozen or added since the Stepper was made
     stepper.reducer.renew()
     stepper.update.follow()
-    names = [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
-    everyones = [list(members) for members in form.groups(names)]
-    saved = [each["parameters"] for each in optimizer["groups"]]
-    if [sorted(members) for members in everyones] != [sorted(members) for members in saved]:
+    names = _group_names(stepper, name_of)
+    groups = form.groups(names)
+    saved_groups = [group["parameters"] for group in optimizer["groups"]]
+    if list(map(sorted, groups)) != list(map(sorted, saved_groups)):
         raise _another(
-            f"parameter groups of {_shape(saved)} parameters", f"groups of {_shape(everyones)}"
+            f"parameter groups of {_shape(saved_groups)} parameters", f"groups of {_shape(groups)}"
         )
     stepper.steps = int(state["steps"])
     stepper.part_if_due()
@@ -121,27 +121,24 @@ def restore(
     form.load(checkpoint)  # after the layout, which may move the weights
     if stepper.average is not None:
         copy_stored(average, stepper.average.module)
-        stepper.average.n_averaged.fill_(int(averaged or 0))
+        stepper.average.n_averaged.fill_(int(state.get("averaged") or 0))
     tensors = form.optimizer(checkpoint)
     stepper.load_optimizer_state_dict(_optimizer_state(checkpoint, tensors, optimizer, names))
-    kept = method_kept(
-        {
-            name.removeprefix(METHOD): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(METHOD)
-        },
-        checkpoint,
-    )
+    of_method = {
+        name.removeprefix(METHOD): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(METHOD)
+    }
+    method_state = method_kept(of_method, checkpoint)
     for part in stepper.keepers():
-        part.take_back(*kept)
+        part.take_back(*method_state)
     for name, target in _followers(stepper, scheduler):
         stored = state.get(name)
-        if (target is None) != (stored is None):
-            raise _another(
-                f"{'no' if stored is None else 'a'} {name}",
-                f"{'no' if target is None else 'a'} {name}",
-            )
+        if target is None and stored is not None:
+            raise _another(f"a {name}", f"no {name}")
         if target is not None:
+            if stored is None:
+                raise _another(f"no {name}", f"a {name}")
             target.load_state_dict(decoded(stored))
     allow_scheduler(stepper.optimizer)
 
@@ -152,15 +149,17 @@ def _stored_average(
     """Return the average in a checkpoint; empty if nothing was averaged yet. Raises UsageError if
     only one of Stepper and checkpoint has an average, or if it belongs to another model.
     """
-    average, count = stepper.average, state.get("averaged")  # older checkpoints lack it
-    if (average is None) != (count is None):
-        there, here = (f"{'no' if each is None else 'an'} average" for each in (count, average))
-        raise _another(there, here)
+    average = stepper.average
+    count = state.get("averaged")  # older checkpoints lack it
+    if average is None and count is not None:
+        raise _another("an average", "no average")
+    if average is not None and count is None:
+        raise _another("no average", "an average")
     if average is None or not count:
         return {}
-    found = checkpoint.average()
-    compare_forms(forms_of(weights(average.module).items()), forms_of(found.items()))
-    return found
+    stored = checkpoint.average()
+    compare_forms(forms_of(weights(average.module).items()), forms_of(stored.items()))
+    return stored
 
 
 def _another(there: str, here: str) -> UsageError:
@@ -189,11 +188,12 @@ def _optimizer_state(
     """Return a state in the form of torch's `Optimizer.state_dict`, for groups of `names`."""
     numbers: dict[str, int] = {}
     groups = []
-    for group, mine in zip(saved["groups"], names, strict=True):
-        members = range(len(numbers), len(numbers) + len(mine))
-        numbers |= zip(mine, members, strict=True)
+    known: set[str] = set()
+    for group, local in zip(saved["groups"], names, strict=True):
+        members = range(len(numbers), len(numbers) + len(local))
+        numbers |= zip(local, members, strict=True)
         groups.append({**decoded(group["options"]), "params": list(members)})
-    known = {name for group in saved["groups"] for name in group["parameters"]}
+        known.update(group["parameters"])
     states: dict[int, dict[str, Any]] = {}
     for name, values in saved["numbers"].items():
         if name in numbers:
@@ -212,17 +212,13 @@ def _optimizer_state(
 
 def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
     """Return the optimizer's state that is not in tensors, by the names of whole parameters."""
-    found = {}
-    for members in stepper.update.optimizer.wholes():
-        for each in members:
-            plain = {
-                key: value
-                for key, value in stepper.optimizer.state.get(each, {}).items()
-                if not isinstance(value, Tensor)
-            }
-            if plain:
-                found[name_of(each)] = encoded(plain, "the optimizer's state")
-    return found
+    numbers = {}
+    for parameter in itertools.chain.from_iterable(stepper.update.optimizer.wholes()):
+        state = stepper.optimizer.state.get(parameter, {})
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if plain:
+            numbers[name_of(parameter)] = encoded(plain, "the optimizer's state")
+    return numbers
 
 
 def _follow_order(stepper: Stepper, state: Mapping[str, Any]) -> None:
@@ -251,16 +247,17 @@ def _names(stepper: Stepper) -> Callable[[Tensor], str]:
         id(parameter): stepper.model_shard.optimizer_name(name)
         for name, parameter in stepper.model.named_parameters()
     }
-    places = {
-        id(each): f"#{number}"
-        for number, each in enumerate(
-            each for members in stepper.update.optimizer.wholes() for each in members
-        )
-    }
-    return lambda parameter: known.get(id(parameter)) or places[id(parameter)]
+    parameters = itertools.chain.from_iterable(stepper.update.optimizer.wholes())
+    numbered = {id(parameter): f"#{number}" for number, parameter in enumerate(parameters)}
+    return lambda parameter: known.get(id(parameter)) or numbered[id(parameter)]
 
 
-def _said(recipe: Mapping[str, Any]) -> str:
+def _group_names(stepper: Stepper, name_of: Callable[[Tensor], str]) -> list[list[str]]:
+    """Return the names of the parameters of each optimizer group, on this rank."""
+    return [list(map(name_of, members)) for members in stepper.update.optimizer.wholes()]
+
+
+def _method_text(recipe: Mapping[str, Any]) -> str:
     return (
         ", ".join(f"{name}={value}" for name, value in recipe.items())
         or "every gradient summed as it is"
@@ -271,5 +268,5 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _shape(groups: list[list[str]]) -> str:
+def _shape(groups: Sequence[Sequence[str]]) -> str:
     return ", ".join(str(len(members)) for members in groups)

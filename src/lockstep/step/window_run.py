@@ -96,10 +96,18 @@ class WindowRun:
         factor: float | None,
         overwritten: OverwrittenCheck | None,
     ) -> None:
-        self.window, self._steps, self._parts, self._world = window, steps, parts, world
-        self._reducer, self._buffers = parts.reducer, parts.buffers
-        self._seed, self._exact, self._reports = seed, exact, reports
-        self._scale, self._factor, self._overwritten = scale, factor, overwritten
+        self.window = window
+        self._steps = steps
+        self._parts = parts
+        self._world = world
+        self._reducer = parts.reducer
+        self._buffers = parts.buffers
+        self._seed = seed
+        self._exact = exact
+        self._reports = reports
+        self._scale = scale
+        self._factor = factor
+        self._overwritten = overwritten
         self.step = steps if window is None else window.cut.step
         """The step number that selects the random streams."""
         # gives micro-batches of a plain list slot numbers that no other rank uses
@@ -159,7 +167,10 @@ class WindowRun:
         """
         window = self.window
         slot = self._first_slot + index if window is None else window.slots[index]
-        self.micro_batch, self.counted, self._last, self._weight = index, False, last, 0.0
+        self.micro_batch = index
+        self.counted = False
+        self._last = last
+        self._weight = 0.0
         self._row = slot if self._exact else 0
         if window is not None and self._reports:
             self.facts.add_samples(window.counts[index])
@@ -182,7 +193,8 @@ class WindowRun:
         Returns:
             The factor for the loss, equal on all ranks: 1 without loss scaling.
         """
-        self.counted, self._weight = True, weight
+        self.counted = True
+        self._weight = weight
         self.backwards += 1
         if self._reports:
             self.facts.add(weight, loss, self._row)
@@ -308,7 +320,8 @@ class WindowRun:
         """
         if self._summed is not None:
             return self._summed
-        reducer, reduction = self._reducer, self._reducer.reduction
+        reducer = self._reducer
+        reduction = self._reducer.reduction
         if reducer.unfinished:
             raise UsageError("backward-interrupted")
         if self._random_state is not None:  # the caller has left out the last micro-batches

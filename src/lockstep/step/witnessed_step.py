@@ -33,11 +33,14 @@ def witnessed(stepper: Stepper, witness: Witness, run: WindowRun, window: Window
     stepper.update.repeat(witness)
 
 
-def held(stepper: Stepper) -> list[tuple[str, Tensor]]:
+def local_state(stepper: Stepper) -> list[tuple[str, Tensor]]:
     """Return this rank's weights, buffers, and part of the optimizer's state, with names."""
     names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
-    _, own = stepper.update.optimizer.pieces(lambda parameter: names[id(parameter)])
-    return [*stepper.replicated(), *((piece.name, piece.data) for piece in own)]
+    _, pieces = stepper.update.optimizer.pieces(lambda parameter: names[id(parameter)])
+    named = stepper.replicated()
+    for piece in pieces:
+        named.append((piece.name, piece.data))
+    return named
 
 
 def _rehearsed(

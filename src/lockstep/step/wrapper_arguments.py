@@ -77,16 +77,15 @@ def buffer_policy(
     also decides about the start.
     """
     if broadcast_buffers is not None:
-        what = (
-            "its value is ignored, because forward_sync_buffers is given too"
-            if forward_sync_buffers is not None
-            else (
+        if forward_sync_buffers is not None:
+            effect = "its value is ignored, because forward_sync_buffers is given too"
+        else:
+            effect = (
                 "forward_sync_buffers takes its place; with broadcast_buffers=False buffers are not"
                 " made equal at the start either"
             )
-        )
         warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is deprecated in torch's wrapper: {what}",
+            f"broadcast_buffers={broadcast_buffers} is deprecated in torch's wrapper: {effect}",
             FutureWarning,
             stacklevel=3,
         )
@@ -102,10 +101,10 @@ def bucket_caps(
     """Return the maximum bytes of bucket 0, 1 and so on; the last value applies to all others."""
     if bucket_cap_mb is not None:
         knob.number("bucket_cap_mb", bucket_cap_mb, above=0)
-    for number, each in enumerate(bucket_cap_mb_list or ()):
-        knob.number(f"bucket_cap_mb_list[{number}]", each, above=0)
+    for number, cap in enumerate(bucket_cap_mb_list or ()):
+        knob.number(f"bucket_cap_mb_list[{number}]", cap, above=0)
     if bucket_cap_mb_list:
-        return tuple(int(each * _MIB) for each in bucket_cap_mb_list)
+        return tuple(int(cap * _MIB) for cap in bucket_cap_mb_list)
     largest = BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
     return min(FIRST_BUCKET, largest), largest
 
@@ -122,17 +121,14 @@ def device_of(
     if len(devices) > 1:
         raise UsageError("model-on-several-devices", devices=sorted(map(str, devices)))
     (device,) = devices
-    for name, given in (("device_ids", device_ids), ("output_device", output_device)):
-        ids = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-        if (
-            (ids and device.type == "cpu")
-            or len(ids) > 1
-            or any(
-                torch.device("cuda", each) != device if isinstance(each, int) else each != device
-                for each in ids
-            )
-        ):
-            raise UsageError("not-the-modules-device", name=name, value=given, device=str(device))
+    for name, option in (("device_ids", device_ids), ("output_device", output_device)):
+        if option is None:
+            continue
+        named = []
+        for index in option if isinstance(option, (list, tuple)) else [option]:
+            named.append(torch.device("cuda", index) if isinstance(index, int) else index)
+        if named and (device.type == "cpu" or named != [device]):
+            raise UsageError("not-the-modules-device", name=name, value=option, device=str(device))
     return device
 
 
@@ -192,12 +188,12 @@ def inputs_on(
                 return value
             if value.device.type == "cpu":
                 return value.to(device, non_blocking=True)
-            who = "" if world is None else f" (rank {world.rank}, local rank {world.local_rank})"
+            ranks = "" if world is None else f" (rank {world.rank}, local rank {world.local_rank})"
             raise UsageError(
                 "input-on-another-device",
                 argument=name,
                 device=str(value.device),
-                module=f"{device}{who}",
+                module=f"{device}{ranks}",
             )
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(

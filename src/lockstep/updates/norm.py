@@ -24,7 +24,7 @@ def block_sums(flat: Tensor) -> Tensor:
     """
     if flat.device.type != "cpu" or flat.numel() <= _PIECE:
         return _sums(flat)
-    return torch.cat([_sums(piece) for piece in flat.split(_PIECE)])
+    return torch.cat(list(map(_sums, flat.split(_PIECE))))
 
 
 def _sums(flat: Tensor) -> Tensor:
@@ -32,7 +32,10 @@ def _sums(flat: Tensor) -> Tensor:
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
     squares = (wide * wide.conj()).real
     sums = squares[:full].view(-1, BLOCK).sum(1)
-    return sums if full == flat.numel() else torch.cat([sums, squares[full:].sum().view(1)])
+    if full == flat.numel():
+        return sums
+    rest = squares[full:].sum()
+    return torch.cat([sums, rest.view(1)])
 
 
 def norm_of(sums: Sequence[Tensor]) -> Tensor:
@@ -55,7 +58,8 @@ class InBuckets:
     """Groups whose members hold different parts of these gradients."""
 
     def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self.device = reducer, reducer.parameters[0].device
+        self._reducer = reducer
+        self.device = reducer.parameters[0].device
 
     def flats(self) -> Sequence[Tensor]:
         """This rank's gradients, in flat tensors."""

@@ -40,7 +40,8 @@ class OwnStep(Update):
     """Steps the optimizer of `updated` on `summed` gradients."""
 
     def __init__(self, updated: Updated, summed: InBuckets) -> None:
-        self._updated, self._summed = updated, summed
+        self._updated = updated
+        self._summed = summed
 
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
         if facts.weight == 0:
@@ -64,10 +65,12 @@ class OwnStep(Update):
         """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU the
         host waits only for values that it needs.
         """
-        clip, scaler = self._updated.clip, self._updated.scaler
+        clip = self._updated.clip
+        scaler = self._updated.scaler
         if scaler is not None and scaler.is_enabled():
             return self._apply_scaled(divisor, clip, scaler)
-        optimizer, flats = self._updated.optimizer, self._summed.flats
+        optimizer = self._updated.optimizer
+        flats = self._summed.flats
         if clip is None:
             self._take_step(optimizer, flats, divisor, None)
             return Applied()
@@ -102,17 +105,13 @@ class OwnStep(Update):
         The step does nothing if `skipped` is true.
         """
         # torch.full, unlike torch.tensor, copies nothing from the host.
-        scale = (
-            divisor
-            if isinstance(divisor, Tensor)
-            else torch.full((), divisor, device=self._summed.device, dtype=torch.float32)
-        )
-        optimizer.grad_scale = scale.to(torch.float32)
-        optimizer.found_inf = (
-            torch.zeros((), device=self._summed.device, dtype=torch.float32)
-            if skipped is None
-            else skipped.to(torch.float32)
-        )
+        device = self._summed.device
+        if not isinstance(divisor, Tensor):
+            divisor = torch.full((), divisor, device=device, dtype=torch.float32)
+        if skipped is None:
+            skipped = torch.zeros((), device=device, dtype=torch.float32)
+        optimizer.grad_scale = divisor.to(torch.float32)
+        optimizer.found_inf = skipped.to(torch.float32)
         try:
             optimizer.step()
         finally:
@@ -125,7 +124,8 @@ class OwnStep(Update):
         finds those that are not finite, and lowers its scale.
         """
         one = torch.ones((), device=self._summed.device)
-        before, norm = scaler.scale(one), None
+        before = scaler.scale(one)
+        norm = None
         if clip is None:
             _multiply(self._summed.flats(), 1 / divisor)
         else:
@@ -159,9 +159,7 @@ class Replicated(OwnStep):
 
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         reducer = self._updated.reducer
-        names = {
-            id(each): name for name, each in zip(reducer.names, reducer.parameters, strict=True)
-        }
+        names = dict(zip(map(id, reducer.parameters), reducer.names, strict=True))
         pieces = whole_pieces(
             self._updated.optimizer, reducer.parameters, lambda parameter: names[id(parameter)]
         )
@@ -173,13 +171,14 @@ class InSlices(InBuckets):
 
     def __init__(self, reducer: Reducer, cut: CutOptimizer[Shards]) -> None:
         super().__init__(reducer)
-        self._cut, self.spread = cut, [reducer.group]
+        self._cut = cut
+        self.spread = [reducer.group]
 
     def flats(self) -> list[Tensor]:
         return self._cut.shards.slices(super().flats())
 
     def blocks(self) -> list[Tensor]:
-        return [self._cut.shards.everybodys([block_sums(each) for each in self.flats()])]
+        return [self._cut.shards.everybodys(list(map(block_sums, self.flats())))]
 
     def named(self) -> Iterable[tuple[str, Tensor]]:
         return self._cut.shards.gradients(self._reducer.names)
@@ -199,7 +198,8 @@ class Sharded(OwnStep):
         reducer = updated.reducer
 
         def cut() -> Shards:
-            layout, group = reducer.layout, reducer.group
+            layout = reducer.layout
+            group = reducer.group
             together = weights != "separate" and group.size > 1 and can_share(group, layout)
             if weights == "shared" and group.size > 1 and not together:
                 raise UsageError("weights-not-shareable")
@@ -226,11 +226,13 @@ class Sharded(OwnStep):
         divisor: float | Tensor,
         skipped: Tensor | None,
     ) -> None:
-        witness, self._witness = self._witness, None
+        witness = self._witness
+        self._witness = None
         if witness is None:
             super()._take_step(optimizer, flats, divisor, skipped)
             return
-        reducer, shards = self._updated.reducer, self.optimizer.shards
+        reducer = self._updated.reducer
+        shards = self.optimizer.shards
         names = [reducer.names[piece.parameter] for piece in shards.pieces]
         slices = SliceUpdate(optimizer, shards.views, names)
         super()._take_step(optimizer, flats, divisor, skipped)
@@ -241,7 +243,8 @@ class Sharded(OwnStep):
         check_repeated(slices, again, reducer.group, self._summed.device, witness)
 
     def apply(self, divisor: float) -> Applied:
-        shards, scaler = self.optimizer.shards, self._updated.scaler
+        shards = self.optimizer.shards
+        scaler = self._updated.scaler
         if scaler is not None and scaler.is_enabled() and shards.someone_has_none:
             raise UsageError(
                 "loss-scaler-does-not-fit", option="update='sharded' of a model this small"

@@ -19,16 +19,15 @@ class SynchronizedBuffers:
     """The buffers of one model. All ranks call `changed`, `synchronize` and `restart` alike."""
 
     def __init__(self, model: nn.Module, everyone: Group) -> None:
-        self._model, self._everyone = model, everyone
+        self._model = model
+        self._everyone = everyone
         self.since = 0.0
         """The weight of this rank's steps since the last synchronization."""
         self.restart()
 
     def restart(self) -> None:
-        """Note that all ranks have the same buffers now."""
-        self._start = {
-            name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
-        }
+        """Take the buffers as they are now, equal on all ranks, as the start of the next movement."""
+        self._start = {name: buffer.clone() for name, buffer in self.now().items()}
         self.since = 0.0
 
     def learned(self, weight: float) -> None:
@@ -39,7 +38,8 @@ class SynchronizedBuffers:
 
     def starts(self) -> dict[str, Tensor]:
         """The buffers as they were at the last synchronization."""
-        return {name: value for name, value in self._start.items() if name in self.now()}
+        present = self.now()
+        return {name: value for name, value in self._start.items() if name in present}
 
     def take(self, values: Mapping[str, Tensor]) -> None:
         """Copy these values into the buffers."""
@@ -53,9 +53,8 @@ class SynchronizedBuffers:
         """
         if not wanted:
             return []
-        return [
-            float(not _same(buffer, self._start.get(name))) for name, buffer in self.now().items()
-        ]
+        buffers = self.now()
+        return [float(not _same(now, self._start.get(name))) for name, now in buffers.items()]
 
     @torch.no_grad()
     def synchronize(self, changed: Sequence[float], total: float) -> None:
@@ -63,34 +62,26 @@ class SynchronizedBuffers:
         `total` is the weight of all ranks. A cache whose shape changes is left alone.
         """
         buffers = self.now()
-        moving = [
-            name
-            for (name, buffer), count in zip(buffers.items(), changed, strict=True)
-            if count and self._still(name, buffer)
-        ]
+        moving = []
+        for (name, buffer), count in zip(buffers.items(), changed, strict=True):
+            if count and name in self._start and self._start[name].shape == buffer.shape:
+                moving.append(name)
         if moving:
-            wide = (
-                torch.float64
-                if any(buffers[name].dtype == torch.float64 for name in moving)
-                else torch.float32
-            )
-            moved = [
-                movement(real(buffers[name]), real(self._start[name])).reshape(-1).to(wide)
-                * self.since
-                for name in moving
-            ]
-            flat = torch.cat(moved)
+            wide = torch.float32
+            if any(buffers[name].dtype == torch.float64 for name in moving):
+                wide = torch.float64
+            movements = []
+            for name in moving:
+                moved = movement(real(buffers[name]), real(self._start[name]))
+                movements.append(moved.reshape(-1).to(wide) * self.since)
+            flat = torch.cat(movements)
             self._everyone.all_reduce(flat, place="for the buffers of a synchronization").wait()
             flat.mul_(1 / total if total > 0 else 0.0)
-            for name, mean in zip(
-                moving, flat.split([each.numel() for each in moved]), strict=True
-            ):
+            means = flat.split([moved.numel() for moved in movements])
+            for name, mean in zip(moving, means, strict=True):
                 start = real(self._start[name])
                 real(buffers[name]).copy_(moved_by(start, mean.view(start.shape)))
         self.restart()
-
-    def _still(self, name: str, buffer: Tensor) -> bool:
-        return name in self._start and self._start[name].shape == buffer.shape
 
 
 def _same(now: Tensor, before: Tensor | None) -> bool:

@@ -32,14 +32,14 @@ AT_ONCE = 2**17  # bytes; up to this size every rank adds the whole tensor
 
 
 class Exchange(ABC):
-    """One collective, done in pieces. Subclasses define what they `take` from all slots.
+    """One collective, done in pieces. Subclasses define what they `read_piece` from all slots.
 
     The pieces are numbered over all of the group's collectives; those of this one begin at `first`.
 
     Args:
         slots: the group's shared memory.
         first: number of this collective's first piece.
-        mine: this rank's pieces, which the other ranks read.
+        local: this rank's pieces, which the other ranks read.
         results: flat tensors, each with the tensor that it is copied to.
     """
 
@@ -47,11 +47,14 @@ class Exchange(ABC):
         self,
         slots: HostMemory,
         first: int,
-        mine: Sequence[Tensor],
+        local: Sequence[Tensor],
         results: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        self.slots, self.first, self._mine, self._results = slots, first, mine, results
-        self.pieces = len(mine)
+        self.slots = slots
+        self.first = first
+        self._local = local
+        self._results = results
+        self.pieces = len(local)
         self.number = 0  # this collective's number in the group
         self.finished = False
         self._ahead = 0  # pieces written
@@ -59,12 +62,13 @@ class Exchange(ABC):
         # an error in this collective's tensors, for `wait`; other collectives continue
         self._error: RuntimeError | None = None
 
-    def give(self, piece: int) -> None:
+    def write_piece(self, piece: int) -> None:
         """Write this rank's piece to its slot."""
-        self.slot(self.slots.rank, piece, self._mine[piece]).copy_(self._mine[piece])
+        local = self._local[piece]
+        self.slot(self.slots.rank, piece, local).copy_(local)
 
     @abstractmethod
-    def take(self, piece: int) -> None:
+    def read_piece(self, piece: int) -> None:
         """Read what all ranks have written of a piece."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -87,7 +91,7 @@ class Exchange(ABC):
             self._write()
 
     def _write(self) -> None:
-        self.give(self._ahead)
+        self.write_piece(self._ahead)
         self._ahead += 1
         self.slots.put = self.first + self._ahead
         self.slots.written.post(self.slots.put)
@@ -96,7 +100,7 @@ class Exchange(ABC):
         """Do the rest of the collective, waiting for the others."""
         while self._taken < self.pieces:
             self._wait_for_piece(self._taken)
-            self.take(self._taken)
+            self.read_piece(self._taken)
             self._taken += 1
             self.slots.read.post(self.first + self._taken)
         self._end()
@@ -144,15 +148,16 @@ class AllReduce(Exchange):
         self._all: Sequence[Tensor] = ()  # every rank's slot
 
     def _write(self) -> None:
-        slots, (flat,) = self.slots, self._mine
+        slots = self.slots
+        (flat,) = self._local
         self._all = slots.of_all_ranks(self.first, flat.numel(), flat.dtype)
         self._all[slots.rank].copy_(flat)
         self._ahead = 1
         slots.put = self.first + 1
         slots.written.post(self.first + 1)
 
-    def take(self, piece: int) -> None:
-        fold(self._all, self._op, self._mine[piece])
+    def read_piece(self, piece: int) -> None:
+        fold(self._all, self._op, self._local[piece])
 
     def complete(self) -> None:
         slots = self.slots
@@ -162,7 +167,7 @@ class AllReduce(Exchange):
                 self._write()
             slots.written.until(self.first + 1)
             slots.group.fingerprints.compare(self.number)
-            self.take(0)
+            self.read_piece(0)
             self._taken = 1
             slots.read.post(self.first + 1)
         self._end()
@@ -178,32 +183,34 @@ class AllReduceBySlices(Exchange):
         self, slots: HostMemory, first: int, tensor: Tensor, op: Op, working: torch.dtype
     ) -> None:
         flat = _flat(tensor, working)
-        super().__init__(slots, first, _cut(flat), [(flat, tensor)])
+        local = _cut(flat)
+        super().__init__(slots, first, local, [(flat, tensor)])
         self._op = op
         self._collected = 0  # pieces
         share = 64 * slots.size
-        self._slices = [each.split(-(-len(each) // share) * 64) for each in self._mine]
+        self._slices = [piece.split(-(-len(piece) // share) * 64) for piece in local]
 
-    def give(self, piece: int) -> None:
+    def write_piece(self, piece: int) -> None:
         for rank, part in self._others(piece):
-            self._place(self.slots.rank, piece, rank).copy_(part)
+            self._slice_in_slot(self.slots.rank, piece, rank).copy_(part)
 
-    def take(self, piece: int) -> None:
+    def read_piece(self, piece: int) -> None:
         """Add this rank's slice."""
-        size, mine = self.slots.size, self.slots.rank
-        if mine < len(self._slices[piece]):
-            own = self._slices[piece][mine]
-            parts = [self._place(rank, piece, mine) for rank in range(size)]
-            total, parts[mine] = parts[mine], own
-            fold(parts, self._op, own)
-            total.copy_(own)
+        rank = self.slots.rank
+        if rank < len(self._slices[piece]):
+            local = self._slices[piece][rank]
+            parts = [self._slice_in_slot(owner, piece, rank) for owner in range(self.slots.size)]
+            total = parts[rank]
+            parts[rank] = local
+            fold(parts, self._op, local)
+            total.copy_(local)
         self.slots.reduced.post(self.first + piece + 1)
 
     def complete(self) -> None:
         while self._collected < self.pieces:
             if self._taken < min(self._collected + 2, self.pieces):
                 self._wait_for_piece(self._taken)
-                self.take(self._taken)
+                self.read_piece(self._taken)
                 self._taken += 1
             else:
                 self._collect(self._collected)
@@ -214,7 +221,7 @@ class AllReduceBySlices(Exchange):
         """Copy the sums of the other ranks' slices."""
         self.slots.reduced.until(self.first + piece + 1)
         for rank, part in self._others(piece):
-            part.copy_(self._place(rank, piece, rank))
+            part.copy_(self._slice_in_slot(rank, piece, rank))
         self.slots.read.post(self.first + piece + 1)
 
     def _others(self, piece: int) -> list[tuple[int, Tensor]]:
@@ -222,10 +229,10 @@ class AllReduceBySlices(Exchange):
             (rank, part) for rank, part in enumerate(self._slices[piece]) if rank != self.slots.rank
         ]
 
-    def _place(self, whose: int, piece: int, rank: int) -> Tensor:
-        """Return the part of rank `whose`'s slot for the slice of `rank`."""
+    def _slice_in_slot(self, owner: int, piece: int, rank: int) -> Tensor:
+        """Return the part of rank `owner`'s slot for the slice of `rank`."""
         slices = self._slices[piece]
-        return self.slot(whose, piece, slices[rank], rank * slices[0].nbytes)
+        return self.slot(owner, piece, slices[rank], rank * slices[0].nbytes)
 
 
 class Broadcast(Exchange):
@@ -234,25 +241,26 @@ class Broadcast(Exchange):
         super().__init__(slots, first, _cut(flat), [(flat, tensor)])
         self._root = root
 
-    def give(self, piece: int) -> None:
+    def write_piece(self, piece: int) -> None:
         if self.slots.rank == self._root:
-            super().give(piece)
+            super().write_piece(piece)
 
-    def take(self, piece: int) -> None:
+    def read_piece(self, piece: int) -> None:
         if self.slots.rank != self._root:
-            self._mine[piece].copy_(self.slot(self._root, piece, self._mine[piece]))
+            local = self._local[piece]
+            local.copy_(self.slot(self._root, piece, local))
 
 
 class AllGather(Exchange):
     def __init__(
-        self, slots: HostMemory, first: int, everybodys: Sequence[Tensor], tensor: Tensor
+        self, slots: HostMemory, first: int, gathered: Sequence[Tensor], tensor: Tensor
     ) -> None:
-        flats = [_flat(each, each.dtype) for each in everybodys]
-        results = list(zip(flats, everybodys, strict=True))
+        flats = [_flat(result, result.dtype) for result in gathered]
+        results = list(zip(flats, gathered, strict=True))
         super().__init__(slots, first, _cut(_flat(tensor, tensor.dtype)), results)
         self._pieces = [_cut(flat) for flat in flats]
 
-    def take(self, piece: int) -> None:
+    def read_piece(self, piece: int) -> None:
         for rank, pieces in enumerate(self._pieces):
             pieces[piece].copy_(self.slot(rank, piece, pieces[piece]))
 
@@ -270,14 +278,16 @@ class ReduceScatter(Exchange):
         self._op = op
         self._parts = [_cut(_flat(part, working), self._room) for part in parts]
 
-    def give(self, piece: int) -> None:
+    def write_piece(self, piece: int) -> None:
         for rank, chunks in enumerate(self._parts):
-            self.slot(self.slots.rank, piece, chunks[piece], rank * self._room).copy_(chunks[piece])
+            chunk = chunks[piece]
+            self.slot(self.slots.rank, piece, chunk, rank * self._room).copy_(chunk)
 
-    def take(self, piece: int) -> None:
-        mine, skip = self._mine[piece], self.slots.rank * self._room
-        chunks = [self.slot(rank, piece, mine, skip) for rank in range(self.slots.size)]
-        fold(chunks, self._op, mine)
+    def read_piece(self, piece: int) -> None:
+        local = self._local[piece]
+        skip = self.slots.rank * self._room
+        chunks = [self.slot(rank, piece, local, skip) for rank in range(self.slots.size)]
+        fold(chunks, self._op, local)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:

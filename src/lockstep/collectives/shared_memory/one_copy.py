@@ -41,28 +41,32 @@ class OneCopy:
         """Return where this rank's view differs from the shared content: the numbers of such pages,
         then all their bytes. Nobody may write to the shared memory meanwhile.
         """
-        numbers, found = [torch.zeros(0, dtype=torch.int64)], [self._octets[:0]]
+        numbers = [torch.zeros(0, dtype=torch.int64)]
+        contents = [self._octets[:0]]
         for pages in copied_pages(self._octets):
             octets = slice(pages.start * _PAGE, pages.stop * _PAGE)
-            ours = self._octets[octets].view(-1, _PAGE)
-            other = (ours != self._shared_octets[octets].view(-1, _PAGE)).any(1)
-            numbers.append(other.nonzero().flatten() + pages.start)
-            found.append(ours[other].flatten())
-        return [torch.cat(numbers), torch.cat(found)]
+            private = self._octets[octets].view(-1, _PAGE)
+            shared = self._shared_octets[octets].view(-1, _PAGE)
+            differs = (private != shared).any(1)
+            numbers.append(differs.nonzero().flatten() + pages.start)
+            contents.append(private[differs].flatten())
+        return [torch.cat(numbers), torch.cat(contents)]
 
-    def publish(self, mine: Sequence[range]) -> None:
+    def publish(self, elements: Sequence[range]) -> None:
         """Copy what this rank has written to these elements of each tensor to the shared memory.
         From then on its view shows the shared content. Nobody may read the shared memory meanwhile.
         """
         begin = self._octets.data_ptr()
         slices = []
-        for tensor, part in zip(self.private, mine, strict=True):
-            start, width = tensor.data_ptr() - begin, tensor.element_size()
+        for tensor, part in zip(self.private, elements, strict=True):
+            start = tensor.data_ptr() - begin
+            width = tensor.element_size()
             slices.append(range(start + part.start * width, start + part.stop * width))
         for pages in copied_pages(self._octets):
-            first, stop = pages.start * _PAGE, pages.stop * _PAGE
-            for each in slices:
-                both = slice(max(first, each.start), min(stop, each.stop))
+            first = pages.start * _PAGE
+            stop = pages.stop * _PAGE
+            for written in slices:
+                both = slice(max(first, written.start), min(stop, written.stop))
                 if both.start < both.stop:
                     self._shared_octets[both].copy_(self._octets[both])
             self._mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
@@ -74,12 +78,10 @@ def copied_pages(octets: Tensor) -> Iterator[range]:
     """
     # opened each time, because a child process has its own
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
-        known = os.pread(
-            file.fileno(),
-            octets.numel() // _PAGE * _ENTRY,
-            octets.data_ptr() // _PAGE * _ENTRY,
-        )
-    return runs_of_copies(torch.frombuffer(bytearray(known), dtype=torch.int64))
+        length = octets.numel() // _PAGE * _ENTRY
+        offset = octets.data_ptr() // _PAGE * _ENTRY
+        entries = bytearray(os.pread(file.fileno(), length, offset))
+    return runs_of_copies(torch.frombuffer(entries, dtype=torch.int64))
 
 
 def runs_of_copies(entries: Tensor) -> Iterator[range]:
@@ -90,8 +92,8 @@ def runs_of_copies(entries: Tensor) -> Iterator[range]:
     copies = ((kinds > 0) & (kinds & _FILE == 0)).nonzero().flatten()
     if not len(copies):
         return
-    apart = (copies.diff() > 1).nonzero().flatten() + 1
-    for run in copies.tensor_split(apart):
+    starts = (copies.diff() > 1).nonzero().flatten() + 1
+    for run in copies.tensor_split(starts):
         yield range(int(run[0]), int(run[-1]) + 1)
 
 
@@ -100,9 +102,8 @@ def kernel_tells() -> bool:
     handle = os.memfd_create("lockstep", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, 3 * _PAGE)
-        memory = torch.frombuffer(
-            mmap.mmap(handle, 3 * _PAGE, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
-        )
+        private = mmap.mmap(handle, 3 * _PAGE, flags=mmap.MAP_PRIVATE)
+        memory = torch.frombuffer(private, dtype=torch.uint8)
         memory[0].item()
         memory[_PAGE] = 1
         return list(copied_pages(memory)) == [range(1, 2)]

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 # words of 8 bytes from one rank's line to the next: two cache lines, because CPUs fetch them in
 # pairs
 _LINE = 16
-_FLAGS = 7
 _PAGE = 4096
 _VIEWS = 1024
 
@@ -62,24 +61,21 @@ def possible() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def _length(size: int) -> int:
-    """Return the bytes of memory for `size` ranks. A page takes memory only when it is touched."""
-    return _header(size) + size * SLOTS * PIECE
-
-
 def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> HostMemory:
     """Return a group's shared memory. It can map more memory later. Every member calls this, on a
     host where it is `possible`.
     """
     numbers = itertools.count()
 
-    def more(octets: int, *kinds: int) -> list[mmap.mmap]:
+    def map_more(octets: int, *kinds: int) -> list[mmap.mmap]:
         name = f"{key}/{next(numbers)}"
         return share(store, name, group.rank, group.size, octets, timeout, kinds)
 
+    # a page takes memory only when it is touched
+    length = _header(group.size) + group.size * SLOTS * PIECE
     with torch.inference_mode(False):  # as in `slot`
-        (memory,) = more(_length(group.size), mmap.MAP_SHARED)
-        return HostMemory(memory, group, more, crowded=crowded(_cores(store, key, group)))
+        (memory,) = map_more(length, mmap.MAP_SHARED)
+        return HostMemory(memory, group, map_more, crowded=crowded(_cores(store, key, group)))
 
 
 def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
@@ -109,7 +105,8 @@ class HostMemory:
         crowded: bool,
     ) -> None:
         self.group = group
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self._more = more
         words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
@@ -121,19 +118,25 @@ class HostMemory:
             late=self._late,
             timeout=lambda: self._timeout().total_seconds(),
         )
-        flags = [
-            Flag(self._waits, [rank * _LINE + word for rank in range(group.size)], group.rank)
-            for word in range(_FLAGS)
-        ]
-        self.written, self.reduced, self.read, self.ready, self.done, *gathered = flags
-        self._updated, self._copied = gathered
+        lines = [rank * _LINE for rank in range(group.size)]
+
+        def flag(word: int) -> Flag:
+            return Flag(self._waits, [line + word for line in lines], group.rank)
+
+        self.written = flag(0)
+        self.reduced = flag(1)
+        self.read = flag(2)
+        self.ready = flag(3)
+        self.done = flag(4)
+        self._updated = flag(5)
+        self._copied = flag(6)
         self._sums = 0  # sums that were started
         self._gathers = 0
         # views of slots, because making a view takes longer than a small message
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
         self._of_all_ranks: dict[tuple[int, int, torch.dtype], Sequence[Tensor]] = {}
         self._slots_begin = _header(group.size)
-        self._given = 0  # pieces of all collectives that were started
+        self._pieces = 0  # pieces of all collectives that were started
         self.put = 0  # pieces that this rank has written
         self._open: deque[Exchange | Sum] = deque()
         self._number = 0  # the collective that is running
@@ -148,9 +151,9 @@ class HostMemory:
         ranks.
         """
         working = reduced_dtype(op, tensor.dtype, tensor.layout)
-        how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
+        algorithm = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
         # may run out of memory, so it comes before the collective gets its number
-        work = how(self, self._given, tensor, op, working)
+        work = algorithm(self, self._pieces, tensor, op, working)
         self.group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         return self._start(work)
 
@@ -159,20 +162,20 @@ class HostMemory:
     ) -> Exchange:
         """Start to replace `tensor` on every rank by that of rank `root`."""
         check_root(root, self.size)
-        work = Broadcast(self, self._given, tensor, root)
+        work = Broadcast(self, self._pieces, tensor, root)
         sends = tensor.nbytes if self.rank == root else 0
         self.group.announce("broadcast", tensor, f"from {root}", place, sends, text)
         return self._start(work)
 
     def all_gather(
         self,
-        everybodys: Sequence[Tensor],
+        gathered: Sequence[Tensor],
         tensor: Tensor,
         place: str | None = None,
         text: str | None = None,
     ) -> Exchange:
-        """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
-        work = AllGather(self, self._given, everybodys, tensor)
+        """Start to fill `gathered[r]` with rank r's `tensor`, all of one shape and dtype."""
+        work = AllGather(self, self._pieces, gathered, tensor)
         self.group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
         return self._start(work)
 
@@ -183,13 +186,13 @@ class HostMemory:
         `parts[r]`, all of one shape and dtype.
         """
         check_op(op, tensor)
-        work = ReduceScatter(self, self._given, tensor, parts, op)
+        work = ReduceScatter(self, self._pieces, tensor, parts, op)
         self.group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
         return self._start(work)
 
     def _start(self, work: Exchange) -> Exchange:
         work.number = self.group.number
-        self._given += work.pieces
+        self._pieces += work.pieces
         self._open.append(work)
         work.write_ahead()
         return work
@@ -203,9 +206,8 @@ class HostMemory:
         length = self._agree(sizes, dtypes, place)
         (memory,) = self._more(length * self.size, mmap.MAP_SHARED)
         regions = torch.frombuffer(memory, dtype=torch.uint8).split(length)
-        return list(
-            map(list, zip(*[_laid(region, sizes, dtypes) for region in regions], strict=True))
-        )
+        by_rank = [_tensors_in(region, sizes, dtypes) for region in regions]
+        return list(map(list, zip(*by_rank, strict=True)))
 
     def allocate_once(
         self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
@@ -215,7 +217,7 @@ class HostMemory:
         """
         length = self._agree(sizes, dtypes, place)
         shared, private = self._more(length, mmap.MAP_SHARED, mmap.MAP_PRIVATE)
-        return OneCopy(shared, private, lambda octets: _laid(octets, sizes, dtypes))
+        return OneCopy(shared, private, lambda octets: _tensors_in(octets, sizes, dtypes))
 
     def _agree(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None) -> int:
         """Return how many bytes these tensors take, after checking that it is the same on all
@@ -286,19 +288,19 @@ class HostMemory:
         From then on no rank reads this rank's memory, so the caller may write to it.
         """
         self.finish_all()
-        rank, size = self.rank, self.size
+        rank = self.rank
+        size = self.size
         sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
         self._number = self.group.announce(
             "all_gather", tensors[0][rank], "slices in place", place, sends
         )
         self._await_updated()
-        for everybodys in tensors:
-            for other, theirs in enumerate(everybodys):
+        for by_rank in tensors:
+            local = by_rank[rank].data
+            for other, remote in enumerate(by_rank):
                 if other != rank:
-                    part = slice_of(theirs.numel(), other, size)
-                    everybodys[rank].data[part.start : part.stop].copy_(
-                        theirs[part.start : part.stop]
-                    )
+                    part = slice_of(remote.numel(), other, size)
+                    local[part.start : part.stop].copy_(remote[part.start : part.stop])
         self._copied.post(self._gathers)
         self._copied.until(self._gathers)
         self.group.ended(self._number)
@@ -319,18 +321,18 @@ class HostMemory:
         bytes after the start of the slot.
         """
         key = rank * SLOTS + piece % SLOTS, numel, dtype, skip
-        found = self._views.get(key)
-        if found is None:
+        view = self._views.get(key)
+        if view is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             start = self._slots_begin + key[0] * PIECE + skip
             with torch.inference_mode(False):
                 # the view is kept, and one made in inference mode could be written to in that mode
                 # only
-                found = self._views[key] = self._octets[
-                    start : start + numel * dtype.itemsize
-                ].view(dtype)
-        return found
+                stop = start + numel * dtype.itemsize
+                view = self._octets[start:stop].view(dtype)
+                self._views[key] = view
+        return view
 
     def of_all_ranks(self, piece: int, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
         """Return the memory where each rank wrote a piece."""
@@ -347,7 +349,8 @@ class HostMemory:
         """Finish everything that was started before this, and this. The other ranks have `timeout`
         to come to each (default: the group's).
         """
-        before, self._patience = self._patience, timeout
+        before = self._patience
+        self._patience = timeout
         try:
             while self._open and not work.finished:
                 self._number = self._open[0].number
@@ -360,8 +363,8 @@ class HostMemory:
 
     def _late(self, missing: Sequence[int]) -> Exception:
         ranks = [self.group.ranks[rank] for rank in missing]
-        what = self.group.fingerprints.said(self._number)
-        return timed_out(self._number, what, ranks, self._timeout())
+        call = self.group.fingerprints.text_of(self._number)
+        return timed_out(self._number, call, ranks, self._timeout())
 
     def _timeout(self) -> timedelta:
         return self.group.timeout if self._patience is None else self._patience
@@ -371,12 +374,16 @@ def _whole_pages(size: int, dtype: torch.dtype) -> int:
     return -(-size * dtype.itemsize // _PAGE) * _PAGE
 
 
-def _laid(octets: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _tensors_in(
+    octets: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
     """Return tensors in this memory, one after the other. Each begins on a new page."""
-    whole, start, tensors = octets.untyped_storage(), octets.storage_offset(), []
+    storage = octets.untyped_storage()
+    start = octets.storage_offset()
+    tensors = []
     for size, dtype in zip(sizes, dtypes, strict=True):
         # a storage for each: torch.save refuses a storage that is viewed as several dtypes
-        room = whole[start : start + size * dtype.itemsize]
+        room = storage[start : start + size * dtype.itemsize]
         tensors.append(torch.empty(0, dtype=dtype).set_(room, 0, (size,), (1,)))
         start += _whole_pages(size, dtype)
     return tensors

@@ -74,8 +74,11 @@ class Sum:
         across: Across | None = None,
         along: Along | None = None,
     ) -> None:
-        self._memory, self._parts, self._rank = memory, parts, rank
-        self._divides, self._before = divides, before
+        self._memory = memory
+        self._parts = parts
+        self._rank = rank
+        self._divides = divides
+        self._before = before
         self.order = order  # number among the group's sums
         self._scattered = scattered
         self._across = across

@@ -42,10 +42,12 @@ class Waits:
         late: Callable[[Sequence[int]], Exception],
         timeout: Callable[[], float],
     ) -> None:
-        self.view, self.address = view, address
+        self.view = view
+        self.address = address
         self.crowded = crowded
         self._look = look
-        self._late, self._timeout = late, timeout
+        self._late = late
+        self._timeout = timeout
         self._yields = _YIELDS
 
     def close(self) -> None:
@@ -58,14 +60,18 @@ class Waits:
         thread would keep the interpreter lock from it, and yielding the core does not release that
         lock. All ranks call it.
         """
-        self.crowded, self._yields = True, 0.0
+        self.crowded = True
+        self._yields = 0.0
 
     def wait(self, words: Sequence[int], least: int) -> None:
         """Return when every one of these words (by rank) is `least` or more."""
         status.waits(True)
         begin = looked = time.monotonic()
         nap = 0.0
-        while missing := self._missing(words, least):
+        while True:
+            missing = self._missing(words, least)
+            if not missing:
+                break
             now = time.monotonic()
             if now - begin < self._yields:
                 os.sched_yield()
@@ -102,7 +108,9 @@ class Flag:
 
     def __init__(self, waits: Waits, words: Sequence[int], rank: int) -> None:
         """`words`: the index of each rank's word."""
-        self._waits, self._words, self._own = waits, words, words[rank]
+        self._waits = waits
+        self._words = words
+        self._own = words[rank]
 
     def post(self, number: int) -> None:
         """Write this rank's number, which the other ranks see, and wake those that sleep."""
@@ -138,7 +146,9 @@ def crowded(cores_of: Sequence[Sequence[int]]) -> bool:
 
 
 # numbers of the system call and of its operations between processes (include/uapi/linux/futex.h)
-_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_FUTEX = 202
+_WAIT = 0
+_WAKE = 1
 _EVERYBODY = 2**31 - 1
 
 
