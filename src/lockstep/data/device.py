@@ -39,7 +39,9 @@ def to_device(
         items = [move(item) for item in batch]
         if all(new is old for new, old in zip(items, batch, strict=True)):
             return batch
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        if hasattr(batch, "_fields"):
+            return type(batch)(*items)
+        return type(batch)(items)
     if isinstance(batch, Mapping):
         return _with_values(batch, {name: move(value) for name, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
