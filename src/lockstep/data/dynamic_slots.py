@@ -50,7 +50,8 @@ def drawn_windows(
     """Yield a window for each range of slots assigned to this rank, and an empty window where all
     ranks synchronize. The last one is at the epoch's end.
     """
-    plan, first = loader.batch_plan.plan(epoch.number), loader.batch_plan.first(epoch.number)
+    plan = loader.batch_plan.plan(epoch.number)
+    first = loader.batch_plan.first(epoch.number)
     last = len(plan.at(len(epoch) - 1, epoch.number, 0).filled(0, 1))
     course = EpochCourse(epoch.number, first, epoch.begin, len(epoch), plan.slots, last)
     over = False

@@ -184,7 +184,7 @@ def fetches_at_once(dataset: object) -> bool:
     if isinstance(dataset, StackDataset):
         children = dataset.datasets
         if isinstance(children, dict):
-            children = children.values()
+            return any(map(fetches_at_once, children.values()))
         return any(map(fetches_at_once, children))
     return callable(getattr(dataset, "__getitems__", None))
 

@@ -41,7 +41,8 @@ class Epoch:
     """
 
     def __init__(self, loader: Loader, number: int, begin: int = 0) -> None:
-        self.number, self.begin = number, begin
+        self.number = number
+        self.begin = begin
         self._loader = loader
 
     def __len__(self) -> int:
@@ -198,26 +199,26 @@ class Loader(WindowLoader[Epoch]):
 
     def _identity(self, samples: int, micro_batch: int | None) -> dict[str, Any]:
         """Return the settings that are saved with a position. A state with others is refused."""
-        found = {
+        fingerprint = {
             "dataset length": samples,
             "order": self.order.fingerprint(),
             "seed": self._seed,
             **self.batch_plan.fields(),
         }
-        if micro_batch is None and "micro_batch" in found:
-            found["micro_batch"] = "one a rank"
-        return found
+        if micro_batch is None and "micro_batch" in fingerprint:
+            fingerprint["micro_batch"] = "one a rank"
+        return fingerprint
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
         """Return (workers, batches that each fetches ahead). Together they fetch at least a window
         ahead.
         """
-        ours = len(self.share)
-        # no later step has more samples than the first
-        filled = self._first.filled(self.rank, self.size) if isinstance(self.order, Order) else ours
-        if wanted == 0 or not (ours and filled):
+        slots = self.share
+        if isinstance(self.order, Order):  # no later step has more samples than the first
+            slots = self._first.filled(self.rank, self.size)
+        if wanted == 0 or not slots:
             return 0, None
-        return wanted, max(2, -(-ours // wanted))
+        return wanted, max(2, -(-len(self.share) // wanted))
 
     @property
     def _first(self) -> Cut:
@@ -270,9 +271,11 @@ class Loader(WindowLoader[Epoch]):
         return self._described(self.batch_plan.describe(self.size, owner, self.by_rank))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
-        first = Position(start or 0, 0) if start is not None or not self._loaded else self._position
+        first = Position(start or 0, 0)
+        if start is None and self._loaded:
+            first = self._position
         for number in range(first.epoch, count):
-            yield Epoch(self, number, first.place if number == first.epoch else 0)
+            yield Epoch(self, number, first.step_in_epoch if number == first.epoch else 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data: {"epoch", "step_in_epoch", "step", "fingerprint"} of the
@@ -282,14 +285,16 @@ class Loader(WindowLoader[Epoch]):
         state is the same on every rank, plain JSON, and valid for any number of ranks and of loader
         workers.
         """
-        at = self._position
+        epoch, step_in_epoch = self._position
         # the last epoch that was walked: a sampler of another library is not asked for a later one
-        walked = at.epoch if at.place else at.epoch - 1
-        fingerprint = self._fingerprint | (self._digest(walked) if walked >= 0 else {})
+        walked = epoch if step_in_epoch else epoch - 1
+        fingerprint = dict(self._fingerprint)
+        if walked >= 0:
+            fingerprint |= self._digest(walked)
         return {
-            "epoch": at.epoch,
-            "step_in_epoch": at.place,
-            "step": self.batch_plan.first(at.epoch) + at.place,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "step": self.batch_plan.first(epoch) + step_in_epoch,
             "fingerprint": fingerprint,
         }
 
@@ -307,22 +312,24 @@ class Loader(WindowLoader[Epoch]):
                 differs.
         """
         position, step = read_state(state, self._fingerprint, self._digest)
-        first = step - position.place
-        self.batch_plan.resume(position.epoch, first)
-        steps = self.batch_plan.plan(position.epoch).steps_per_epoch
-        if position.place >= steps and position.place:
+        epoch, step_in_epoch = position
+        self.batch_plan.resume(epoch, step - step_in_epoch)
+        steps = self.batch_plan.plan(epoch).steps_per_epoch
+        if step_in_epoch >= steps and step_in_epoch:
             raise UsageError(
                 "another-training",
                 place="the state",
-                differences=f"step_in_epoch={position.place} is not in epoch {position.epoch},"
-                f" which has {steps} steps",
+                differences=f"{step_in_epoch=} is not in epoch {epoch}, which has {steps} steps",
             )
         self._turns.next()
-        self._position, self._loaded, self._recipe = position, True, None
+        self._position = position
+        self._loaded = True
+        self._recipe = None
 
     def move_to(self, epoch: int, step: int) -> None:
         """Make this the position of the next window."""
-        self._position, self._loaded = Position(epoch, step), False
+        self._position = Position(epoch, step)
+        self._loaded = False
 
     def window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
         """Return this rank's window of a step; `take` returns its next batch."""
@@ -334,10 +341,12 @@ class Loader(WindowLoader[Epoch]):
 
     def _read(self, cut: Cut, slots: range) -> Iterator[Any]:
         """Yield the micro-batches of these slots of a step, of any rank, made in this process."""
-        place, copies = cut.step - self.batch_plan.first(cut.epoch), self._to_device()
-        for indices in self.batch_plan.indices(cut.epoch, range(place, place + 1), slots):
+        step = cut.step - self.batch_plan.first(cut.epoch)
+        copies = self._to_device()
+        for indices in self.batch_plan.indices(cut.epoch, range(step, step + 1), slots):
             with status.inside("data"):
-                yield copies.arrive(copies.start(self._source.__getitems__((cut.epoch, indices))))
+                batch = self._source.__getitems__((cut.epoch, indices))
+                yield copies.arrive(copies.start(batch))
 
     def walk(self, epoch: int, steps: range, slots: range) -> Walk:
         """Start a walk over the micro-batches of these slots in these steps of an epoch."""
@@ -362,9 +371,8 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def _length(dataset: Any) -> int:
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(
-        dataset, "__len__"
-    ):
+    numbered = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if not numbered or not hasattr(dataset, "__len__"):
         raise UsageError(
             "not-a-loaders-dataset",
             what=type(dataset).__name__,
