@@ -92,14 +92,11 @@ def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
 def _dense(tensor: Tensor) -> bool:
     """Whether the strides enumerate numel() elements without gap or overlap."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
     return True
 
 
@@ -163,11 +160,10 @@ class BucketTimeline:
 
     def look(self) -> None:
         """Note which sums have arrived. They arrive in the order in which they left."""
-        while (
-            self._looked < len(self._asks)
-            and (done := self._asks[self._looked]) is not None
-            and done()
-        ):
+        while self._looked < len(self._asks):
+            done = self._asks[self._looked]
+            if done is None or not done():
+                return
             self._arrived[self._looked] = time.monotonic_ns()
             self._looked += 1
 
@@ -182,19 +178,23 @@ class BucketTimeline:
 
     def times(self) -> Sequence[BucketTimes]:
         """The times of all buckets, in the order in which they left."""
-        return [
-            BucketTimes(left / _SECOND, None if at is None else at / _SECOND)
-            for left, at in zip(self._left, self._arrived, strict=True)
-        ]
+        times = []
+        for left, arrived in zip(self._left, self._arrived, strict=True):
+            seconds = None if arrived is None else arrived / _SECOND
+            times.append(BucketTimes(left / _SECOND, seconds))
+        return times
 
     def hidden(self) -> float:
         """Seconds in which at least one bucket was on its way while the backward ran. A sum that
         starts only when a rank waits for it is not hidden.
         """
+        over = self._over
+        if over is None:
+            return 0.0
         total = reached = 0
         for done, left, arrived in zip(self._asks, self._left, self._arrived, strict=True):
-            if done is not None and self._over is not None and left < self._over:
-                end = self._over if arrived is None else min(arrived, self._over)
+            if done is not None and left < over:
+                end = over if arrived is None else min(arrived, over)
                 total += max(0, end - max(left, reached))
                 reached = max(reached, end)
         return total / _SECOND

@@ -22,7 +22,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -117,21 +117,19 @@ class MovingBuffers:
         """The Reducer's `generation` when these buffers were found."""
         self._device = device
         # By owner and name, because a forward may also assign a new tensor to a buffer.
-        named: list[tuple[str, nn.Module, str]] = [
-            (f"{prefix}.{name}".lstrip("."), module, name)
-            for prefix, module in model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._names = [name for name, _, _ in named]
-        self._owners = [(module, name) for _, module, name in named]
+        self._names: list[str] = []
+        self._owners: list[tuple[nn.Module, str]] = []
         # Batch norm kernels write their statistics without changing the version counter, so these
         # buffers always count as moving.
-        self._always = {
-            number
-            for number, (module, _) in enumerate(self._owners)
-            if isinstance(module, _NormBase)
-        }
+        self._always: set[int] = set()
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if isinstance(module, _NormBase):
+                    self._always.add(len(self._owners))
+                self._names.append(f"{prefix}.{name}".lstrip("."))
+                self._owners.append((module, name))
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
@@ -182,10 +180,10 @@ class MovingBuffers:
             self._find()
         self._left = None
         if len(self._moved) != max(1, slots):
-            starts = self.starts
-            wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
-            sizes = [start.numel() for start in starts]
-            self._moved = torch.empty(max(1, slots), sum(sizes), dtype=wide[0], device=self._device)
+            dtypes = [start.dtype for start in self.starts]
+            sizes = [start.numel() for start in self.starts]
+            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+            self._moved = torch.empty(max(1, slots), sum(sizes), dtype=dtype, device=self._device)
             for kind, moved in zip(self._kinds, self._moved.split(sizes, 1), strict=True):
                 kind.moved = moved
         self._moved.fill_(ABSENT if slots else 0.0)
@@ -237,8 +235,11 @@ class MovingBuffers:
         self._kinds = []
         for _, group in groups:
             numbers = list(group)
-            owners = [self._owners[number] for number in numbers]
-            self._kinds.append(_Kind(numbers, [(each._buffers, name) for each, name in owners]))
+            owners: list[tuple[dict[str, Tensor | None], str]] = []
+            for number in numbers:
+                module, name = self._owners[number]
+                owners.append((module._buffers, name))
+            self._kinds.append(_Kind(numbers, owners))
         self.starts = [kind.start for kind in self._kinds]
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         self._moved = torch.empty(0)
@@ -345,10 +346,11 @@ class MovingBuffers:
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             self._warn(moving - known)
-            for number in sorted(moving - known) if take_from_first else ():
-                self._group.broadcast(
-                    self._buffer(number), place="for a buffer that began to move"
-                ).wait()
+            if take_from_first:
+                for number in sorted(moving - known):
+                    self._group.broadcast(
+                        self._buffer(number), place="for a buffer that began to move"
+                    ).wait()
             self._moving = self._by_dtype(moving)
             self._find()
             self.watched = sorted(set(self.watched) - moving)
@@ -358,11 +360,11 @@ class MovingBuffers:
         """Say what happens to buffers that may be no running means: those of classes that are not
         torch's.
         """
-        names = [
-            repr(self._names[number])
-            for number in sorted(moving)
-            if not type(self._owners[number][0]).__module__.startswith("torch.nn.")
-        ]
+        names = []
+        for number in sorted(moving):
+            module, _ = self._owners[number]
+            if not type(module).__module__.startswith("torch.nn."):
+                names.append(repr(self._names[number]))
         if names and self._group.rank == 0:
             warnings.warn(
                 f"the forward writes to the buffers {', '.join(names)}. A step moves each by the"
@@ -485,23 +487,19 @@ class SharedBuffers:
         """
         if self._group.size == 1:
             return
-        largest_first = sorted(
-            (buffer for buffer in buffers if buffer.layout == torch.strided),
-            key=lambda each: -each.element_size(),
-        )
+        strided = [buffer for buffer in buffers if buffer.layout == torch.strided]
         # the largest dtype first, so that all are aligned
-        flat = torch.cat(
-            [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in largest_first]
-        )
+        strided.sort(key=Tensor.element_size, reverse=True)
+        octets = []
+        for buffer in strided:
+            octets.append(buffer.detach().contiguous().reshape(-1).view(torch.uint8))
+        flat = torch.cat(octets)
         self._group.broadcast(flat, root, place="for the buffers").wait()
         if self._group.rank != root:
-            with torch.autograd._unsafe_preserve_version_counter(tuple(largest_first)):
-                for buffer, octets in zip(
-                    largest_first,
-                    flat.split([buffer.nbytes for buffer in largest_first]),
-                    strict=True,
-                ):
-                    buffer.detach().copy_(octets.view(buffer.dtype).view(buffer.shape))
+            pieces = flat.split([buffer.nbytes for buffer in strided])
+            with torch.autograd._unsafe_preserve_version_counter(tuple(strided)):
+                for buffer, piece in zip(strided, pieces, strict=True):
+                    buffer.detach().copy_(piece.view(buffer.dtype).view(buffer.shape))
 
     def wait(self) -> None:
         """Wait for the futures that a hook has returned."""
@@ -521,10 +519,12 @@ def replicate(
     """Overwrite every parameter and buffer with those of rank `root`. Buffers too: BatchNorm
     statistics are part of the model.
     """
-    named = chain(module.named_parameters(), module.named_buffers() if buffers else ())
-    for work in [
-        group.broadcast(tensor.detach(), root, f"for {name} to be equal")
-        for name, tensor in named
-        if name not in ignored
-    ]:
+    named: list[tuple[str, Tensor]] = list(module.named_parameters())
+    if buffers:
+        named += module.named_buffers()
+    works = []
+    for name, tensor in named:
+        if name not in ignored:
+            works.append(group.broadcast(tensor.detach(), root, f"for {name} to be equal"))
+    for work in works:
         work.wait()
