@@ -117,7 +117,8 @@ class WhenAsked:
     ahead = False
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self._device, self._pinned = device, pinned
+        self._device = device
+        self._pinned = pinned
         self._on_cpu = device.type == "cpu"
 
     def start(self, batch: Any) -> Any:
@@ -145,7 +146,8 @@ class OnStream:
     ahead = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
+        self._device = device
+        self._cuda = cuda
         self._stream = cuda.Stream(device)
 
     def start(self, batch: Any) -> Any:

@@ -135,7 +135,7 @@ class KeyedDataset(Dataset[Any]):
     def _one_by_one(
         self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None
     ) -> list[Any]:
-        dataset, seed = self._dataset, self._seed
+        dataset = self._dataset
         ahead = iter(indices)
         try:
             if enter is None and note is None:
@@ -145,13 +145,13 @@ class KeyedDataset(Dataset[Any]):
                 if note is not None:
                     note(index)
                 if enter is not None:
-                    enter(randomness.sample_key(seed, epoch, index))
+                    enter(randomness.sample_key(self._seed, epoch, index))
                 samples.append(dataset[index])
         except Exception as error:
             index = indices[-length_hint(ahead) - 1]
             error.add_note(
                 f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch},"
-                f" {where(self._rank)}."
+                f" {fetcher_name(self._rank)}."
             )
             raise
         return samples
@@ -159,11 +159,11 @@ class KeyedDataset(Dataset[Any]):
     def _add_note(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
         error.add_note(
             f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch"
-            f" {epoch}, {where(self._rank)}{when}."
+            f" {epoch}, {fetcher_name(self._rank)}{when}."
         )
 
 
-def where(rank: int) -> str:
+def fetcher_name(rank: int) -> str:
     """Name the process that fetches, for messages."""
     worker = get_worker_info()
     return f"on rank {rank}" if worker is None else f"in loader worker {worker.id} of rank {rank}"

@@ -60,7 +60,8 @@ class Epoch:
         if loader.draw is not None:
             yield from drawn_windows(loader, self, loader.draw)
             return
-        plan, first = loader.batch_plan.plan(number), loader.batch_plan.first(number)
+        plan = loader.batch_plan.plan(number)
+        first = loader.batch_plan.first(number)
         steps = plan.steps_per_epoch
         walk = loader.walk(number, range(self.begin, steps), loader.share)
         for index in range(self.begin, steps):
@@ -215,13 +216,13 @@ class Loader(WindowLoader[Epoch]):
         """
         slots = self.share
         if isinstance(self.order, Order):  # no later step has more samples than the first
-            slots = self._first.filled(self.rank, self.size)
+            slots = self._first_cut.filled(self.rank, self.size)
         if wanted == 0 or not slots:
             return 0, None
         return wanted, max(2, -(-len(self.share) // wanted))
 
     @property
-    def _first(self) -> Cut:
+    def _first_cut(self) -> Cut:
         return self.batch_plan.plan(0).at(0, 0, 0, self.by_rank)
 
     @property
@@ -232,7 +233,7 @@ class Loader(WindowLoader[Epoch]):
     @property
     def share(self) -> range:
         """The slots of a full step that this rank has."""
-        return self._first.share(self.rank, self.size)
+        return self._first_cut.share(self.rank, self.size)
 
     @property
     def order(self) -> Order | Batches:

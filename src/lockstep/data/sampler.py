@@ -99,9 +99,8 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.split = split
         self.epoch = 0
-        self.num_samples = self.samples // self.num_replicas
-        if not drop_last and self.samples % self.num_replicas:
-            self.num_samples += 1
+        rounding = 0 if drop_last else self.num_replicas - 1
+        self.num_samples = (self.samples + rounding) // self.num_replicas
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:

@@ -49,7 +49,8 @@ class KeysSampler(Sampler[Keys]):
         self.received = 0
 
     def __iter__(self) -> Iterator[Keys]:
-        self.sent, self.received = {}, 0
+        self.sent = {}
+        self.received = 0
         return self._counted(self.keys(), self.sent)
 
     @staticmethod
@@ -58,7 +59,7 @@ class KeysSampler(Sampler[Keys]):
             sent[number] = micro_batch
             yield micro_batch
 
-    def came(self) -> None:
+    def count_received(self) -> None:
         del self.sent[self.received]
         self.received += 1
 
@@ -140,7 +141,7 @@ class Walk:
 
     def _from_workers(self) -> Any:
         death = self._death()
-        if death is not None:
+        if death:
             raise death
         try:
             with _watched(self._batches):
@@ -150,11 +151,11 @@ class Walk:
             if closed and "DataLoader worker process" not in str(error):
                 self._await_end()  # a dying worker's shared memory is gone before the worker is
             death = self._death()
-            if death is not None:
+            if death:
                 raise death from error
             _note_full_memory(error)
             raise
-        self._sampler.came()
+        self._sampler.count_received()
         return batch
 
     def _late(self, reason: str) -> LockstepError:
@@ -248,7 +249,7 @@ def _dead(worker: Any, number: int, rank: int, activity: str) -> LockstepError:
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
     """Start the workers, and return torch's iterator."""
     death = _death_between_epochs(loader, rank)
-    if death is not None:
+    if death:
         raise death
     if not loader.num_workers:
         return _here(loader, sampler)
@@ -260,7 +261,7 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
             iterator: Any = iter(loader)
     except Exception as error:
         death = _death_between_epochs(loader, rank) or _death_at_start(error, rank)
-        if death is not None:
+        if death:
             raise death from error
         method = _start_method()
         refusal = None if method == "fork" else _pickle_refusal(loader.dataset)
@@ -283,7 +284,7 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
 def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError | None:
     """Return an error if a worker of the last epoch has died since."""
     death = _first_death(loader._iterator, rank, " between two epochs")
-    if death is not None:
+    if death:
         end_workers(loader)
     return death
 
@@ -296,7 +297,7 @@ def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
         # not this module's frames: `error` is a variable there, and once read it keeps itself alive
         if frame.f_globals.get("__name__") == DataLoader.__module__:
             death = _first_death(frame.f_locals.get("self"), rank, " as it started")
-            if death is not None:
+            if death:
                 return death
     return None
 

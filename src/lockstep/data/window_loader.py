@@ -138,7 +138,8 @@ def read_state(
     saved = state["fingerprint"]
     differences = []
     for name in dict.fromkeys([*fingerprint, *saved]):
-        before, now = saved.get(name), fingerprint.get(name)
+        before = saved.get(name)
+        now = fingerprint.get(name)
         if before != now:
             differences.append(f"{name} was {_shown(before)} and is {_shown(now)}")
     if differences:
@@ -156,7 +157,8 @@ def _rank_and_size_of(rank: int | None, size: int | None) -> tuple[int, int]:
         return rank_and_size()
     if rank is None or size is None:
         raise UsageError("rank-or-size-missing", rank=rank, size=size)
-    rank, size = whole("rank", rank, 0), whole("size", size)
+    rank = whole("rank", rank, 0)
+    size = whole("size", size)
     if rank >= size:
         raise UsageError("no-such-rank", rank=rank, name="size", size=size)
     return rank, size

@@ -149,7 +149,7 @@ class BucketTimeline:
         self._asks: list[Callable[[], bool] | None] = []
         self._left: list[int] = []
         self._arrived: list[int | None] = []
-        self._looked = 0  # the sums before this number have arrived
+        self._first_open = 0  # the sums before this number have arrived
         self._over: int | None = None
 
     def launched(self, work: Work) -> None:
@@ -158,18 +158,18 @@ class BucketTimeline:
         self._left.append(time.monotonic_ns())
         self._arrived.append(None)
 
-    def look(self) -> None:
+    def note_arrivals(self) -> None:
         """Note which sums have arrived. They arrive in the order in which they left."""
-        while self._looked < len(self._asks):
-            done = self._asks[self._looked]
+        while self._first_open < len(self._asks):
+            done = self._asks[self._first_open]
             if done is None or not done():
                 return
-            self._arrived[self._looked] = time.monotonic_ns()
-            self._looked += 1
+            self._arrived[self._first_open] = time.monotonic_ns()
+            self._first_open += 1
 
     def backward_is_over(self) -> None:
         """Note that the backward has ended: from now on no communication is hidden."""
-        self.look()
+        self.note_arrivals()
         self._over = time.monotonic_ns()
 
     def waited_for(self, number: int) -> None:
@@ -208,7 +208,8 @@ class TrainedParameters:
     _owners: ClassVar[MutableMapping[Tensor, ref[TrainedParameters]]] = WeakIdKeyDictionary()
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._module, self.ignored = module, frozenset(ignored)
+        self._module = module
+        self.ignored = frozenset(ignored)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.taken_over = False
@@ -216,7 +217,7 @@ class TrainedParameters:
         self._handles: list[RemovableHandle] = []
         # parameters that are equal on all ranks
         self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-        self._seen = self._look()
+        self._seen = self._state()
         for _, parameter in self.now():
             self._equal[parameter] = None
 
@@ -228,7 +229,7 @@ class TrainedParameters:
             if parameter.requires_grad and name not in self.ignored
         ]
 
-    def take(self) -> None:
+    def take_charge(self) -> None:
         """Take charge of the parameters to train now. Two must never reduce the same gradient, so
         a former owner loses its hooks.
         """
@@ -278,11 +279,11 @@ class TrainedParameters:
         """Whether a parameter was added, removed, replaced, frozen, unfrozen or given another
         dtype or device since this was last asked.
         """
-        now = self._look()
-        before, self._seen = self._seen, now
-        return now != before
+        before = self._seen
+        self._seen = self._state()
+        return self._seen != before
 
-    def _look(self) -> tuple[list[int], list[object]]:
+    def _state(self) -> tuple[list[int], list[object]]:
         """Every parameter's identity and kind (requires_grad, dtype, device), level by level of the
         module tree. It runs in every step, so it needs no names, and no call per module.
         """

@@ -43,26 +43,26 @@ class _Kind:
     their movements.
 
     In exact mode the sums have one row per slot, otherwise one row. `numbers` are the numbers of
-    the buffers, `owners` the dictionary and the name under which a module has each.
+    the buffers, `owners` the module and the name of each.
     """
 
-    def __init__(
-        self, numbers: list[int], owners: list[tuple[dict[str, Tensor | None], str]]
-    ) -> None:
+    def __init__(self, numbers: list[int], owners: list[tuple[nn.Module, str]]) -> None:
         self.numbers = numbers
         self.flats: list[Tensor] = []
         """The elements of each buffer: a view that can be written to, if the buffer is
         contiguous.
         """
         self.identities: list[tuple[dict[str, Tensor | None], str, Tensor, torch.Size, int]] = []
-        for buffers, name in owners:
+        for module, name in owners:
+            buffers = module._buffers
             tensor = buffers[name]
             assert tensor is not None
             flat = _flat(tensor)
             self.flats.append(flat)
             self.identities.append((buffers, name, tensor, tensor.shape, flat.data_ptr()))
         self.start = torch.cat(self.flats)
-        self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
+        self.sizes = [flat.numel() for flat in self.flats]
+        self.starts = list(self.start.split(self.sizes))
         self.moved = self.start
         # Micro-batches that are not in `moved` yet: the elements after each (these rows are reused
         # in the next step), and its weight and slot.
@@ -235,11 +235,7 @@ class MovingBuffers:
         self._kinds = []
         for _, group in groups:
             numbers = list(group)
-            owners: list[tuple[dict[str, Tensor | None], str]] = []
-            for number in numbers:
-                module, name = self._owners[number]
-                owners.append((module._buffers, name))
-            self._kinds.append(_Kind(numbers, owners))
+            self._kinds.append(_Kind(numbers, [self._owners[number] for number in numbers]))
         self.starts = [kind.start for kind in self._kinds]
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         self._moved = torch.empty(0)
@@ -260,7 +256,7 @@ class MovingBuffers:
         that the step began with.
         """
         if self.watched:
-            self._look()
+            self._note_touched()
         same = self._agreed and self._same()
         for kind in self._kinds:
             if same:
@@ -274,7 +270,7 @@ class MovingBuffers:
         is another tensor now.
         """
         kind.add_up()  # keeps the order of the micro-batches
-        pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
+        pieces = kind.moved[slot].split(kind.sizes)
         for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
             if not self._resized(number):
                 far = movement(_flat(self._buffer(number)), start).to(piece)
@@ -283,7 +279,7 @@ class MovingBuffers:
                     self._touched.add(number)
         self._write(kind, kind.starts)
 
-    def _look(self) -> None:
+    def _note_touched(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
         for number, before, after in zip(self.watched, self._seen, self._marks(), strict=True):
             if before != after and not self._resized(number):
@@ -300,7 +296,7 @@ class MovingBuffers:
         """
         if not self._agreed or not self.watched:
             return False
-        self._look()
+        self._note_touched()
         return bool(self._touched)
 
     def send(self) -> None:
@@ -396,7 +392,8 @@ def movement(now: Tensor, before: Tensor) -> Tensor:
     that moves by 1 moves by exactly 1. inf minus inf is no movement.
     """
     if now.dtype in _COUNTABLE:
-        now, before = now.to(_COUNTABLE[now.dtype]), before.to(_COUNTABLE[before.dtype])
+        now = now.to(_COUNTABLE[now.dtype])
+        before = before.to(_COUNTABLE[before.dtype])
     return torch.where(now == before, 0, now - before)
 
 
@@ -447,7 +444,9 @@ class SharedBuffers:
     """
 
     def __init__(self, module: nn.Module, group: Group, ignored: Collection[str]) -> None:
-        self._module, self._group, self._ignored = module, group, ignored
+        self._module = module
+        self._group = group
+        self._ignored = ignored
         self._hook: BufferHook | None = None
         self._state: object = None
         self.after_forward = False
@@ -465,7 +464,9 @@ class SharedBuffers:
         """Run `hook(state, {name: buffer})` instead of the broadcast. It may return futures; the
         end of the backward waits for them.
         """
-        self._hook, self._state, self.after_forward = hook, state, after_forward
+        self._hook = hook
+        self._state = state
+        self.after_forward = after_forward
 
     @torch.no_grad()
     def share(self, root: Callable[[], int]) -> None:

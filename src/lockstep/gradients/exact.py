@@ -49,7 +49,8 @@ class ExactReduction(Reduction):
     carries_all = False  # the element behind the gradients is not summed along the tree
 
     def __init__(self, group: Group) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self.divisor = 1.0
         self.scattered = False
         self.levels: Sequence[Sequence[Tensor]] = ()
@@ -180,9 +181,9 @@ class ExactOverNetwork(ExactReduction):
                 work = Later(self._group.in_background(work.wait))
 
         def divide() -> None:
-            summed = own if self.scattered else flat
             divisor = self.divisor or 1.0
             if divisor != 1:
+                summed = own if self.scattered else flat
                 summed.div_(divisor)
 
         return Handle([work], divide)
@@ -225,20 +226,17 @@ class ExactOverNetwork(ExactReduction):
         """Start to send every rank its slice of this level's block. Append the pieces that arrive
         for this rank's slice to the lists in `brought`, by sender.
         """
+        length = len(slices[self.rank])
         senders = [rank for rank, own in enumerate(self.brought) if len(own) > level]
+        received = flats[0].new_empty(len(senders), length)
         arriving = [0] * self.size
-        for rank in senders:
-            arriving[rank] = len(slices[self.rank])
-        received = flats[0].new_empty(sum(arriving))
-        pieces = received.split(arriving)
-        for rank in senders:
-            brought[rank].append(pieces[rank])
-        sent = flats[0][:0]
-        leaving = [0] * self.size
+        for rank, piece in zip(senders, received, strict=True):
+            arriving[rank] = length
+            brought[rank].append(piece)
+        sent, leaving = flats[0][:0], [0] * self.size
         if self.rank in senders:
-            sent = flats[level]
-            leaving = list(map(len, slices))
-        return self._group.exchange(received, arriving, sent, leaving, purpose)
+            sent, leaving = flats[level], list(map(len, slices))
+        return self._group.exchange(received.view(-1), arriving, sent, leaving, purpose)
 
     def _hand_out(self, flat: Tensor, slices: Sequence[range], purpose: str) -> Callable[[], None]:
         """Return a function that fills all slices of a tensor with their owners' content."""

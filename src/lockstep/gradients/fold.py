@@ -105,9 +105,8 @@ class InPlace(Fold):
         self._views = [views[number] for number in range(len(parameters))]
         for view, parameter in zip(self._views, parameters, strict=True):
             gradient = parameter.grad
-            if gradient is None or gradient.is_sparse or gradient.shape != view.shape:
-                continue
-            parameter.grad = view.copy_(gradient)
+            if gradient is not None and not gradient.is_sparse and gradient.shape == view.shape:
+                parameter.grad = view.copy_(gradient)
 
     def keep(self, small: Collection[int]) -> None:
         self._first: list[Tensor | None] = [None] * len(self._views)
@@ -149,12 +148,12 @@ class InPlace(Fold):
         else:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if scale != 1 and gradient.dtype == view.dtype:
+            if scale == 1:
+                view.copy_(gradient)
+            elif gradient.dtype == view.dtype:
                 torch.mul(gradient, scale, out=view)
             else:
-                view.copy_(gradient)
-                if scale != 1:
-                    view.mul_(scale)
+                view.copy_(gradient).mul_(scale)
         parameter.grad = view
 
     def sets_order(self, *, closing: bool) -> bool:
@@ -185,7 +184,8 @@ class KeepsSparse(InPlace):
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
-        self._module, self._group = module, group
+        self._module = module
+        self._group = group
         self._sparse: dict[int, str] = {}
 
     def sizes(self, parameters: Sequence[nn.Parameter]) -> list[int]:

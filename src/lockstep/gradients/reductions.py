@@ -73,7 +73,8 @@ class Alone(Reduction):
     """
 
     def __init__(self, over_all_ranks: Reduction) -> None:
-        self.over_all_ranks, self.name = over_all_ranks, over_all_ranks.name
+        self.over_all_ranks = over_all_ranks
+        self.name = over_all_ranks.name
 
     def memory(self, layout: Layout) -> list[Tensor]:
         return self.over_all_ranks.memory(layout)
@@ -137,7 +138,8 @@ class BySchedule(Reduction):
     """
 
     def __init__(self, group: Group, algorithm: str) -> None:
-        self._group, self._algorithm = group, algorithm
+        self._group = group
+        self._algorithm = algorithm
         self.name = algorithm.replace("_", "-")
 
     def start(self, bucket: Bucket) -> Work:
@@ -205,7 +207,9 @@ class Hierarchical(Reduction):
         hosts = group.find_hosts()
         if hosts is None:
             raise UsageError("hierarchical-impossible")
-        self._local, self._across, self._owners = hosts.local, hosts.across, hosts.owners
+        self._local = hosts.local
+        self._across = hosts.across
+        self._owners = hosts.owners
         self._shared: list[list[Tensor]] = []  # by bucket, then by rank of this host
         if self._local.memory is not None:
             self._local.memory.nap()

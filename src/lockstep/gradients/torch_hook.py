@@ -114,7 +114,8 @@ class TorchHook(Reduction):
 
 class _Promised:
     def __init__(self, future: torch.futures.Future[Any], bucket: Bucket) -> None:
-        self._future, self._bucket = future, bucket
+        self._future = future
+        self._bucket = bucket
 
     def done(self) -> bool:
         return self._future.done()

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
-from lockstep.data.keyed import collated, where
+from lockstep.data.keyed import collated, fetcher_name
 from lockstep.runtime import randomness
 
 COMPARED = 8  # first items of a stream that ranks compare, to check that they read the same stream
@@ -35,7 +35,9 @@ class Saved:
     """
 
     def __init__(self, position: int, dataset: Any, random: Any) -> None:
-        self.position, self.dataset, self.random = position, dataset, random
+        self.position = position
+        self.dataset = dataset
+        self.random = random
 
     def plain(self) -> dict[str, Any]:
         return {"position": self.position, "dataset": self.dataset, "random": self.random}
@@ -98,7 +100,7 @@ class StreamSource(Dataset[Any]):
     def __getitems__(self, request: Request) -> Reply:
         # before seen_by_dataset hides the worker
         worker = get_worker_info()
-        fetcher = where(self._rank)
+        fetcher = fetcher_name(self._rank)
         with (
             randomness.preserved(),
             seen_by_dataset(self._sharding, self._rank, self._size),

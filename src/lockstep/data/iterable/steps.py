@@ -146,8 +146,13 @@ class Steps:
         name: str,
         processes: int,
     ) -> None:
-        self._cut, self._group, self._copies, self._turns = cut, group, copies, turns
-        self._begin, self._name, self._processes = at, name, processes
+        self._cut = cut
+        self._group = group
+        self._copies = copies
+        self._turns = turns
+        self._begin = at
+        self._name = name
+        self._processes = processes
         self._agreed = at.step_in_epoch
         # torch sends its first request to process 0
         self._taken = at.taken - at.taken % processes if cut.own_stream else 0

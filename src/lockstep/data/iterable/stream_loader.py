@@ -94,21 +94,24 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             total, micro, self.rank, self.size, own_stream=own, drop_last=drop_last
         )
         self.depends_on_world_size = depends or own
-        size_key = "global_batch" if batch_per_rank is None else "batch_per_rank"
+        sizes = {"global_batch": total}
+        if batch_per_rank is not None:
+            sizes = {"batch_per_rank": batch_per_rank}
         self.recipe: dict[str, Any] = {
             BY_RANKS: self.depends_on_world_size,
             "kind": "iterable",
             "sharding": self.sharding,
             "seed": self._seed,
             "drop_last": drop_last,
-            size_key: total if batch_per_rank is None else batch_per_rank,
+            **sizes,
             "micro_batch": "one a rank" if micro_batch is None else micro,
         }
         """Settings that must be equal on all ranks, by name. A Stepper compares them in its first
         step.
         """
         self._group = _group_of(self.rank, self.size)
-        self._name, self._resumes = type(dataset).__name__, resumes(dataset)
+        self._name = type(dataset).__name__
+        self._resumes = resumes(dataset)
         self._at = StreamPosition()  # the position of the next window
         self._workers = whole("num_workers", num_workers, 0) if self.cut.share else 0
         source = StreamSource(
@@ -179,7 +182,8 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         self._turns.next()
         epoch, step_in_epoch = position
         items = int(state["items"])
-        before, now = list(state["processes"]), [self.rank, self.size, self._workers]
+        before = list(state["processes"])
+        now = [self.rank, self.size, self._workers]
         saved: dict[int, Saved] = {}
         if self._resumes:
             for number, plain in state["saved"].items():
@@ -196,7 +200,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             taken=taken,
             saved=saved,
         )
-        if before != now and self.sharding == "dataset" and step_in_epoch:
+        if before != now and self.cut.own_stream and step_in_epoch:
             self._warn(
                 f"the state was taken on rank, of ranks, with workers {before},"
                 f" and this is {now}: where {self._name} shards itself, some samples of epoch"
@@ -218,10 +222,10 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """Return the steps of an epoch, from the loaded position if it is in this epoch, else from
         the epoch's beginning.
         """
-        if not (self._loaded and self._at.epoch == number):
-            self._at = StreamPosition(epoch=number, step=self._at.step)
-        else:
+        if self._loaded and self._at.epoch == number:
             self._warn_of_skipped(number)
+        else:
+            self._at = StreamPosition(epoch=number, step=self._at.step)
         self._loaded = False
         return Steps(
             self.cut,
@@ -237,7 +241,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
     def _warn_of_skipped(self, epoch: int) -> None:
         """Warn how many items a resumed walk reads again and skips, if any."""
         skipped = self._at.items
-        if self.sharding == "dataset":
+        if self.cut.own_stream:
             skipped = self._at.taken * self.cut.micro_batch
         if skipped and not self._at.saved:
             self._warn(

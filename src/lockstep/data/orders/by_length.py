@@ -109,7 +109,8 @@ class ByLength:
 
 
 def _geometric(lengths: Indices) -> Indices:
-    edge, longest = int(lengths.min()), int(lengths.max())
+    edge = int(lengths.min())
+    longest = int(lengths.max())
     edges = [edge]
     while edge < longest:
         edge = max(edge + 1, int(edge * _GROWTH))

@@ -41,7 +41,8 @@ class KeyedSampler:
         if isinstance(sampler, Iterator) and iter(sampler) is sampler:
             # iter() of any other sampler may draw random numbers, so it is not called here
             raise UsageError("sampler-used-up", sampler=self.name)
-        self._sampler, self._seed = sampler, seed
+        self._sampler = sampler
+        self._seed = seed
         self._digests: dict[int, str] = {}
         self._reminded = False
 
@@ -199,7 +200,7 @@ class FromSampler:
         self._last = -1, indices(self._sampler.name, [0], None)
         self.samples = 0
         self.samples = self._epoch(0).size
-        self._first = self.digest(0)
+        self._first_digest = self.digest(0)
 
     def at(self, epoch: int, positions: Indices) -> Indices:
         return self._epoch(epoch)[positions]
@@ -212,7 +213,7 @@ class FromSampler:
 
     def fingerprint(self) -> str:
         return (
-            f"sampler {self._sampler.name}, {self.samples} samples, epoch 0 {self._first[:16]}, seed"
+            f"sampler {self._sampler.name}, {self.samples} samples, epoch 0 {self._first_digest[:16]}, seed"
             f" {self.seed}"
         )
 
@@ -254,7 +255,7 @@ class FromBatches:
         self._length = length
         self.seed = seed
         self._last: tuple[int, list[Indices], str] = -1, [], ""
-        self._first = self.digest(0)
+        self._first_digest = self.digest(0)
 
     def count(self, epoch: int) -> int:
         return len(self._epoch(epoch)[1])
@@ -269,7 +270,9 @@ class FromBatches:
         return self._epoch(epoch)[2]
 
     def fingerprint(self) -> str:
-        return f"batches of {self._sampler.name}, epoch 0 {self._first[:16]}, seed {self.seed}"
+        return (
+            f"batches of {self._sampler.name}, epoch 0 {self._first_digest[:16]}, seed {self.seed}"
+        )
 
     def _epoch(self, epoch: int) -> tuple[int, list[Indices], str]:
         if self._last[0] != epoch:

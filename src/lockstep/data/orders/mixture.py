@@ -69,7 +69,8 @@ class Mixture:
         line = positions.astype(np.int64).ravel() + epoch * self.samples
         periods, row = np.unique(line // self._period, return_inverse=True)
         column = line % self._period
-        component, draw = np.empty_like(line), np.empty_like(line)
+        component = np.empty_like(line)
+        draw = np.empty_like(line)
         step = max(1, _AT_ONCE // self._period)
         for first in range(0, periods.size, step):
             components, draws = self._drawn(periods[first : first + step])

@@ -39,9 +39,11 @@ class Cast(Compressor):
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self._group = group
         if dtype == torch.float16:
-            self._pack, self._unpack = scaled, unscaled
+            self._pack = scaled
+            self._unpack = unscaled
         else:
-            self._pack, self._unpack = rounded, widened
+            self._pack = rounded
+            self._unpack = widened
 
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
         leaving = self._pack(sliced(flat, self._group.size))

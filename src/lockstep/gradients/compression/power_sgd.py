@@ -56,7 +56,8 @@ class PowerSGD(Compressor):
             parts.append(flat[span.start : span.stop])
         message, sums = joined(parts)
         yield self._group.all_reduce(message, place=bucket.place)
-        total, left = torch.zeros_like(flat), torch.zeros_like(flat)
+        total = torch.zeros_like(flat)
+        left = torch.zeros_like(flat)
         for span, part in zip(uncompressed, sums[len(factored) :], strict=True):
             total[span.start : span.stop].copy_(part)
         if not factored:
@@ -68,7 +69,8 @@ class PowerSGD(Compressor):
         message, sums = joined(local)
         yield self._group.all_reduce(message, place=bucket.place)
         for number, (span, shape) in enumerate(factored):
-            piece, column = slice(span.start, span.stop), columns[number]
+            piece = slice(span.start, span.stop)
+            column = columns[number]
             sent = times(column, local[number].t())
             total[piece].view(shape).copy_(times(column, sums[number].t()))
             left[piece].view(shape).copy_(matrices[number] - sent)
