@@ -37,12 +37,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.gradients.bucket import (
-    Bucket,
-    BucketTimeline,
-    TrainedParameters,
-    bucket_of_each,
-)
+from lockstep.gradients.bucket import Bucket, BucketTimeline, TrainedParameters, bucket_of_each
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -223,9 +218,7 @@ class Reducer:
         self._planned = self._trained.entries(self.fold.sizes(self.parameters))
         self.layout: Layout = plan(self._planned, order, caps=self._caps)
         # release the old buckets before the new memory is allocated
-        self.buckets = []
-        self.sums = []
-        self._bucket_of = []
+        self.buckets, self.sums, self._bucket_of = [], [], []
         memory = self.reduction.memory(self.layout)
         for bucket_plan, flat in zip(self.layout.buckets, memory, strict=True):
             self.buckets.append(Bucket(bucket_plan, self.parameters, flat))

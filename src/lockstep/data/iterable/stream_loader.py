@@ -94,24 +94,21 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             total, micro, self.rank, self.size, own_stream=own, drop_last=drop_last
         )
         self.depends_on_world_size = depends or own
-        sizes = {"global_batch": total}
-        if batch_per_rank is not None:
-            sizes = {"batch_per_rank": batch_per_rank}
+        size_key = "global_batch" if batch_per_rank is None else "batch_per_rank"
         self.recipe: dict[str, Any] = {
             BY_RANKS: self.depends_on_world_size,
             "kind": "iterable",
             "sharding": self.sharding,
             "seed": self._seed,
             "drop_last": drop_last,
-            **sizes,
+            size_key: total if batch_per_rank is None else batch_per_rank,
             "micro_batch": "one a rank" if micro_batch is None else micro,
         }
         """Settings that must be equal on all ranks, by name. A Stepper compares them in its first
         step.
         """
         self._group = _group_of(self.rank, self.size)
-        self._name = type(dataset).__name__
-        self._resumes = resumes(dataset)
+        self._name, self._resumes = type(dataset).__name__, resumes(dataset)
         self._at = StreamPosition()  # the position of the next window
         self._workers = whole("num_workers", num_workers, 0) if self.cut.share else 0
         source = StreamSource(
