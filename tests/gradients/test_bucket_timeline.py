@@ -50,11 +50,11 @@ def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_on
     timeline = BucketTimeline()
     for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
         time.now = now
-        timeline.look()
+        timeline.note_arrivals()
         timeline.launched(Goes(time, arrives))
     for now in (3.0, 4.0, 5.0):  # the looks of gradients that land meanwhile
         time.now = now
-        timeline.look()
+        timeline.note_arrivals()
     time.now = 8.0
     timeline.backward_is_over()
     timeline.launched(Goes(time, 10.0))
@@ -73,7 +73,7 @@ def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
     timeline.launched(Goes(time, 3.0))
     for now in (1.5, 2.0, 2.5, 3.0):
         time.now = now
-        timeline.look()
+        timeline.note_arrivals()
     time.now = 5.0
     timeline.backward_is_over()
     assert [bucket.arrived for bucket in timeline.times()] == [2.0, 3.0]

@@ -33,10 +33,11 @@ def choose_batch_plan(
     if samples == 0:
         raise UsageError("empty-dataset", name="the dataset")
     if micro_batches is not None or isinstance(order, Batches):
-        sizes = f"{global_batch=}", f"{batch_per_rank=}", f"{micro_batch=}"
-        given = [each for each in sizes if not each.endswith("=None")]
-        found = _batches(order, micro_batches, given, samples, seed)
-        return ByBatch(found, whole("micro_batches", micro_batches), drop_last=drop_last), False
+        options = f"{global_batch=}", f"{batch_per_rank=}", f"{micro_batch=}"
+        sizes = [option for option in options if not option.endswith("=None")]
+        batches = _batches(order, micro_batches, sizes, samples, seed)
+        micro_batches = whole("micro_batches", micro_batches)
+        return ByBatch(batches, micro_batches, drop_last=drop_last), False
     total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, size)
     positions = _order(order, samples, seed, shuffle)
     plan = Plan(
@@ -46,14 +47,14 @@ def choose_batch_plan(
 
 
 def _batches(
-    order: Any, micro_batches: int | None, given: list[str], samples: int, seed: int
+    order: Any, micro_batches: int | None, sizes: list[str], samples: int, seed: int
 ) -> Batches:
     name = type(order).__name__
     if micro_batches is None:
         raise UsageError("micro-batches-not-given", order=name)
-    if given:
+    if sizes:
         raise UsageError(
-            "micro-batches-and-sizes", micro_batches=micro_batches, sizes=" and ".join(given)
+            "micro-batches-and-sizes", micro_batches=micro_batches, sizes=" and ".join(sizes)
         )
     if isinstance(order, Batches):
         return order
@@ -83,18 +84,20 @@ def sizes_of(
         micro_batch = whole("micro_batch", micro_batch)
     if batch_per_rank is None and global_batch is not None:
         total = whole("global_batch", global_batch)
-        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
+        if micro_batch is None:
+            return total, -(-total // size), True
+        return total, micro_batch, False
     if batch_per_rank is None or global_batch is not None:
         raise UsageError(
             "not-one-batch-size", global_batch=global_batch, batch_per_rank=batch_per_rank
         )
-    each = whole("batch_per_rank", batch_per_rank)
-    if micro_batch is not None and each % micro_batch:
+    batch_per_rank = whole("batch_per_rank", batch_per_rank)
+    if micro_batch is not None and batch_per_rank % micro_batch:
         raise UsageError(
             "not-a-multiple",
             name="batch_per_rank",
-            value=each,
+            value=batch_per_rank,
             micro_batch=micro_batch,
             other="global_batch",
         )
-    return each * size, micro_batch or each, True
+    return batch_per_rank * size, micro_batch or batch_per_rank, True

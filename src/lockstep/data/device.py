@@ -39,7 +39,9 @@ def to_device(
         items = [move(item) for item in batch]
         if all(new is old for new, old in zip(items, batch, strict=True)):
             return batch
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        if hasattr(batch, "_fields"):
+            return type(batch)(*items)
+        return type(batch)(items)
     if isinstance(batch, Mapping):
         return _with_values(batch, {name: move(value) for name, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -115,7 +117,8 @@ class WhenAsked:
     ahead = False
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self._device, self._pinned = device, pinned
+        self._device = device
+        self._pinned = pinned
         self._on_cpu = device.type == "cpu"
 
     def start(self, batch: Any) -> Any:
@@ -143,7 +146,8 @@ class OnStream:
     ahead = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
+        self._device = device
+        self._cuda = cuda
         self._stream = cuda.Stream(device)
 
     def start(self, batch: Any) -> Any:

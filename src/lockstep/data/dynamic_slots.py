@@ -1,16 +1,10 @@
 """Slots that are assigned to the ranks while they train, in place of fixed shares: what a parameter
-server says to a Loader, and the windows that follow from it.
+server says to a Loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
-
-from lockstep.data.windows import Window
-
-if TYPE_CHECKING:
-    from lockstep.data.loader import Epoch, Loader
+from typing import NamedTuple
 
 
 class EpochCourse(NamedTuple):
@@ -42,33 +36,3 @@ class DynamicSlots(NamedTuple):
     """Whether the epoch is over."""
     stop: bool = False
     """Whether a rank asked to stop."""
-
-
-def drawn_windows(
-    loader: Loader, epoch: Epoch, draw: Callable[[EpochCourse], DynamicSlots]
-) -> Iterator[Window]:
-    """Yield a window for each range of slots assigned to this rank, and an empty window where all
-    ranks synchronize. The last one is at the epoch's end.
-    """
-    plan, first = loader.batch_plan.plan(epoch.number), loader.batch_plan.first(epoch.number)
-    last = len(plan.at(len(epoch) - 1, epoch.number, 0).filled(0, 1))
-    course = EpochCourse(epoch.number, first, epoch.begin, len(epoch), plan.slots, last)
-    over = False
-    while not over:
-        number, begin, end, over, _ = draw(course)
-        slots = range(begin, end)
-        index = number if slots else max(0, number - 1)
-        cut = plan.at(index, epoch.number, first + index)
-        if slots:
-            walk = loader.walk(epoch.number, range(index, index + 1), slots)
-            window = loader.window(cut, walk.take, slots)
-            if walk.ahead:
-                walk.fetch_ahead(len(window))
-        else:
-            window = loader.window(cut, tuple, slots)
-            if over:
-                loader.move_to(epoch.number + 1, 0)
-            else:
-                loader.move_to(epoch.number, number)
-        yield window
-        window.drain()

@@ -95,7 +95,7 @@ class KeyedDataset(Dataset[Any]):
         worker = get_worker_info()
         note = None
         if worker is not None and self._progress is not None:
-            note = _noting(self._progress, worker.id)
+            note = _index_writer(self._progress, worker.id)
         collate = self._collate
         if collate is None:
             collate = default_collate if worker is None else collated
@@ -116,7 +116,7 @@ class KeyedDataset(Dataset[Any]):
         try:
             return collate(samples)
         except Exception as error:
-            self._tell(error, epoch, indices, ", while they were made a batch")
+            self._add_note(error, epoch, indices, ", while they were made a batch")
             raise
 
     def _at_one_go(
@@ -129,13 +129,13 @@ class KeyedDataset(Dataset[Any]):
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
-            self._tell(error, epoch, indices)
+            self._add_note(error, epoch, indices)
             raise
 
     def _one_by_one(
         self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None
     ) -> list[Any]:
-        dataset, seed = self._dataset, self._seed
+        dataset = self._dataset
         ahead = iter(indices)
         try:
             if enter is None and note is None:
@@ -145,25 +145,25 @@ class KeyedDataset(Dataset[Any]):
                 if note is not None:
                     note(index)
                 if enter is not None:
-                    enter(randomness.sample_key(seed, epoch, index))
+                    enter(randomness.sample_key(self._seed, epoch, index))
                 samples.append(dataset[index])
         except Exception as error:
             index = indices[-length_hint(ahead) - 1]
             error.add_note(
                 f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch},"
-                f" {where(self._rank)}."
+                f" {fetcher_name(self._rank)}."
             )
             raise
         return samples
 
-    def _tell(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
+    def _add_note(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
         error.add_note(
             f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch"
-            f" {epoch}, {where(self._rank)}{when}."
+            f" {epoch}, {fetcher_name(self._rank)}{when}."
         )
 
 
-def where(rank: int) -> str:
+def fetcher_name(rank: int) -> str:
     """Name the process that fetches, for messages."""
     worker = get_worker_info()
     return f"on rank {rank}" if worker is None else f"in loader worker {worker.id} of rank {rank}"
@@ -183,9 +183,9 @@ def fetches_at_once(dataset: object) -> bool:
         return fetches_at_once(dataset.dataset)
     if isinstance(dataset, StackDataset):
         children = dataset.datasets
-        return any(
-            map(fetches_at_once, children.values() if isinstance(children, dict) else children)
-        )
+        if isinstance(children, dict):
+            return any(map(fetches_at_once, children.values()))
+        return any(map(fetches_at_once, children))
     return callable(getattr(dataset, "__getitems__", None))
 
 
@@ -194,7 +194,7 @@ def shared_progress(workers: int) -> Any:
     return RawArray("q", [IDLE] * workers) if workers else None
 
 
-def _noting(progress: Any, worker: int) -> Note:
+def _index_writer(progress: Any, worker: int) -> Note:
     """Return a function that writes a sample's index into the worker's place."""
     # takes a third of the time of an assignment by ctypes
     return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)
@@ -216,9 +216,8 @@ def _bind(parent: int, worker: int) -> None:
     heed_parent_only()
     records = os.environ.get(failures.DIRECTORY)
     if records is not None:
-        processes.stacks_into(
-            stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid())
-        )
+        rank = int(os.environ.get("RANK", "0"))
+        processes.stacks_into(stalls.stack_of(Path(records), rank, os.getpid()))
     if multiprocessing.get_start_method() == "forkserver":
         # The parent is the fork server. It and its children keep each other alive, so a worker also
         # watches the process that had it made.

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
 from lockstep.data.choice import choose_batch_plan
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse, drawn_windows
+from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
 from lockstep.data.iterable.sharding import Sharding
 from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
 from lockstep.data.orders import Batches, Order
@@ -41,7 +41,8 @@ class Epoch:
     """
 
     def __init__(self, loader: Loader, number: int, begin: int = 0) -> None:
-        self.number, self.begin = number, begin
+        self.number = number
+        self.begin = begin
         self._loader = loader
 
     def __len__(self) -> int:
@@ -57,24 +58,52 @@ class Epoch:
         loader, number = self._loader, self.number
         loader._position = Position(number, self.begin)
         if loader.draw is not None:
-            yield from drawn_windows(loader, self, loader.draw)
+            yield from self._drawn(loader.draw)
             return
-        plan, first = loader.batch_plan.plan(number), loader.batch_plan.first(number)
+        plan = loader.batch_plan.plan(number)
+        first = loader.batch_plan.first(number)
         steps = plan.steps_per_epoch
-        walk = loader.walk(number, range(self.begin, steps), loader.share)
+        walk = loader._walk_of(number, range(self.begin, steps), loader.share)
         for index in range(self.begin, steps):
             cut = plan.at(index, number, first + index, loader.by_rank)
-            window = loader.window(cut, walk.take)
+            window = loader._window(cut, walk.take)
             if walk.ahead:
                 count = len(window)
                 if index + 1 < steps:
                     following = plan.at(index + 1, 0, 0, cut.by_rank)
                     count += len(following.filled(loader.rank, loader.size))
                 walk.fetch_ahead(count)
-            if index + 1 < steps:
-                loader.move_to(number, index + 1)
+            over = index + 1 == steps
+            loader._position = Position(number + 1, 0) if over else Position(number, index + 1)
+            loader._loaded = False
+            yield window
+            window.drain()
+
+    def _drawn(self, draw: Callable[[EpochCourse], DynamicSlots]) -> Iterator[Window]:
+        """Yield a window for each range of slots assigned to this rank, and an empty window where all
+        ranks synchronize. The last one is at the epoch's end.
+        """
+        loader = self._loader
+        plan = loader.batch_plan.plan(self.number)
+        first = loader.batch_plan.first(self.number)
+        last = len(plan.at(len(self) - 1, self.number, 0).filled(0, 1))
+        course = EpochCourse(self.number, first, self.begin, len(self), plan.slots, last)
+        over = False
+        while not over:
+            number, begin, end, over, _ = draw(course)
+            slots = range(begin, end)
+            index = number if slots else max(0, number - 1)
+            cut = plan.at(index, self.number, first + index)
+            if slots:
+                walk = loader._walk_of(self.number, range(index, index + 1), slots)
+                window = loader._window(cut, walk.take, slots)
+                if walk.ahead:
+                    walk.fetch_ahead(len(window))
             else:
-                loader.move_to(number + 1, 0)
+                window = loader._window(cut, tuple, slots)
+                begins = Position(self.number + 1, 0) if over else Position(self.number, number)
+                loader._position = begins
+                loader._loaded = False
             yield window
             window.drain()
 
@@ -198,29 +227,29 @@ class Loader(WindowLoader[Epoch]):
 
     def _identity(self, samples: int, micro_batch: int | None) -> dict[str, Any]:
         """Return the settings that are saved with a position. A state with others is refused."""
-        found = {
+        fingerprint = {
             "dataset length": samples,
             "order": self.order.fingerprint(),
             "seed": self._seed,
             **self.batch_plan.fields(),
         }
-        if micro_batch is None and "micro_batch" in found:
-            found["micro_batch"] = "one a rank"
-        return found
+        if micro_batch is None and "micro_batch" in fingerprint:
+            fingerprint["micro_batch"] = "one a rank"
+        return fingerprint
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
         """Return (workers, batches that each fetches ahead). Together they fetch at least a window
         ahead.
         """
-        ours = len(self.share)
-        # no later step has more samples than the first
-        filled = self._first.filled(self.rank, self.size) if isinstance(self.order, Order) else ours
-        if wanted == 0 or not (ours and filled):
+        slots = self.share
+        if isinstance(self.order, Order):  # no later step has more samples than the first
+            slots = self._first_cut.filled(self.rank, self.size)
+        if wanted == 0 or not slots:
             return 0, None
-        return wanted, max(2, -(-ours // wanted))
+        return wanted, max(2, -(-len(self.share) // wanted))
 
     @property
-    def _first(self) -> Cut:
+    def _first_cut(self) -> Cut:
         return self.batch_plan.plan(0).at(0, 0, 0, self.by_rank)
 
     @property
@@ -231,7 +260,7 @@ class Loader(WindowLoader[Epoch]):
     @property
     def share(self) -> range:
         """The slots of a full step that this rank has."""
-        return self._first.share(self.rank, self.size)
+        return self._first_cut.share(self.rank, self.size)
 
     @property
     def order(self) -> Order | Batches:
@@ -270,9 +299,11 @@ class Loader(WindowLoader[Epoch]):
         return self._described(self.batch_plan.describe(self.size, owner, self.by_rank))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
-        first = Position(start or 0, 0) if start is not None or not self._loaded else self._position
+        first = Position(start or 0, 0)
+        if start is None and self._loaded:
+            first = self._position
         for number in range(first.epoch, count):
-            yield Epoch(self, number, first.place if number == first.epoch else 0)
+            yield Epoch(self, number, first.step_in_epoch if number == first.epoch else 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data: {"epoch", "step_in_epoch", "step", "fingerprint"} of the
@@ -282,14 +313,16 @@ class Loader(WindowLoader[Epoch]):
         state is the same on every rank, plain JSON, and valid for any number of ranks and of loader
         workers.
         """
-        at = self._position
+        epoch, step_in_epoch = self._position
         # the last epoch that was walked: a sampler of another library is not asked for a later one
-        walked = at.epoch if at.place else at.epoch - 1
-        fingerprint = self._fingerprint | (self._digest(walked) if walked >= 0 else {})
+        walked = epoch if step_in_epoch else epoch - 1
+        fingerprint = dict(self._fingerprint)
+        if walked >= 0:
+            fingerprint |= self._digest(walked)
         return {
-            "epoch": at.epoch,
-            "step_in_epoch": at.place,
-            "step": self.batch_plan.first(at.epoch) + at.place,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "step": self.batch_plan.first(epoch) + step_in_epoch,
             "fingerprint": fingerprint,
         }
 
@@ -307,24 +340,21 @@ class Loader(WindowLoader[Epoch]):
                 differs.
         """
         position, step = read_state(state, self._fingerprint, self._digest)
-        first = step - position.place
-        self.batch_plan.resume(position.epoch, first)
-        steps = self.batch_plan.plan(position.epoch).steps_per_epoch
-        if position.place >= steps and position.place:
+        epoch, step_in_epoch = position
+        self.batch_plan.resume(epoch, step - step_in_epoch)
+        steps = self.batch_plan.plan(epoch).steps_per_epoch
+        if step_in_epoch >= steps and step_in_epoch:
             raise UsageError(
                 "another-training",
                 place="the state",
-                differences=f"step_in_epoch={position.place} is not in epoch {position.epoch},"
-                f" which has {steps} steps",
+                differences=f"{step_in_epoch=} is not in epoch {epoch}, which has {steps} steps",
             )
         self._turns.next()
-        self._position, self._loaded, self._recipe = position, True, None
+        self._position = position
+        self._loaded = True
+        self._recipe = None
 
-    def move_to(self, epoch: int, step: int) -> None:
-        """Make this the position of the next window."""
-        self._position, self._loaded = Position(epoch, step), False
-
-    def window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
+    def _window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
         """Return this rank's window of a step; `take` returns its next batch."""
         recipe = self._recipe or self.recipe
         counts = self.batch_plan.counts_of(cut)
@@ -334,12 +364,14 @@ class Loader(WindowLoader[Epoch]):
 
     def _read(self, cut: Cut, slots: range) -> Iterator[Any]:
         """Yield the micro-batches of these slots of a step, of any rank, made in this process."""
-        place, copies = cut.step - self.batch_plan.first(cut.epoch), self._to_device()
-        for indices in self.batch_plan.indices(cut.epoch, range(place, place + 1), slots):
+        step = cut.step - self.batch_plan.first(cut.epoch)
+        copies = self._to_device()
+        for indices in self.batch_plan.indices(cut.epoch, range(step, step + 1), slots):
             with status.inside("data"):
-                yield copies.arrive(copies.start(self._source.__getitems__((cut.epoch, indices))))
+                batch = self._source.__getitems__((cut.epoch, indices))
+                yield copies.arrive(copies.start(batch))
 
-    def walk(self, epoch: int, steps: range, slots: range) -> Walk:
+    def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
         """Start a walk over the micro-batches of these slots in these steps of an epoch."""
 
         # `keys` holds no reference to this Loader: a cycle would delay its end until gc runs
@@ -362,9 +394,8 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def _length(dataset: Any) -> int:
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(
-        dataset, "__len__"
-    ):
+    numbered = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if not numbered or not hasattr(dataset, "__len__"):
         raise UsageError(
             "not-a-loaders-dataset",
             what=type(dataset).__name__,

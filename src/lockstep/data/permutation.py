@@ -51,7 +51,7 @@ class Permutation:
         rows = math.isqrt(n - 1) + 1
         # each at most 2^31, so that no sum or product below overflows
         self._sides = np.uint64(rows), np.uint64(-(-n // rows))
-        self._rounds = [np.uint64(derive(key, each)) for each in range(_ROUNDS)]
+        self._rounds = [np.uint64(derive(key, turn)) for turn in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the elements at `positions`, each in [0, n); int64, same shape. Raises UsageError
@@ -78,18 +78,20 @@ class Permutation:
             )
 
     def _walk(self, values: Indices, *, forward: bool) -> Indices:
-        found = self._network(values.astype(np.uint64).ravel(), forward)
-        outside = np.flatnonzero(found >= self.n)
+        words = self._network(values.astype(np.uint64).ravel(), forward)
+        outside = np.flatnonzero(words >= self.n)
         while outside.size:
-            found[outside] = again = self._network(found[outside], forward)
+            again = self._network(words[outside], forward)
+            words[outside] = again
             outside = outside[again >= self.n]
-        return found.view(np.int64).reshape(values.shape)
+        return words.view(np.int64).reshape(values.shape)
 
     def _network(self, values: _Words, forward: bool) -> _Words:
         rows, columns = self._sides
         row = values // columns
         column = values - row * columns
-        for turn in range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1):
+        turns = range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1)
+        for turn in turns:
             if turn % 2:
                 _shift(column, self._amount(row, turn, columns), columns, forward)
             else:
@@ -126,9 +128,8 @@ def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -
 @lru_cache(maxsize=8)
 def _by_hash(n: int, key: int) -> tuple[Indices, Indices]:
     """Return the permutation that sorts keyed hashes of 0 .. n - 1, and its inverse."""
-    hashes = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-        derive(key, 0)
-    )
+    hashes = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    hashes += np.uint64(derive(key, 0))
     for shift, factor in ((30, _M1), (27, _M2)):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * factor
     order = np.argsort(hashes ^ (hashes >> np.uint64(31)), kind="stable").astype(np.int64)

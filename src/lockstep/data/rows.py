@@ -86,18 +86,19 @@ class BatchRows:
     """
 
     def __init__(
-        self, whole_batch: Any, world: World, *, batch: int, device: torch.device | None = None
+        self, all_rows: Any, world: World, *, batch: int, device: torch.device | None = None
     ) -> None:
-        self.size, self._world = whole("batch", batch), world
-        self._whole = whole_batch
+        self.size = whole("batch", batch)
+        self._world = world
+        self._all_rows = all_rows
         self._device = world.device if device is None else device
-        self.total = _rows_of(whole_batch)
+        self.total = _rows_of(all_rows)
         self.count = -(-self.total // self.size)
 
     def __iter__(self) -> Iterator[Piece]:
         for number in range(self._world.rank, self.count, self._world.size):
             rows = range(number * self.size, min((number + 1) * self.size, self.total))
-            yield Piece(number, rows, self._cut(self._whole, rows))
+            yield Piece(number, rows, self._cut(self._all_rows, rows))
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -122,7 +123,7 @@ def is_batch(data: Any) -> bool:
 
 
 def _rows_of(batch: Any) -> int:
-    parts = {"the batch": batch} if isinstance(batch, Tensor) else _named(batch)
+    parts = _named_parts(batch)
     for name, part in parts.items():
         if not isinstance(part, Tensor) or part.dim() == 0:
             kind = "a 0-d tensor" if isinstance(part, Tensor) else f"a {type(part).__name__}"
@@ -141,8 +142,8 @@ def _rows_of(batch: Any) -> int:
     return total
 
 
-def _named(batch: Any) -> dict[str, Any]:
-    return {
-        f"part {key!r}": part
-        for key, part in (batch.items() if isinstance(batch, dict) else enumerate(batch))
-    }
+def _named_parts(batch: Any) -> dict[str, Any]:
+    if isinstance(batch, Tensor):
+        return {"the batch": batch}
+    parts = batch if isinstance(batch, dict) else dict(enumerate(batch))
+    return {f"part {key!r}": part for key, part in parts.items()}

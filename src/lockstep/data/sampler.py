@@ -73,11 +73,12 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
         split: Split = "interleaved",
     ) -> None:
-        default_rank, default_replicas = (
-            rank_and_size() if num_replicas is None or rank is None else (rank, num_replicas)
-        )
-        self.num_replicas = default_replicas if num_replicas is None else num_replicas
-        self.rank = default_rank if rank is None else rank
+        if num_replicas is None or rank is None:
+            default_rank, default_replicas = rank_and_size()
+            rank = default_rank if rank is None else rank
+            num_replicas = default_replicas if num_replicas is None else num_replicas
+        self.num_replicas = num_replicas
+        self.rank = rank
         if not 0 <= self.rank < self.num_replicas:
             raise UsageError(
                 "no-such-rank", rank=self.rank, name="num_replicas", size=self.num_replicas
@@ -93,13 +94,13 @@ class DistributedSampler(Sampler[int]):
         self.samples = len(dataset)
         if self.samples == 0:
             raise UsageError("empty-dataset", name="the dataset")
-        self.shuffle, self.seed, self.drop_last, self.split = shuffle, seed, drop_last, split
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.split = split
         self.epoch = 0
-        self.num_samples = (
-            self.samples // self.num_replicas
-            if drop_last
-            else -(-self.samples // self.num_replicas)
-        )
+        rounding = 0 if drop_last else self.num_replicas - 1
+        self.num_samples = (self.samples + rounding) // self.num_replicas
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,21 +113,21 @@ class DistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        places = self._places() % self.samples  # past the end, the order repeats from its start
+        # past the end, the order repeats from its start
+        positions = self._positions() % self.samples
         if not self.shuffle:
-            return iter(places.tolist())
+            return iter(positions.tolist())
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(self.samples, generator=generator)[places].tolist())
+        order = torch.randperm(self.samples, generator=generator)
+        return iter(order[positions].tolist())
 
-    def _places(self) -> Tensor:
-        """Return this rank's places in the padded (or cut) order."""
-        own = torch.arange(self.num_samples)
-        return (
-            own + self.rank * self.num_samples
-            if self.split == "blocks"
-            else own * self.num_replicas + self.rank
-        )
+    def _positions(self) -> Tensor:
+        """Return this rank's positions in the padded (or cut) order."""
+        numbers = torch.arange(self.num_samples)
+        if self.split == "blocks":
+            return numbers + self.rank * self.num_samples
+        return numbers * self.num_replicas + self.rank
 
     def __len__(self) -> int:
         """Return the number of this rank's indices, the same on all ranks."""

@@ -49,16 +49,17 @@ class KeysSampler(Sampler[Keys]):
         self.received = 0
 
     def __iter__(self) -> Iterator[Keys]:
-        self.sent, self.received = {}, 0
+        self.sent = {}
+        self.received = 0
         return self._counted(self.keys(), self.sent)
 
     @staticmethod
     def _counted(keys: Iterator[Keys], sent: dict[int, Keys]) -> Iterator[Keys]:
-        for number, each in enumerate(keys):
-            sent[number] = each
-            yield each
+        for number, micro_batch in enumerate(keys):
+            sent[number] = micro_batch
+            yield micro_batch
 
-    def came(self) -> None:
+    def count_received(self) -> None:
         del self.sent[self.received]
         self.received += 1
 
@@ -91,12 +92,16 @@ class Walk:
         epoch: int,
         rank: int,
     ) -> None:
-        self._loader, self._sampler, self._turns = loader, sampler, turns
-        self._epoch, self._rank = epoch, rank
+        self._loader = loader
+        self._sampler = sampler
+        self._epoch = epoch
+        self._rank = rank
+        self._turns = turns
         self._turn = turns.next()
         self._failed = False
         self.ahead = copies.ahead
-        self._copies, self._ahead = copies, Ahead(copies)
+        self._copies = copies
+        self._ahead = Ahead(copies)
         self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
         sampler.keys = keys
         if loader.num_workers:
@@ -135,50 +140,44 @@ class Walk:
         return batch
 
     def _from_workers(self) -> Any:
-        if death := self._death():
+        death = self._death()
+        if death:
             raise death
         try:
             with _watched(self._batches):
                 batch = next(self._batches)
         except Exception as error:
-            if isinstance(
-                error, (ConnectionError, EOFError)
-            ) and "DataLoader worker process" not in str(error):
+            closed = isinstance(error, (ConnectionError, EOFError))
+            if closed and "DataLoader worker process" not in str(error):
                 self._await_end()  # a dying worker's shared memory is gone before the worker is
-            if death := self._death():
+            death = self._death()
+            if death:
                 raise death from error
-            _say_full(error)
+            _note_full_memory(error)
             raise
-        self._sampler.came()
+        self._sampler.count_received()
         return batch
 
-    def _late(self, why: str) -> LockstepError:
-        return LockstepError("batches-not-fetched", epoch=self._epoch, why=why)
+    def _late(self, reason: str) -> LockstepError:
+        return LockstepError("batches-not-fetched", epoch=self._epoch, why=reason)
 
     def _death(self) -> LockstepError | None:
         """Return an error if a worker is dead: which one, its cause of death, what it fetched."""
         workers = getattr(self._batches, "_workers", ())
         for number, worker in enumerate(workers):
-            if worker.exitcode is not None:
-                samples = self._under_way(number, len(workers))
-                what = (
-                    f" while it fetched {samples} of {self._dataset} in epoch {self._epoch}"
-                    if samples
-                    else ""
+            if worker.exitcode is None:
+                continue
+            activity = ""
+            samples = self._under_way(number, len(workers))
+            if samples:
+                activity = f" while it fetched {samples} of {self._dataset} in epoch {self._epoch}"
+            end_workers(self._loader)
+            method = _start_method()
+            if worker.exitcode == 1 and not self._sampler.received and method != "fork":
+                return LockstepError(
+                    "loader-worker-not-started", rank=self._rank, worker=number, method=method
                 )
-                end_workers(self._loader)
-                if (
-                    worker.exitcode == 1
-                    and not self._sampler.received
-                    and _start_method() != "fork"
-                ):
-                    return LockstepError(
-                        "loader-worker-not-started",
-                        rank=self._rank,
-                        worker=number,
-                        method=_start_method(),
-                    )
-                return _dead(worker, number, self._rank, what)
+            return _dead(worker, number, self._rank, activity)
         return None
 
     def _under_way(self, number: int, workers: int) -> str:
@@ -190,18 +189,14 @@ class Walk:
             return "" if progress[number] == IDLE else f"sample {progress[number]}"
         # batches that have arrived, but must wait for earlier ones
         arrived = getattr(self._batches, "_task_info", {})
-        waiting = [
-            place
-            for place in self._sampler.sent
-            if place % workers == number and len(arrived.get(place, ())) < 2
-        ]
-        return f"samples {listed(self._sampler.sent[min(waiting)][1])}" if waiting else ""
+        for request in sorted(self._sampler.sent):
+            if request % workers == number and len(arrived.get(request, ())) < 2:
+                return f"samples {listed(self._sampler.sent[request][1])}"
+        return ""
 
     def _await_end(self) -> None:
-        wait(
-            [worker.sentinel for worker in getattr(self._batches, "_workers", ())],
-            timeout=_PATIENCE_SECONDS,
-        )
+        workers = getattr(self._batches, "_workers", ())
+        wait([worker.sentinel for worker in workers], timeout=_PATIENCE_SECONDS)
 
 
 class Turns:
@@ -217,41 +212,44 @@ class Turns:
 
 def end_workers(loader: DataLoader[Any]) -> None:
     """End the workers now; the next walk starts new ones."""
-    iterator, loader._iterator = loader._iterator, None
+    iterator: Any = loader._iterator
+    loader._iterator = None
     if iterator is None:
         return
     # all workers take the lock of this event to check it
     event = getattr(iterator, "_workers_done_event", None)
-    if event is not None and not event._cond.acquire(
-        timeout=_PATIENCE_SECONDS
-    ):  # a worker was killed while it held the lock, so nobody ever releases it
-        for worker in iterator._workers:  # type: ignore[attr-defined]
-            worker.terminate()
-            worker.join()
-        iterator._workers_done_event = threading.Event()  # type: ignore[attr-defined]
-    elif event is not None:
-        event._cond.release()
-    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public method
+    if event is not None:
+        if event._cond.acquire(timeout=_PATIENCE_SECONDS):
+            event._cond.release()
+        else:  # a worker was killed while it held the lock, so nobody ever releases it
+            for worker in iterator._workers:
+                worker.terminate()
+                worker.join()
+            iterator._workers_done_event = threading.Event()
+    iterator._shutdown_workers()  # torch has no public method
 
 
-def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
-    who = {"rank": rank, "worker": number, "pid": worker.pid, "what": what}
+def _dead(worker: Any, number: int, rank: int, activity: str) -> LockstepError:
+    fields = {"rank": rank, "worker": number, "pid": worker.pid, "what": activity}
     if worker.exitcode >= 0:
-        return LockstepError("loader-worker-exited", exitcode=worker.exitcode, **who)
+        return LockstepError("loader-worker-exited", exitcode=worker.exitcode, **fields)
     cause = -worker.exitcode
-    name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
+    name = f"signal {cause}"
+    if cause in signal.valid_signals():
+        name = signal.Signals(cause).name
     return LoaderWorkerKilled(
         "loader-worker-killed",
         signal=cause,
         name=name,
         likely=_LIKELY.get(cause, "Lockstep did not send it."),
-        **who,
+        **fields,
     )
 
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
     """Start the workers, and return torch's iterator."""
-    if death := _death_between_epochs(loader, rank):
+    death = _death_between_epochs(loader, rank)
+    if death:
         raise death
     if not loader.num_workers:
         return _here(loader, sampler)
@@ -262,18 +260,20 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
     except Exception as error:
-        if death := _death_between_epochs(loader, rank) or _death_at_start(error, rank):
+        death = _death_between_epochs(loader, rank) or _death_at_start(error, rank)
+        if death:
             raise death from error
         method = _start_method()
-        if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
+        refusal = None if method == "fork" else _pickle_refusal(loader.dataset)
+        if refusal is not None:
             raise UsageError(
                 "dataset-not-picklable",
                 dataset=name,
                 workers=loader.num_workers,
                 method=method,
-                why=why,
+                why=refusal,
             ) from error
-        _say_full(error)
+        _note_full_memory(error)
         raise
     if getattr(iterator, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(iterator))
@@ -283,7 +283,8 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
 
 def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError | None:
     """Return an error if a worker of the last epoch has died since."""
-    if death := _first_death(loader._iterator, rank, " between two epochs"):
+    death = _first_death(loader._iterator, rank, " between two epochs")
+    if death:
         end_workers(loader)
     return death
 
@@ -294,21 +295,21 @@ def _death_at_start(error: Exception, rank: int) -> LockstepError | None:
     """
     for frame, _ in walk_tb(error.__traceback__):
         # not this module's frames: `error` is a variable there, and once read it keeps itself alive
-        if frame.f_globals.get("__name__") == DataLoader.__module__ and (
-            death := _first_death(frame.f_locals.get("self"), rank, " as it started")
-        ):
-            return death
+        if frame.f_globals.get("__name__") == DataLoader.__module__:
+            death = _first_death(frame.f_locals.get("self"), rank, " as it started")
+            if death:
+                return death
     return None
 
 
-def _first_death(iterator: Any, rank: int, what: str) -> LockstepError | None:
+def _first_death(iterator: Any, rank: int, activity: str) -> LockstepError | None:
     for number, worker in enumerate(getattr(iterator, "_workers", ())):
         if worker.exitcode is not None:
-            return _dead(worker, number, rank, what)
+            return _dead(worker, number, rank, activity)
     return None
 
 
-def _say_full(error: Exception) -> None:
+def _note_full_memory(error: Exception) -> None:
     """Add a note on /dev/shm to the error if it is full: the errors of torch and the standard
     library name no folder.
     """
@@ -320,18 +321,17 @@ def _say_full(error: Exception) -> None:
 def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:
     """Yield batches as DataLoader does without workers, but without its cost for each batch."""
     batches = map(loader.dataset.__getitems__, sampler.keys())  # type: ignore[attr-defined]
-    return (
-        map(pin_memory, batches)
-        if loader.pin_memory and torch.accelerator.is_available()
-        else batches
-    )
+    if loader.pin_memory and torch.accelerator.is_available():
+        return map(pin_memory, batches)
+    return batches
 
 
 def _start_method() -> str:
     return str(torch.multiprocessing.get_start_method())
 
 
-def _unpicklable(keyed: Any) -> str | None:
+def _pickle_refusal(keyed: Any) -> str | None:
+    """Return why the data set cannot be pickled; None if it can."""
     try:
         ForkingPickler.dumps((keyed._dataset, keyed._collate))
     except Exception as error:

@@ -26,8 +26,7 @@ class Position(NamedTuple):  # a NamedTuple, because one is made in every step
     """A position in the data: the first step that is not done."""
 
     epoch: int
-    place: int
-    """The step's number in its epoch."""
+    step_in_epoch: int
 
 
 class WindowLoader(ABC, Generic[AnyEpoch]):
@@ -44,9 +43,9 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
         device: torch.device | str | None,
         pin_memory: bool | None,
     ) -> None:
-        self.rank, self.size = _place_of(rank, size)
+        self.rank, self.size = _rank_and_size_of(rank, size)
         self._seed = whole("seed", seed, -(2**63))
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = _default_device() if device is None else torch.device(device)
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._loaded = False  # whether a state was loaded and no window has been yielded since
         self._turns = Turns()
@@ -101,7 +100,9 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
                 that state was taken.
         """
         whole("count", count, 0)
-        return self._epochs(count, start if start is None else whole("start", start, 0))
+        if start is not None:
+            start = whole("start", start, 0)
+        return self._epochs(count, start)
 
     @abstractmethod
     def _epochs(self, count: int, start: int | None) -> Iterator[AnyEpoch]:
@@ -116,46 +117,48 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
 
 
 def read_state(
-    state: Mapping[str, Any], ours: Mapping[str, Any], digest: Callable[[int], Mapping[str, str]]
+    state: Mapping[str, Any],
+    fingerprint: Mapping[str, Any],
+    digest: Callable[[int], Mapping[str, str]],
 ) -> tuple[Position, int]:
     """Return the position in a loader's state, and the step's number over all epochs.
 
-    `ours` is this loader's fingerprint. `digest` returns the digest of an epoch's samples if a
-    sampler of another library orders them. Raises UsageError, naming what differs.
+    `fingerprint` is this loader's. `digest` returns the digest of an epoch's samples if a sampler
+    of another library orders them. Raises UsageError, naming what differs.
     """
-    if (
-        not isinstance(state, Mapping)
-        or not {"epoch", "step_in_epoch", "step", "fingerprint"} <= state.keys()
-    ):
+    keys = {"epoch", "step_in_epoch", "step", "fingerprint"}
+    if not isinstance(state, Mapping) or not keys <= state.keys():
         raise UsageError("not-a-loader-state")
-    position = Position(
-        whole("epoch", state["epoch"], 0), whole("step_in_epoch", state["step_in_epoch"], 0)
-    )
-    step = whole("step", state["step"], position.place)
-    walked = position.epoch if position.place else position.epoch - 1
-    ours = {**ours, **(digest(walked) if walked >= 0 else {})}
-    theirs = state["fingerprint"]
-    differing = [
-        f"{name} was {_shown(theirs.get(name))} and is {_shown(ours.get(name))}"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
-    ]
-    if differing:
-        raise UsageError("another-training", place="the state", differences="; ".join(differing))
-    return position, step
+    epoch = whole("epoch", state["epoch"], 0)
+    step_in_epoch = whole("step_in_epoch", state["step_in_epoch"], 0)
+    step = whole("step", state["step"], step_in_epoch)
+    walked = epoch if step_in_epoch else epoch - 1
+    if walked >= 0:
+        fingerprint = {**fingerprint, **digest(walked)}
+    saved = state["fingerprint"]
+    differences = []
+    for name in dict.fromkeys([*fingerprint, *saved]):
+        before = saved.get(name)
+        now = fingerprint.get(name)
+        if before != now:
+            differences.append(f"{name} was {_shown(before)} and is {_shown(now)}")
+    if differences:
+        raise UsageError("another-training", place="the state", differences="; ".join(differences))
+    return Position(epoch, step_in_epoch), step
 
 
 def _shown(value: object) -> str:
     return "not given" if value is None else str(value)
 
 
-def _place_of(rank: int | None, size: int | None) -> tuple[int, int]:
+def _rank_and_size_of(rank: int | None, size: int | None) -> tuple[int, int]:
     """Return (rank, size) as given, else the process group's."""
     if rank is None and size is None:
         return rank_and_size()
     if rank is None or size is None:
         raise UsageError("rank-or-size-missing", rank=rank, size=size)
-    rank, size = whole("rank", rank, 0), whole("size", size)
+    rank = whole("rank", rank, 0)
+    size = whole("size", size)
     if rank >= size:
         raise UsageError("no-such-rank", rank=rank, name="size", size=size)
     return rank, size
@@ -163,7 +166,8 @@ def _place_of(rank: int | None, size: int | None) -> tuple[int, int]:
 
 def _default_device() -> torch.device:
     """Return this rank's device: the current GPU, or the CPU if the backend is not NCCL."""
-    ours = torch.cuda.is_available() and (
-        not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl"
-    )
-    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

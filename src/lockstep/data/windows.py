@@ -29,6 +29,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.data.orders import Batches, Order
+    from lockstep.data.permutation import Indices
 
 ENDLESS = 2**62
 """A length that is never reached: of a training without a last epoch, or of a stream."""
@@ -96,10 +97,12 @@ def _share(slots: int, full: int, rank: int, size: int, by_rank: tuple[int, ...]
     if by_rank:
         assert len(by_rank) == size
         assert sum(by_rank) == slots
-        begin, count = sum(by_rank[:rank]), by_rank[rank]
+        begin = sum(by_rank[:rank])
+        count = by_rank[rank]
     else:
-        each, more = divmod(slots, size)
-        begin, count = rank * each + min(rank, more), each + (rank < more)
+        least, more = divmod(slots, size)
+        begin = rank * least + min(rank, more)
+        count = least + (rank < more)
     return range(begin, max(begin, min(begin + count, full)))
 
 
@@ -177,10 +180,12 @@ class Plan:
             f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x"
             f" {self.micro_batch}"
         )
-        if rest := self.global_batch % self.micro_batch:
+        rest = self.global_batch % self.micro_batch
+        if rest:
             line += f", the last {rest}"
         line += f"; {shares(self.slots, size, owner, by_rank)}"
-        if idle := self.idle(size, by_rank):
+        idle = self.idle(size, by_rank)
+        if idle:
             line += (
                 f"; the dataset's {counted(self.samples, 'sample')}"
                 f" leave{'s' * (self.samples == 1)} {idle} of them without any"
@@ -194,10 +199,11 @@ class Plan:
         in the first step, and no step has more samples than the first.
         """
         first = self.at(0, 0, 0, by_rank)
-        return sum(
-            len(first.share(rank, size)) > 0 and not first.filled(rank, size)
-            for rank in range(size if by_rank else min(size, self.slots))
-        )
+        idle = 0
+        for rank in range(size if by_rank else min(size, self.slots)):
+            if first.share(rank, size) and not first.filled(rank, size):
+                idle += 1
+        return idle
 
 
 def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
@@ -207,14 +213,15 @@ def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] 
     ranks = counted(size, owner)
     if len(set(by_rank)) > 1:
         return f"{ranks}: {', '.join(map(str, by_rank))}"
-    each, more = divmod(slots, size)
+    least, more = divmod(slots, size)
     if more == 0:
-        return f"{ranks} x {each}"
-    if each == 0:
+        return f"{ranks} x {least}"
+    if least == 0:
         return f"{ranks}: {more} x 1, {size - more} idle"
     if size <= 8:
-        return f"{ranks}: {', '.join(map(str, [each + 1] * more + [each] * (size - more)))}"
-    return f"{ranks}: {more} x {each + 1}, {size - more} x {each}"
+        counts = [least + 1] * more + [least] * (size - more)
+        return f"{ranks}: {', '.join(map(str, counts))}"
+    return f"{ranks}: {more} x {least + 1}, {size - more} x {least}"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -248,11 +255,11 @@ class ByPosition:
         """
         import numpy as np  # not above: commands that load no data read this file
 
-        plan, within = self._plan, self._positions(slots)
-        share = len(within)
+        plan = self._plan
+        offsets = self._offsets(slots)
+        share = offsets.size
         if not share:
             return
-        offsets = np.arange(within.start, within.stop, dtype=np.int64)
         at_once = -(-_AT_ONCE // share)
         for first in range(steps.start, steps.stop, at_once):
             last = min(first + at_once, steps.stop)
@@ -264,13 +271,14 @@ class ByPosition:
                 for start in range(begin, end, plan.micro_batch):
                     yield indices[start : min(start + plan.micro_batch, end)]
 
-    def _positions(self, slots: range) -> range:
+    def _offsets(self, slots: range) -> Indices:
         """Return the positions of these slots in a full step, counted from the step's first."""
+        import numpy as np
+
         most = self._plan.global_batch
-        return range(
-            min(slots.start * self._plan.micro_batch, most),
-            min(slots.stop * self._plan.micro_batch, most),
-        )
+        begin = min(slots.start * self._plan.micro_batch, most)
+        end = min(slots.stop * self._plan.micro_batch, most)
+        return np.arange(begin, end, dtype=np.int64)
 
     def counts_of(self, cut: Cut) -> None:
         """Return None: each slot of the step has as many samples as positions."""
@@ -293,10 +301,11 @@ class ByBatch:
 
     def __init__(self, order: Batches, micro_batches: int, *, drop_last: bool) -> None:
         self.order: Batches = order
-        self._size, self._drop_last = micro_batches, drop_last
+        self._size = micro_batches
+        self._drop_last = drop_last
         self._firsts = {0: 0}
         # each micro-batch is requested twice: for its samples, and for their number
-        self._batch = lru_cache(maxsize=512)(self._find)
+        self._batch = lru_cache(maxsize=512)(self._indices_of)
 
     def plan(self, epoch: int) -> Plan:
         count = self.order.count(epoch)
@@ -323,8 +332,8 @@ class ByBatch:
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
         plan = self.plan(epoch)
-        for place in steps:
-            cut = plan.at(place, epoch, place)
+        for step in steps:
+            cut = plan.at(step, epoch, step)
             for number in map(cut.positions, slots):
                 if number:  # the last slots of a short step are empty
                     yield self._batch(epoch, number.start)
@@ -339,16 +348,16 @@ class ByBatch:
 
         return counts
 
-    def _find(self, epoch: int, number: int) -> list[int]:
-        found: list[int] = self.order.batch(epoch, number).tolist()
-        return found
+    def _indices_of(self, epoch: int, number: int) -> list[int]:
+        indices: list[int] = self.order.batch(epoch, number).tolist()
+        return indices
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-        made = (
-            f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__}"
-            " makes them"
+        micro_batches = counted(self._size, "micro-batch", "es")
+        return (
+            f"{micro_batches} a step, as {type(self.order).__name__} makes them;"
+            f" {shares(self._size, size, owner, by_rank)}"
         )
-        return f"{made}; {shares(self._size, size, owner, by_rank)}"
 
     def fields(self) -> dict[str, Any]:
         return {"micro_batches": self._size, "drop_last": self._drop_last}
@@ -358,9 +367,9 @@ BatchPlan = ByPosition | ByBatch
 """How epochs are cut into steps and micro-batches. All answers are the same on every rank."""
 
 
-def _compare_first(epoch: int, theirs: int, ours: int) -> None:
-    if theirs != ours:
-        difference = f"epoch {epoch} began with step {theirs} and begins with step {ours}"
+def _compare_first(epoch: int, saved: int, known: int) -> None:
+    if saved != known:
+        difference = f"epoch {epoch} began with step {saved} and begins with step {known}"
         raise UsageError("another-training", place="the state", differences=difference)
 
 
@@ -428,12 +437,11 @@ class Window(Sequence[Any]):
         rank. A window that was drawn counts 0 for all others, because it does not know their slots.
         """
         if self.drawn:
-            return tuple(self.samples if other == rank else 0 for other in range(size))
-        return tuple(sum(self._counted(self.cut.filled(other, size))) for other in range(size))
-
-    def _counted(self, slots: range) -> Sequence[int]:
-        """Return the number of samples in each of these slots of the step, of any rank."""
-        return self.cut.counts(slots) if self._counts_of is None else self._counts_of(slots)
+            samples = [0] * size
+            samples[rank] = self.samples
+            return tuple(samples)
+        counts_of = self._counts_of or self.cut.counts
+        return tuple(sum(counts_of(self.cut.filled(other, size))) for other in range(size))
 
     def turned(self, by: int, rank: int, size: int) -> Window:
         """Return a window with the share of rank `rank + by` (modulo `size`) of this step. Raises

@@ -92,14 +92,11 @@ def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
 def _dense(tensor: Tensor) -> bool:
     """Whether the strides enumerate numel() elements without gap or overlap."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
     return True
 
 
@@ -152,7 +149,7 @@ class BucketTimeline:
         self._asks: list[Callable[[], bool] | None] = []
         self._left: list[int] = []
         self._arrived: list[int | None] = []
-        self._looked = 0  # the sums before this number have arrived
+        self._first_open = 0  # the sums before this number have arrived
         self._over: int | None = None
 
     def launched(self, work: Work) -> None:
@@ -161,19 +158,18 @@ class BucketTimeline:
         self._left.append(time.monotonic_ns())
         self._arrived.append(None)
 
-    def look(self) -> None:
+    def note_arrivals(self) -> None:
         """Note which sums have arrived. They arrive in the order in which they left."""
-        while (
-            self._looked < len(self._asks)
-            and (done := self._asks[self._looked]) is not None
-            and done()
-        ):
-            self._arrived[self._looked] = time.monotonic_ns()
-            self._looked += 1
+        while self._first_open < len(self._asks):
+            done = self._asks[self._first_open]
+            if done is None or not done():
+                return
+            self._arrived[self._first_open] = time.monotonic_ns()
+            self._first_open += 1
 
     def backward_is_over(self) -> None:
         """Note that the backward has ended: from now on no communication is hidden."""
-        self.look()
+        self.note_arrivals()
         self._over = time.monotonic_ns()
 
     def waited_for(self, number: int) -> None:
@@ -182,19 +178,23 @@ class BucketTimeline:
 
     def times(self) -> Sequence[BucketTimes]:
         """The times of all buckets, in the order in which they left."""
-        return [
-            BucketTimes(left / _SECOND, None if at is None else at / _SECOND)
-            for left, at in zip(self._left, self._arrived, strict=True)
-        ]
+        times = []
+        for left, arrived in zip(self._left, self._arrived, strict=True):
+            seconds = None if arrived is None else arrived / _SECOND
+            times.append(BucketTimes(left / _SECOND, seconds))
+        return times
 
     def hidden(self) -> float:
         """Seconds in which at least one bucket was on its way while the backward ran. A sum that
         starts only when a rank waits for it is not hidden.
         """
+        over = self._over
+        if over is None:
+            return 0.0
         total = reached = 0
         for done, left, arrived in zip(self._asks, self._left, self._arrived, strict=True):
-            if done is not None and self._over is not None and left < self._over:
-                end = self._over if arrived is None else min(arrived, self._over)
+            if done is not None and left < over:
+                end = over if arrived is None else min(arrived, over)
                 total += max(0, end - max(left, reached))
                 reached = max(reached, end)
         return total / _SECOND
@@ -208,7 +208,8 @@ class TrainedParameters:
     _owners: ClassVar[MutableMapping[Tensor, ref[TrainedParameters]]] = WeakIdKeyDictionary()
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._module, self.ignored = module, frozenset(ignored)
+        self._module = module
+        self.ignored = frozenset(ignored)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.taken_over = False
@@ -216,7 +217,7 @@ class TrainedParameters:
         self._handles: list[RemovableHandle] = []
         # parameters that are equal on all ranks
         self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-        self._seen = self._look()
+        self._seen = self._state()
         for _, parameter in self.now():
             self._equal[parameter] = None
 
@@ -228,7 +229,7 @@ class TrainedParameters:
             if parameter.requires_grad and name not in self.ignored
         ]
 
-    def take(self) -> None:
+    def take_charge(self) -> None:
         """Take charge of the parameters to train now. Two must never reduce the same gradient, so
         a former owner loses its hooks.
         """
@@ -278,11 +279,11 @@ class TrainedParameters:
         """Whether a parameter was added, removed, replaced, frozen, unfrozen or given another
         dtype or device since this was last asked.
         """
-        now = self._look()
-        before, self._seen = self._seen, now
-        return now != before
+        before = self._seen
+        self._seen = self._state()
+        return self._seen != before
 
-    def _look(self) -> tuple[list[int], list[object]]:
+    def _state(self) -> tuple[list[int], list[object]]:
         """Every parameter's identity and kind (requires_grad, dtype, device), level by level of the
         module tree. It runs in every step, so it needs no names, and no call per module.
         """

@@ -22,7 +22,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -43,26 +43,26 @@ class _Kind:
     their movements.
 
     In exact mode the sums have one row per slot, otherwise one row. `numbers` are the numbers of
-    the buffers, `owners` the dictionary and the name under which a module has each.
+    the buffers, `owners` the module and the name of each.
     """
 
-    def __init__(
-        self, numbers: list[int], owners: list[tuple[dict[str, Tensor | None], str]]
-    ) -> None:
+    def __init__(self, numbers: list[int], owners: list[tuple[nn.Module, str]]) -> None:
         self.numbers = numbers
         self.flats: list[Tensor] = []
         """The elements of each buffer: a view that can be written to, if the buffer is
         contiguous.
         """
         self.identities: list[tuple[dict[str, Tensor | None], str, Tensor, torch.Size, int]] = []
-        for buffers, name in owners:
+        for module, name in owners:
+            buffers = module._buffers
             tensor = buffers[name]
             assert tensor is not None
             flat = _flat(tensor)
             self.flats.append(flat)
             self.identities.append((buffers, name, tensor, tensor.shape, flat.data_ptr()))
         self.start = torch.cat(self.flats)
-        self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
+        self.sizes = [flat.numel() for flat in self.flats]
+        self.starts = list(self.start.split(self.sizes))
         self.moved = self.start
         # Micro-batches that are not in `moved` yet: the elements after each (these rows are reused
         # in the next step), and its weight and slot.
@@ -117,21 +117,19 @@ class MovingBuffers:
         """The Reducer's `generation` when these buffers were found."""
         self._device = device
         # By owner and name, because a forward may also assign a new tensor to a buffer.
-        named: list[tuple[str, nn.Module, str]] = [
-            (f"{prefix}.{name}".lstrip("."), module, name)
-            for prefix, module in model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._names = [name for name, _, _ in named]
-        self._owners = [(module, name) for _, module, name in named]
+        self._names: list[str] = []
+        self._owners: list[tuple[nn.Module, str]] = []
         # Batch norm kernels write their statistics without changing the version counter, so these
         # buffers always count as moving.
-        self._always = {
-            number
-            for number, (module, _) in enumerate(self._owners)
-            if isinstance(module, _NormBase)
-        }
+        self._always: set[int] = set()
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if isinstance(module, _NormBase):
+                    self._always.add(len(self._owners))
+                self._names.append(f"{prefix}.{name}".lstrip("."))
+                self._owners.append((module, name))
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
@@ -182,10 +180,10 @@ class MovingBuffers:
             self._find()
         self._left = None
         if len(self._moved) != max(1, slots):
-            starts = self.starts
-            wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
-            sizes = [start.numel() for start in starts]
-            self._moved = torch.empty(max(1, slots), sum(sizes), dtype=wide[0], device=self._device)
+            dtypes = [start.dtype for start in self.starts]
+            sizes = [start.numel() for start in self.starts]
+            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+            self._moved = torch.empty(max(1, slots), sum(sizes), dtype=dtype, device=self._device)
             for kind, moved in zip(self._kinds, self._moved.split(sizes, 1), strict=True):
                 kind.moved = moved
         self._moved.fill_(ABSENT if slots else 0.0)
@@ -237,8 +235,7 @@ class MovingBuffers:
         self._kinds = []
         for _, group in groups:
             numbers = list(group)
-            owners = [self._owners[number] for number in numbers]
-            self._kinds.append(_Kind(numbers, [(each._buffers, name) for each, name in owners]))
+            self._kinds.append(_Kind(numbers, [self._owners[number] for number in numbers]))
         self.starts = [kind.start for kind in self._kinds]
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         self._moved = torch.empty(0)
@@ -259,7 +256,7 @@ class MovingBuffers:
         that the step began with.
         """
         if self.watched:
-            self._look()
+            self._note_touched()
         same = self._agreed and self._same()
         for kind in self._kinds:
             if same:
@@ -273,7 +270,7 @@ class MovingBuffers:
         is another tensor now.
         """
         kind.add_up()  # keeps the order of the micro-batches
-        pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
+        pieces = kind.moved[slot].split(kind.sizes)
         for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
             if not self._resized(number):
                 far = movement(_flat(self._buffer(number)), start).to(piece)
@@ -282,7 +279,7 @@ class MovingBuffers:
                     self._touched.add(number)
         self._write(kind, kind.starts)
 
-    def _look(self) -> None:
+    def _note_touched(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
         for number, before, after in zip(self.watched, self._seen, self._marks(), strict=True):
             if before != after and not self._resized(number):
@@ -299,7 +296,7 @@ class MovingBuffers:
         """
         if not self._agreed or not self.watched:
             return False
-        self._look()
+        self._note_touched()
         return bool(self._touched)
 
     def send(self) -> None:
@@ -345,10 +342,11 @@ class MovingBuffers:
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             self._warn(moving - known)
-            for number in sorted(moving - known) if take_from_first else ():
-                self._group.broadcast(
-                    self._buffer(number), place="for a buffer that began to move"
-                ).wait()
+            if take_from_first:
+                for number in sorted(moving - known):
+                    self._group.broadcast(
+                        self._buffer(number), place="for a buffer that began to move"
+                    ).wait()
             self._moving = self._by_dtype(moving)
             self._find()
             self.watched = sorted(set(self.watched) - moving)
@@ -358,11 +356,11 @@ class MovingBuffers:
         """Say what happens to buffers that may be no running means: those of classes that are not
         torch's.
         """
-        names = [
-            repr(self._names[number])
-            for number in sorted(moving)
-            if not type(self._owners[number][0]).__module__.startswith("torch.nn.")
-        ]
+        names = []
+        for number in sorted(moving):
+            module, _ = self._owners[number]
+            if not type(module).__module__.startswith("torch.nn."):
+                names.append(repr(self._names[number]))
         if names and self._group.rank == 0:
             warnings.warn(
                 f"the forward writes to the buffers {', '.join(names)}. A step moves each by the"
@@ -394,7 +392,8 @@ def movement(now: Tensor, before: Tensor) -> Tensor:
     that moves by 1 moves by exactly 1. inf minus inf is no movement.
     """
     if now.dtype in _COUNTABLE:
-        now, before = now.to(_COUNTABLE[now.dtype]), before.to(_COUNTABLE[before.dtype])
+        now = now.to(_COUNTABLE[now.dtype])
+        before = before.to(_COUNTABLE[before.dtype])
     return torch.where(now == before, 0, now - before)
 
 
@@ -445,7 +444,9 @@ class SharedBuffers:
     """
 
     def __init__(self, module: nn.Module, group: Group, ignored: Collection[str]) -> None:
-        self._module, self._group, self._ignored = module, group, ignored
+        self._module = module
+        self._group = group
+        self._ignored = ignored
         self._hook: BufferHook | None = None
         self._state: object = None
         self.after_forward = False
@@ -463,7 +464,9 @@ class SharedBuffers:
         """Run `hook(state, {name: buffer})` instead of the broadcast. It may return futures; the
         end of the backward waits for them.
         """
-        self._hook, self._state, self.after_forward = hook, state, after_forward
+        self._hook = hook
+        self._state = state
+        self.after_forward = after_forward
 
     @torch.no_grad()
     def share(self, root: Callable[[], int]) -> None:
@@ -485,23 +488,19 @@ class SharedBuffers:
         """
         if self._group.size == 1:
             return
-        largest_first = sorted(
-            (buffer for buffer in buffers if buffer.layout == torch.strided),
-            key=lambda each: -each.element_size(),
-        )
+        strided = [buffer for buffer in buffers if buffer.layout == torch.strided]
         # the largest dtype first, so that all are aligned
-        flat = torch.cat(
-            [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in largest_first]
-        )
+        strided.sort(key=Tensor.element_size, reverse=True)
+        octets = []
+        for buffer in strided:
+            octets.append(buffer.detach().contiguous().reshape(-1).view(torch.uint8))
+        flat = torch.cat(octets)
         self._group.broadcast(flat, root, place="for the buffers").wait()
         if self._group.rank != root:
-            with torch.autograd._unsafe_preserve_version_counter(tuple(largest_first)):
-                for buffer, octets in zip(
-                    largest_first,
-                    flat.split([buffer.nbytes for buffer in largest_first]),
-                    strict=True,
-                ):
-                    buffer.detach().copy_(octets.view(buffer.dtype).view(buffer.shape))
+            pieces = flat.split([buffer.nbytes for buffer in strided])
+            with torch.autograd._unsafe_preserve_version_counter(tuple(strided)):
+                for buffer, piece in zip(strided, pieces, strict=True):
+                    buffer.detach().copy_(piece.view(buffer.dtype).view(buffer.shape))
 
     def wait(self) -> None:
         """Wait for the futures that a hook has returned."""
@@ -521,10 +520,12 @@ def replicate(
     """Overwrite every parameter and buffer with those of rank `root`. Buffers too: BatchNorm
     statistics are part of the model.
     """
-    named = chain(module.named_parameters(), module.named_buffers() if buffers else ())
-    for work in [
-        group.broadcast(tensor.detach(), root, f"for {name} to be equal")
-        for name, tensor in named
-        if name not in ignored
-    ]:
+    named: list[tuple[str, Tensor]] = list(module.named_parameters())
+    if buffers:
+        named += module.named_buffers()
+    works = []
+    for name, tensor in named:
+        if name not in ignored:
+            works.append(group.broadcast(tensor.detach(), root, f"for {name} to be equal"))
+    for work in works:
         work.wait()

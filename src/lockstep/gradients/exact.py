@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -48,7 +49,8 @@ class ExactReduction(Reduction):
     carries_all = False  # the element behind the gradients is not summed along the tree
 
     def __init__(self, group: Group) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self.divisor = 1.0
         self.scattered = False
         self.levels: Sequence[Sequence[Tensor]] = ()
@@ -57,7 +59,7 @@ class ExactReduction(Reduction):
         """
         self.height = 1
         """How many places on the stack the fullest rank needs."""
-        self.mine = range(0)
+        self.own_slots = range(0)
         """The slots of this rank that hold samples in this step."""
         self.brought: tuple[tuple[Block, ...], ...] = ()
         """The blocks that each rank brings in this step."""
@@ -73,12 +75,14 @@ class ExactReduction(Reduction):
         higher than before.
         """
         shares = [cut.filled(rank, self.size) for rank in range(self.size)]
-        self.mine = shares[self.rank]
-        self.brought = tuple(blocks(share) for share in shares)
-        self.term = tree(tuple(block for each in self.brought for block in each))
+        self.own_slots = shares[self.rank]
+        self.brought = tuple(map(blocks, shares))
+        self.term = tree(tuple(chain.from_iterable(self.brought)))
         height = max(levels(cut.share(rank, self.size)) for rank in range(self.size))
-        higher, self.height = height > self.height, max(height, self.height)
-        return higher
+        if height <= self.height:
+            return False
+        self.height = height
+        return True
 
     def scatter(self) -> None:
         self.scattered = True
@@ -99,24 +103,26 @@ class ExactInMemory(ExactReduction):
         self._parts: list[list[list[Tensor]]] = []  # by level, bucket and rank
 
     def memory(self, layout: Layout) -> list[Tensor]:
-        self._parts, self.levels = [], ()
+        self._parts = []
+        self.levels = ()
         sizes, dtypes = layout.kinds()
         # pages that nobody touches take no memory
-        found = self._memory.allocate(
+        memory = self._memory.allocate(
             sizes * self.height, dtypes * self.height, "for gradient buckets"
         )
-        self._parts = [
-            found[level * len(sizes) : (level + 1) * len(sizes)] for level in range(self.height)
-        ]
-        self.levels = [[parts[self.rank] for parts in level] for level in self._parts]
-        return list(self.levels[0])
+        levels_of_rank = []
+        for first in range(0, len(memory), len(sizes)):
+            level = memory[first : first + len(sizes)]
+            self._parts.append(level)
+            levels_of_rank.append([parts[self.rank] for parts in level])
+        self.levels = levels_of_rank
+        return list(levels_of_rank[0])
 
     def start(self, bucket: Bucket) -> Work:
-        terms = [
-            self._parts[level][bucket.index][rank]
-            for rank, each in enumerate(self.brought)
-            for level in range(len(each))
-        ]
+        terms = []
+        for rank, brought in enumerate(self.brought):
+            for level in self._parts[: len(brought)]:
+                terms.append(level[bucket.index][rank])
 
         # called when all ranks are ready, before this rank's slice is added up
         def read() -> None:
@@ -157,7 +163,8 @@ class ExactOverNetwork(ExactReduction):
         return list(self.levels[0])
 
     def start(self, bucket: Bucket) -> Work:
-        flat, on_cpu = bucket.sum.data, bucket.sum.device.type == "cpu"
+        flat = bucket.sum.data
+        on_cpu = flat.device.type == "cpu"
         slices = [slice_of(flat.numel(), rank, self.size) for rank in range(self.size)]
         own = flat[slices[self.rank].start : slices[self.rank].stop]
         # Other threads may not flush denormals as this one does, and do not know its GPU stream.
@@ -174,8 +181,10 @@ class ExactOverNetwork(ExactReduction):
                 work = Later(self._group.in_background(work.wait))
 
         def divide() -> None:
-            if (divisor := self.divisor or 1.0) != 1:
-                (own if self.scattered else flat).div_(divisor)
+            divisor = self.divisor or 1.0
+            if divisor != 1:
+                summed = own if self.scattered else flat
+                summed.div_(divisor)
 
         return Handle([work], divide)
 
@@ -197,7 +206,7 @@ class ExactOverNetwork(ExactReduction):
         term = self.term
 
         def finish() -> None:
-            pieces = [piece for each in brought for piece in each]
+            pieces = list(chain.from_iterable(brought))
             if self.on_read is not None:
                 self.on_read(bucket, pieces)
             add_up(term, pieces, own)
@@ -212,32 +221,35 @@ class ExactOverNetwork(ExactReduction):
         flats: Sequence[Tensor],
         slices: Sequence[range],
         brought: Sequence[list[Tensor]],
-        place: str,
+        purpose: str,
     ) -> Work:
         """Start to send every rank its slice of this level's block. Append the pieces that arrive
         for this rank's slice to the lists in `brought`, by sender.
         """
-        brings = [len(each) > level for each in self.brought]
-        arriving = [len(slices[self.rank]) if each else 0 for each in brings]
-        here = flats[0].new_empty(sum(arriving))
-        leaving = [len(each) if brings[self.rank] else 0 for each in slices]
-        sent = flats[level] if brings[self.rank] else flats[0][:0]
-        for rank, piece in enumerate(here.split(arriving)):
-            if brings[rank]:
-                brought[rank].append(piece)
-        return self._group.exchange(here, arriving, sent, leaving, place)
+        length = len(slices[self.rank])
+        senders = [rank for rank, own in enumerate(self.brought) if len(own) > level]
+        received = flats[0].new_empty(len(senders), length)
+        arriving = [0] * self.size
+        for rank, piece in zip(senders, received, strict=True):
+            arriving[rank] = length
+            brought[rank].append(piece)
+        sent, leaving = flats[0][:0], [0] * self.size
+        if self.rank in senders:
+            sent, leaving = flats[level], list(map(len, slices))
+        return self._group.exchange(received.view(-1), arriving, sent, leaving, purpose)
 
-    def _hand_out(self, flat: Tensor, slices: Sequence[range], place: str) -> Callable[[], None]:
+    def _hand_out(self, flat: Tensor, slices: Sequence[range], purpose: str) -> Callable[[], None]:
         """Return a function that fills all slices of a tensor with their owners' content."""
         if flat.device.type == "cpu":
-            return by_schedule.all_gather_slices(self._group, flat, slices, place)
-        mine, longest = slices[self.rank], max(map(len, slices))
+            return by_schedule.all_gather_slices(self._group, flat, slices, purpose)
+        own = slices[self.rank]
+        longest = max(map(len, slices))
 
         def gather() -> None:
-            padded = nn.functional.pad(flat[mine.start : mine.stop], (0, longest - len(mine)))
-            everybodys = self._group.all_gather(padded, place).split(longest)
-            for theirs, piece in zip(slices, everybodys, strict=True):
-                flat[theirs.start : theirs.stop].copy_(piece[: len(theirs)])
+            padded = nn.functional.pad(flat[own.start : own.stop], (0, longest - len(own)))
+            pieces = self._group.all_gather(padded, purpose).split(longest)
+            for piece, part in zip(pieces, slices, strict=True):
+                flat[part.start : part.stop].copy_(piece[: len(part)])
 
         return gather
 
@@ -255,31 +267,32 @@ class TreeFold(Fold):
     def __init__(self, reduction: ExactReduction) -> None:
         self.reduction = reduction
         self._turns: Sequence[Turn] = ()
-        self._place = -1  # the number of the open micro-batch among this rank's
+        self._micro_batch = -1  # the number of the open micro-batch among this rank's
         self._landed: set[int] = set()  # the parameters whose gradients have landed in it
 
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
-        self._buckets, self._parameters = buckets, parameters
-        self._views: list[dict[int, Tensor]] = [
-            {
-                span.parameter: view_of(flats[bucket.index], span, parameters[span.parameter])
-                for bucket in buckets
-                for span in bucket.spans
-            }
-            for flats in self.reduction.levels
-        ]
+        self._buckets = buckets
+        self._parameters = parameters
+        self._views: list[dict[int, Tensor]] = []
+        for flats in self.reduction.levels:
+            views = {}
+            for bucket, flat in zip(buckets, flats, strict=True):
+                for span in bucket.spans:
+                    views[span.parameter] = view_of(flat, span, parameters[span.parameter])
+            self._views.append(views)
         self._folded = [0] * len(buckets)
 
     def begin(self, cut: Cut | None) -> bool:
         assert cut is not None, "exact mode has windows only"
         more = self.reduction.begin(cut)
-        self._turns = turns(self.reduction.mine)
-        self._place, self._landed = -1, set()
+        self._turns = turns(self.reduction.own_slots)
+        self._micro_batch = -1
+        self._landed = set()
         self._folded = [0] * len(self._buckets)
         return more
 
     def begin_micro_batch(self) -> None:
-        self._place += 1
+        self._micro_batch += 1
         self._landed.clear()
 
     def add(self, number: int, scale: float) -> None:
@@ -289,11 +302,14 @@ class TreeFold(Fold):
                 "second-gradient-in-micro-batch", number=number, shape=str(list(parameter.shape))
             )
         self._landed.add(number)
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         assert gradient is not None
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        gradient = gradient * scale if scale != 1 else gradient
-        turn = self._turns[self._place]
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if scale != 1:
+            gradient = gradient * scale
+        turn = self._turns[self._micro_batch]
         view = self._views[turn.level][number]
         if turn.fresh:
             view.copy_(gradient)
@@ -305,11 +321,11 @@ class TreeFold(Fold):
         norm is summed bucket by bucket, so the buckets' order must not depend on the number of
         ranks.
         """
-        return self._place == 0
+        return self._micro_batch == 0
 
     def end_micro_batch(self) -> None:
         for bucket in self._buckets:
-            self._fold(bucket, self._place + 1)
+            self._fold(bucket, self._micro_batch + 1)
 
     def blocks(self, bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
         """Yield what this rank brings to the sum of a complete bucket: the first slot of a block,
@@ -330,10 +346,10 @@ class TreeFold(Fold):
         """Finish this bucket's part of the micro-batches before number `until`, including those
         that this rank never ran.
         """
-        for place in range(self._folded[bucket.index], until):
-            turn = self._turns[place]
+        for number in range(self._folded[bucket.index], until):
+            turn = self._turns[number]
             if turn.fresh:
-                landed = self._landed if place == self._place else ()
+                landed = self._landed if number == self._micro_batch else ()
                 for span in bucket.spans:
                     if span.parameter not in landed:
                         self._views[turn.level][span.parameter].fill_(ABSENT)

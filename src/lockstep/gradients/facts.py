@@ -63,9 +63,12 @@ class FactsMessage:
     """
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
-        self._group, self._slots = group, slots
+        self._group = group
+        self._slots = slots
         self._on_cpu = device.type == "cpu"
         self._first_slot = _BY_RANK + _ROWS * group.size
+        # by row, the index of this rank's number
+        self._own = range(_BY_RANK + group.rank, self._first_slot, group.size)
         # a list if the host knows the numbers: a write to a tensor takes microseconds
         self._values: Any = [0.0] * self._first_slot + [ABSENT] * (2 * slots)
         if not self._on_cpu:
@@ -88,25 +91,20 @@ class FactsMessage:
             index = self._first_slot + slot
             self._put((index, weight), (index + self._slots, loss))
         self._values[_WEIGHT] += weight
-        self._values[_BY_RANK + _LOSSES * self._group.size + self._group.rank] += loss
+        self._values[self._own[_LOSSES]] += loss
 
     def add_samples(self, count: int) -> None:
-        self._values[_BY_RANK + _SAMPLES * self._group.size + self._group.rank] += count
+        self._values[self._own[_SAMPLES]] += count
 
     def add_times(self, busy: float, waited: float) -> None:
         """Add the times of this rank's step before, in seconds."""
-        rank, size = self._group.rank, self._group.size
-        self._put(
-            (_BY_RANK + _BUSY * size + rank, busy), (_BY_RANK + _WAITED * size + rank, waited)
-        )
+        self._put((self._own[_BUSY], busy), (self._own[_WAITED], waited))
 
     def add_digest(self, digest: int, seconds: float) -> None:
         """Add a digest of what this rank began the step with, and the seconds that it took. The
         digest has 52 bits, so that float64 holds it exactly.
         """
-        rank, size = self._group.rank, self._group.size
-        first = _BY_RANK + _DIGESTS * size + rank
-        self._put((first, digest), (first + (_DIGESTING - _DIGESTS) * size, seconds))
+        self._put((self._own[_DIGESTS], digest), (self._own[_DIGESTING], seconds))
 
     def _put(self, *values: tuple[int, float | Tensor]) -> None:
         """Set numbers of the message, given with their indices."""
@@ -132,15 +130,15 @@ class FactsMessage:
         values = self._sum.list()
         size = self._group.size
         rows = []
-        for row in range(_ROWS):
-            first = _BY_RANK + row * size
+        for first in range(_BY_RANK, self._first_slot, size):
             rows.append(tuple(values[first : first + size]))
-        weight, loss = values[_WEIGHT], sum(rows[_LOSSES])
+        weight = values[_WEIGHT]
+        loss = sum(rows[_LOSSES])
         if self._slots:
-            weights = values[self._first_slot : self._first_slot + self._slots]
-            losses = values[self._first_slot + self._slots :]
-            weight = add_rows(torch.tensor(weights, dtype=torch.float64)).item()
-            loss = add_rows(torch.tensor(losses, dtype=torch.float64)).item()
+            by_slot = torch.tensor(values[self._first_slot :], dtype=torch.float64)
+            weights, losses = by_slot.split(self._slots)
+            weight = add_rows(weights).item()
+            loss = add_rows(losses).item()
         return Facts(
             weight,
             loss,

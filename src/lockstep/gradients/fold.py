@@ -97,34 +97,32 @@ class InPlace(Fold):
 
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        homes = {
-            span.parameter: view
-            for bucket in buckets
-            for span, view in zip(bucket.spans, bucket.views, strict=True)
-        }
-        self._views = [homes[number] for number in range(len(parameters))]
-        for view, parameter in zip(self._views, parameters, strict=True):
-            if (
-                parameter.grad is not None
-                and parameter.grad.shape == view.shape
-                and not parameter.grad.is_sparse
-            ):
-                parameter.grad = view.copy_(parameter.grad)
         self._buckets = buckets
+        views: dict[int, Tensor] = {}
+        for bucket in buckets:
+            for span, view in zip(bucket.spans, bucket.views, strict=True):
+                views[span.parameter] = view
+        self._views = [views[number] for number in range(len(parameters))]
+        for view, parameter in zip(self._views, parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse and gradient.shape == view.shape:
+                parameter.grad = view.copy_(gradient)
 
     def keep(self, small: Collection[int]) -> None:
-        self._first = [view if number in small else None for number, view in enumerate(self._views)]
-        # adjacent places are cleared in one call
-        self._to_clear = [
-            bucket.sum[spans[0].start : spans[-1].stop]
-            for bucket in self._buckets
-            for kept, group in groupby(bucket.spans, lambda span: span.parameter in small)
-            if kept and (spans := list(group))
-        ]
+        self._first: list[Tensor | None] = [None] * len(self._views)
+        for number in small:
+            self._first[number] = self._views[number]
+        # adjacent gradients are cleared in one call
+        self._to_clear: list[Tensor] = []
+        for bucket in self._buckets:
+            for is_small, group in groupby(bucket.spans, lambda span: span.parameter in small):
+                if is_small:
+                    spans = list(group)
+                    self._to_clear.append(bucket.sum[spans[0].start : spans[-1].stop])
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        for place in self._to_clear:
-            place.zero_()
+        for flat in self._to_clear:
+            flat.zero_()
         for parameter, first in zip(parameters, self._first, strict=True):
             if parameter.grad is not first:
                 parameter.grad = first
@@ -139,21 +137,23 @@ class InPlace(Fold):
         """Make `.grad` the view, scaled. A gradient that autograd put elsewhere is copied once, in
         the same pass. Autograd adds later micro-batches in place.
         """
-        view, parameter = self._views[number], self._parameters[number]
-        grad = parameter.grad
-        if grad is None:
+        view = self._views[number]
+        parameter = self._parameters[number]
+        gradient = parameter.grad
+        if gradient is None:
             view.zero_()
-        elif grad is view:
+        elif gradient is view:
             if scale != 1:
                 view.mul_(scale)
         else:
-            grad = grad.to_dense() if grad.is_sparse else grad
-            if scale != 1 and grad.dtype == view.dtype:
-                torch.mul(grad, scale, out=view)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if scale == 1:
+                view.copy_(gradient)
+            elif gradient.dtype == view.dtype:
+                torch.mul(gradient, scale, out=view)
             else:
-                view.copy_(grad)
-                if scale != 1:
-                    view.mul_(scale)
+                view.copy_(gradient).mul_(scale)
         parameter.grad = view
 
     def sets_order(self, *, closing: bool) -> bool:
@@ -184,32 +184,39 @@ class KeepsSparse(InPlace):
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
-        self._module, self._group = module, group
+        self._module = module
+        self._group = group
         self._sparse: dict[int, str] = {}
 
     def sizes(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         sparse = set(map(id, sparse_parameters(self._module)))
-        return [0 if id(parameter) in sparse else parameter.numel() for parameter in parameters]
+        sizes = super().sizes(parameters)
+        for number, parameter in enumerate(parameters):
+            if id(parameter) in sparse:
+                sizes[number] = 0
+        return sizes
 
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         super().lay(buckets, parameters)
-        self._sparse = {
-            span.parameter: span.name
-            for bucket in buckets
-            for span in bucket.spans
-            if span.start == span.stop and parameters[span.parameter].numel()
-        }
+        self._sparse = {}
+        for bucket in buckets:
+            for span in bucket.spans:
+                if span.start == span.stop and parameters[span.parameter].numel():
+                    self._sparse[span.parameter] = span.name
 
     def add(self, number: int, scale: float) -> None:
         if number not in self._sparse:
             super().add(number, scale)
             return
         parameter = self._parameters[number]
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             return
-        # a dense layer tied to the embedding makes its gradient dense
-        gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
-        parameter.grad = gradient * scale if scale != 1 else gradient
+        if not gradient.is_sparse:  # by a dense layer that is tied to the embedding
+            gradient = gradient.to_sparse(1)
+        if scale != 1:
+            gradient = gradient * scale
+        parameter.grad = gradient
 
     def keeps_sparse(self, number: int) -> bool:
         return number in self._sparse
@@ -223,22 +230,26 @@ class KeepsSparse(InPlace):
 
     def _sum(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         """Return one gradient's rows summed over all ranks. If no rank has rows, return `.grad`."""
-        place = f"for the rows of {name}"
+        purpose = f"for the rows of {name}"
         if parameter.grad is None:
-            rows, values = parameter.new_zeros(0, dtype=torch.int64), parameter.detach()[:0]
+            rows = parameter.new_zeros(0, dtype=torch.int64)
+            values = parameter.detach()[:0]
         else:
-            mine = parameter.grad.coalesce()
-            rows, values = mine.indices()[0], mine.values()
-        counts: list[int] = self._group.all_gather(
-            torch.tensor(len(rows), device=rows.device), place=place
-        ).tolist()
+            gradient = parameter.grad.coalesce()
+            rows = gradient.indices()[0]
+            values = gradient.values()
+        count = torch.tensor(len(rows), device=rows.device)
+        counts: list[int] = self._group.all_gather(count, place=purpose).tolist()
         if self._group.size == 1 or not max(counts):
             return parameter.grad
+        all_rows = self._joined(rows, counts, purpose)
+        all_values = self._joined(values, counts, purpose)
+        return torch.sparse_coo_tensor(all_rows[None], all_values, parameter.shape).coalesce()
+
+    def _joined(self, tensor: Tensor, counts: Sequence[int], purpose: str) -> Tensor:
+        """Return the rows of every rank's tensor, by rank. `counts`: how many each rank has."""
         longest = max(counts)
-        rows = nn.functional.pad(rows, (0, longest - len(rows)))
-        values = torch.cat([values, values.new_zeros(longest - len(values), *values.shape[1:])])
-        all_rows = self._group.all_gather(rows, place=place).split(longest)
-        all_values = self._group.all_gather(values, place=place).split(longest)
-        joined = torch.cat([piece[:count] for piece, count in zip(all_rows, counts, strict=True)])
-        added = torch.cat([piece[:count] for piece, count in zip(all_values, counts, strict=True)])
-        return torch.sparse_coo_tensor(joined[None], added, parameter.shape).coalesce()
+        padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
+        gathered = self._group.all_gather(torch.cat([tensor, padding]), place=purpose)
+        pieces = gathered.split(longest)
+        return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])

@@ -68,7 +68,9 @@ class Layout:
 
     def kinds(self) -> tuple[list[int], list[torch.dtype]]:
         """The number of elements and the dtype of each bucket, to allocate shared memory."""
-        return [each.numel for each in self.buckets], [each.dtype for each in self.buckets]
+        sizes = [bucket.numel for bucket in self.buckets]
+        dtypes = [bucket.dtype for bucket in self.buckets]
+        return sizes, dtypes
 
 
 def aligned(numel: int) -> int:
@@ -95,20 +97,21 @@ def plan(
     assert sorted(order) == list(range(len(entries))), "order is a permutation of the entries"
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     # bytes in the bucket that is being filled
-    held: dict[tuple[torch.dtype, torch.device], int] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[int]] = []
     caps = caps or (first_bucket, bucket)
     for number in order:
         entry = entries[number]
         kind = (entry.dtype, entry.device)
         filling.setdefault(kind, []).append(number)
-        held[kind] = held.get(kind, 0) + aligned(entry.numel) * entry.dtype.itemsize
-        if held[kind] >= caps[min(len(closed), len(caps) - 1)]:
+        filled[kind] = filled.get(kind, 0) + aligned(entry.numel) * entry.dtype.itemsize
+        cap = caps[min(len(closed), len(caps) - 1)]
+        if filled[kind] >= cap:
             closed.append(filling.pop(kind))
-            held[kind] = 0
+            filled[kind] = 0
     closed += filling.values()
-    place = {number: index for index, number in enumerate(order)}
-    closed.sort(key=lambda members: place[members[-1]])
+    turn_of = {number: index for index, number in enumerate(order)}
+    closed.sort(key=lambda members: turn_of[members[-1]])
     buckets = [_bucket(index, members, entries) for index, members in enumerate(closed)]
     last = buckets[-1]
     buckets[-1] = replace(last, numel=last.numel + ALIGNMENT, flag=last.numel)
@@ -122,6 +125,5 @@ def _bucket(index: int, members: Sequence[int], entries: Sequence[Entry]) -> Buc
         entry = entries[number]
         spans.append(Span(number, entry.name, start, start + entry.numel))
         start += aligned(entry.numel)
-    return BucketPlan(
-        index, entries[members[0]].dtype, entries[members[0]].device, start, tuple(spans)
-    )
+    first = entries[members[0]]
+    return BucketPlan(index, first.dtype, first.device, start, tuple(spans))

@@ -37,12 +37,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.gradients.bucket import (
-    Bucket,
-    BucketTimeline,
-    TrainedParameters,
-    bucket_of_each,
-)
+from lockstep.gradients.bucket import Bucket, BucketTimeline, TrainedParameters, bucket_of_each
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -93,7 +88,9 @@ class Reducer:
         bucket_caps: Sequence[int] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        self.group, self.reduction, self.fold = group, reduction, fold or InPlace()
+        self.group = group
+        self.reduction = reduction
+        self.fold = fold or InPlace()
         self.bucket_bytes = bucket_bytes
         self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
         self._trained = TrainedParameters(module, ignored)
@@ -175,7 +172,8 @@ class Reducer:
         before they are summed. `adds_in_place`: only autograd touches them, so a small gradient may
         be in its bucket before it is ready.
         """
-        self._guarded, self.expecting = True, False
+        self._guarded = True
+        self.expecting = False
         self._adds_in_place = adds_in_place and not self.static_graph.on
         self._hook_parameters()
 
@@ -190,8 +188,9 @@ class Reducer:
         for parameter, is_ready in zip(self.parameters, self.ready, strict=True):
             if is_ready:
                 ready.add(id(parameter))
-        self._trained.take()
-        self.names, self.parameters = self._trained.names, self._trained.parameters
+        self._trained.take_charge()
+        self.names = self._trained.names
+        self.parameters = self._trained.parameters
         self.generation += 1
         self.static_graph.forget()
         self._order = []
@@ -276,7 +275,8 @@ class Reducer:
             self._build(self.layout.order)
         else:
             self._arm()
-        self._unexpected, self.unfinished = False, 0
+        self._unexpected = False
+        self.unfinished = 0
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -462,7 +462,7 @@ class Reducer:
         if final:
             self._final[number] = True
             if not bucket.sum.is_cuda:  # the hidden time is not reported for GPUs
-                self.timeline.look()
+                self.timeline.note_arrivals()
             self._to_come[bucket.index] -= 1
             if self._to_come[bucket.index] == 0:
                 self._launch_full()

@@ -6,6 +6,7 @@ the world size.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -72,7 +73,8 @@ class Alone(Reduction):
     """
 
     def __init__(self, over_all_ranks: Reduction) -> None:
-        self.over_all_ranks, self.name = over_all_ranks, over_all_ranks.name
+        self.over_all_ranks = over_all_ranks
+        self.name = over_all_ranks.name
 
     def memory(self, layout: Layout) -> list[Tensor]:
         return self.over_all_ranks.memory(layout)
@@ -117,14 +119,13 @@ class Central(Reduction):
         return Handle([], lambda: self._sum(bucket))
 
     def _sum(self, bucket: Bucket) -> None:
-        places = {
-            f"for the gradient of {span.name}": view
-            for span, view in zip(bucket.spans, bucket.views, strict=True)
-        }
+        tensors = {}
+        for span, view in zip(bucket.spans, bucket.views, strict=True):
+            tensors[f"for the gradient of {span.name}"] = view
         if bucket.flag is not None:
-            places["for the number of missing gradients"] = bucket.flag
-        for place, tensor in places.items():
-            by_schedule.all_reduce(self._group, tensor, "sum", "central", " by central", place)()
+            tensors["for the number of missing gradients"] = bucket.flag
+        for purpose, tensor in tensors.items():
+            by_schedule.all_reduce(self._group, tensor, "sum", "central", " by central", purpose)()
 
 
 class BySchedule(Reduction):
@@ -137,7 +138,8 @@ class BySchedule(Reduction):
     """
 
     def __init__(self, group: Group, algorithm: str) -> None:
-        self._group, self._algorithm = group, algorithm
+        self._group = group
+        self._algorithm = algorithm
         self.name = algorithm.replace("_", "-")
 
     def start(self, bucket: Bucket) -> Work:
@@ -147,11 +149,9 @@ class BySchedule(Reduction):
         run = by_schedule.all_reduce(
             self._group, flat, "sum", self._algorithm, f" by {self.name}", bucket.place
         )
-        return (
-            Later(self._group.in_background(run))
-            if bucket.sum.device.type == "cpu"
-            else Handle([], run)
-        )
+        if flat.device.type == "cpu":
+            return Later(self._group.in_background(run))
+        return Handle([], run)
 
 
 class SharedMemory(Reduction):
@@ -207,7 +207,9 @@ class Hierarchical(Reduction):
         hosts = group.find_hosts()
         if hosts is None:
             raise UsageError("hierarchical-impossible")
-        self._local, self._across, self._owners = hosts.local, hosts.across, hosts.owners
+        self._local = hosts.local
+        self._across = hosts.across
+        self._owners = hosts.owners
         self._shared: list[list[Tensor]] = []  # by bucket, then by rank of this host
         if self._local.memory is not None:
             self._local.memory.nap()
@@ -219,9 +221,8 @@ class Hierarchical(Reduction):
         """Allocate flat zeros that `start_sum` can sum, where this host's other ranks see them."""
         self._shared = []
         if self._local.memory is None:  # one rank on this host, but several on another
-            self._shared = [
-                [torch.zeros(size, dtype=dtype)] for size, dtype in zip(sizes, dtypes, strict=True)
-            ]
+            for size, dtype in zip(sizes, dtypes, strict=True):
+                self._shared.append([torch.zeros(size, dtype=dtype)])
         else:
             self._shared = self._local.memory.allocate(sizes, dtypes, "for gradient buckets")
         return [tensors[self._local.rank] for tensors in self._shared]
@@ -229,19 +230,20 @@ class Hierarchical(Reduction):
     def start(self, bucket: Bucket) -> Work:
         return self.start_sum(bucket.index, bucket.place)
 
-    def start_sum(self, number: int, place: str) -> Work:
+    def start_sum(self, number: int, purpose: str) -> Work:
         """Start to replace allocated tensor `number` by the sum over all ranks of all hosts."""
-        tensors, memory = self._shared[number], self._local.memory
+        tensors = self._shared[number]
+        memory = self._local.memory
 
         def between(piece: Tensor) -> None:
-            self._across.all_reduce(piece, place=place).wait()
+            self._across.all_reduce(piece, place=purpose).wait()
 
         if memory is None:
-            (alone,) = tensors
-            return Later(self._local.in_background(lambda: between(alone.data)))
-        total = memory.sum_in_place(tensors, place, across=Across(self._owners, between))
-        mine = Later(self._local.in_background(lambda: memory.finish(total)))
-        return Handle([mine], total.await_others)
+            (tensor,) = tensors
+            return Later(self._local.in_background(partial(between, tensor.data)))
+        total = memory.sum_in_place(tensors, purpose, across=Across(self._owners, between))
+        finished = Later(self._local.in_background(partial(memory.finish, total)))
+        return Handle([finished], total.await_others)
 
 
 REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
@@ -303,15 +305,15 @@ def _is_quicker(candidate: Reduction, native: Native, group: Group) -> bool:
     A trial compares the fastest run of each: a busy machine's delays say nothing about the two. A
     delay may add to all runs of a trial, so native has to win every trial.
     """
-    ways = (_trial_of(native), _trial_of(candidate))
+    runs = (_trial_of(native), _trial_of(candidate))
     for _ in range(_TRIALS):
-        seconds: tuple[list[float], list[float]] = ([], [])
+        seconds = [math.inf, math.inf]
         for _ in range(_RUNS):
-            for found, run in zip(seconds, ways, strict=True):
+            for number, run in enumerate(runs):
                 begin = perf_counter()
                 run()
-                found.append(perf_counter() - begin)
-        quickest = torch.tensor([min(found) for found in seconds], dtype=torch.float64)
+                seconds[number] = min(seconds[number], perf_counter() - begin)
+        quickest = torch.tensor(seconds, dtype=torch.float64)
         group.all_reduce(quickest, "max", place="for a trial").wait()
         if quickest[1] <= quickest[0]:
             return True

@@ -7,7 +7,7 @@ here. A hook returns a future of the *mean* over the ranks: it divides, so nothi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,18 +35,20 @@ def check_hook(hook: object) -> None:
             " function of (state, bucket)"
         )
     signature = inspect.signature(hook)
-    bucket = list(signature.parameters.values())[1:2]
-    first = bucket[0].annotation if bucket else None
+    parameters = list(signature.parameters.values())
+    bucket = parameters[1].annotation if len(parameters) > 1 else None
     futures = (torch.futures.Future[torch.Tensor], torch.futures.Future)
-    for what, given, allowed in (
-        ("bucket annotation", first, (dist.GradBucket, GradBucket)),
-        ("return annotation", signature.return_annotation, futures),
-    ):
-        unsaid = given is inspect.Parameter.empty or isinstance(given, str)
-        if not unsaid and given not in allowed:
-            raise UsageError(
-                "hook-annotation", what=what, expected=str(allowed[0]), found=str(given)
-            )
+    _check_annotation("bucket annotation", bucket, (dist.GradBucket, GradBucket))
+    _check_annotation("return annotation", signature.return_annotation, futures)
+
+
+def _check_annotation(name: str, annotation: object, allowed: Sequence[object]) -> None:
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return
+    if annotation not in allowed:
+        raise UsageError(
+            "hook-annotation", what=name, expected=str(allowed[0]), found=str(annotation)
+        )
 
 
 class GradBucket:
@@ -78,8 +80,8 @@ class GradBucket:
 
     def parameters(self) -> list[nn.Parameter]:
         return [
-            each
-            for each, span in zip(self._bucket.parameters, self._bucket.spans, strict=True)
+            parameter
+            for parameter, span in zip(self._bucket.parameters, self._bucket.spans, strict=True)
             if span.start < span.stop
         ]
 
@@ -112,7 +114,8 @@ class TorchHook(Reduction):
 
 class _Promised:
     def __init__(self, future: torch.futures.Future[Any], bucket: Bucket) -> None:
-        self._future, self._bucket = future, bucket
+        self._future = future
+        self._bucket = bucket
 
     def done(self) -> bool:
         return self._future.done()
@@ -122,12 +125,14 @@ class _Promised:
         result = self._future.wait()
         status.waits(False)
         mean = result[0] if isinstance(result, (list, tuple)) else result
-        if not isinstance(mean, Tensor) or mean.numel() != self._bucket.sum.numel():
-            found = (
-                f"a tensor of {mean.numel()}"
-                if isinstance(mean, Tensor)
-                else f"a {type(mean).__name__}"
+        total = self._bucket.sum
+        if not isinstance(mean, Tensor):
+            raise UsageError(
+                "hook-wrong-size", found=f"a {type(mean).__name__}", numel=total.numel()
             )
-            raise UsageError("hook-wrong-size", found=found, numel=self._bucket.sum.numel())
-        if mean.data_ptr() != self._bucket.sum.data_ptr():
-            self._bucket.sum.copy_(mean.view_as(self._bucket.sum))
+        if mean.numel() != total.numel():
+            raise UsageError(
+                "hook-wrong-size", found=f"a tensor of {mean.numel()}", numel=total.numel()
+            )
+        if mean.data_ptr() != total.data_ptr():
+            total.copy_(mean.view_as(total))

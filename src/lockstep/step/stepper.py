@@ -306,8 +306,11 @@ class Stepper:
 
     @contextmanager
     def acting_on(self, run: WindowRun) -> Iterator[None]:
-        """In this block `backward` belongs to another run of the open window (`WindowRun.again`).
-        If the caller's loop is left inside it, `step` refuses.
+        """In this block `backward` belongs to another run of the open window. If the caller's loop is
+        left inside it, `step` refuses.
+
+        Args:
+            run: a result of `WindowRun.again`.
         """
         before = self._run
         self._run = run

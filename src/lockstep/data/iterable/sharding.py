@@ -66,14 +66,13 @@ def seen_by_dataset(sharding: Sharding, rank: int, size: int) -> Iterator[None]:
     torch.distributed's own rank cannot be hidden.
     """
     alone = sharding == "items"
-    told = (
-        {"RANK": "0", "WORLD_SIZE": "1"} if alone else {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    )
-    before = {name: os.environ.get(name) for name in told}
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     info = torch_worker._worker_info
-    os.environ.update(told)
     if alone:
+        environment = {"RANK": "0", "WORLD_SIZE": "1"}
         torch_worker._worker_info = None
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
         yield
     finally:
@@ -101,7 +100,7 @@ def _is_webdataset(dataset: object) -> bool:
 
 
 def _shuffles_webdataset(dataset: Any) -> bool:
-    return any(_shuffles(stage) for stage in dataset.pipeline) if _is_webdataset(dataset) else False
+    return _is_webdataset(dataset) and any(map(_shuffles, dataset.pipeline))
 
 
 def _shuffles(stage: Any) -> bool:
@@ -124,8 +123,10 @@ def _split_webdataset(dataset: Any) -> Any:
     """
     wds = sys.modules["webdataset"]
     split = copy.copy(dataset)
-    stages = [
-        wds.split_by_node if stage is wds.single_node_only else stage for stage in dataset.pipeline
-    ]
-    split.pipeline = [stage for stage in stages if getattr(stage, "__name__", "") != "check_empty"]
+    split.pipeline = []
+    for stage in dataset.pipeline:
+        if stage is wds.single_node_only:
+            stage = wds.split_by_node
+        if getattr(stage, "__name__", "") != "check_empty":
+            split.pipeline.append(stage)
     return split

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
-from lockstep.data.keyed import collated, where
+from lockstep.data.keyed import collated, fetcher_name
 from lockstep.runtime import randomness
 
 COMPARED = 8  # first items of a stream that ranks compare, to check that they read the same stream
@@ -35,7 +35,9 @@ class Saved:
     """
 
     def __init__(self, position: int, dataset: Any, random: Any) -> None:
-        self.position, self.dataset, self.random = position, dataset, random
+        self.position = position
+        self.dataset = dataset
+        self.random = random
 
     def plain(self) -> dict[str, Any]:
         return {"position": self.position, "dataset": self.dataset, "random": self.random}
@@ -85,7 +87,9 @@ class StreamSource(Dataset[Any]):
         self._dataset = dataset
         self._seed = seed
         self._collate = collate or collated
-        self._sharding, self._rank, self._size = sharding, rank, size
+        self._sharding = sharding
+        self._rank = rank
+        self._size = size
         self._whole_only = whole_only
         self._resumes = resumes(dataset)
         self._walk: _Walked | None = None
@@ -94,11 +98,13 @@ class StreamSource(Dataset[Any]):
         return self.__dict__ | {"_walk": None}
 
     def __getitems__(self, request: Request) -> Reply:
-        worker, fetcher = get_worker_info(), where(self._rank)  # seen_by_dataset hides the worker
+        # before seen_by_dataset hides the worker
+        worker = get_worker_info()
+        fetcher = fetcher_name(self._rank)
         with (
             randomness.preserved(),
             seen_by_dataset(self._sharding, self._rank, self._size),
-            self._noting(request.epoch, fetcher),
+            self._naming_position(request.epoch, fetcher),
         ):
             if self._walk is None or self._walk.number != request.walk:
                 self._walk = None  # the old iterator goes first
@@ -123,7 +129,8 @@ class StreamSource(Dataset[Any]):
         return (start * self._size + self._rank) * workers + number
 
     @contextmanager
-    def _noting(self, epoch: int, fetcher: str) -> Iterator[None]:
+    def _naming_position(self, epoch: int, fetcher: str) -> Iterator[None]:
+        """Add the position in the stream to an error of this block."""
         try:
             yield
         except Exception as error:
@@ -251,8 +258,8 @@ def _capture() -> tuple[Any, ...]:
 
 
 def _restore(states: Any) -> None:
-    for_torch, (words, *place), for_random = states
+    for_torch, (words, *position), for_random = states
     torch.set_rng_state(torch.frombuffer(bytearray(for_torch), dtype=torch.uint8))
-    np.random.set_state(("MT19937", np.frombuffer(words, dtype=np.uint32), *place))
+    np.random.set_state(("MT19937", np.frombuffer(words, dtype=np.uint32), *position))
     version, numbers, gauss = for_random
     random.setstate((version, tuple(numbers), gauss))

@@ -41,9 +41,12 @@ class StreamCut:
         drop_last: bool,
     ) -> None:
         self.plan = Plan(samples=ENDLESS, global_batch=global_batch, micro_batch=micro_batch)
-        self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.rank, self.size = rank, size
-        self.own_stream, self.drop_last = own_stream, drop_last
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.size = size
+        self.own_stream = own_stream
+        self.drop_last = drop_last
         if own_stream and global_batch % micro_batch:
             raise UsageError(
                 "not-a-multiple",
@@ -80,8 +83,7 @@ class StreamPosition:
     """A rank's position in a stream: the first step that is not done."""
 
     epoch: int = 0
-    place: int = 0
-    """The step's number in its epoch."""
+    step_in_epoch: int = 0
     step: int = 0
     """The step's number over all epochs."""
     items: int = 0
@@ -106,7 +108,7 @@ class Fetched:
     """This rank's data for a step, before the ranks agree whether the step exists."""
 
     slots: list[int] = field(default_factory=list)
-    places: list[range] = field(default_factory=list)
+    positions: list[range] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     started: list[Any] = field(default_factory=list)
     """Batches on their way to the device."""
@@ -144,9 +146,14 @@ class Steps:
         name: str,
         processes: int,
     ) -> None:
-        self._cut, self._group, self._copies, self._turns = cut, group, copies, turns
-        self._begin, self._name, self._processes = at, name, processes
-        self._agreed = at.place
+        self._cut = cut
+        self._group = group
+        self._copies = copies
+        self._turns = turns
+        self._begin = at
+        self._name = name
+        self._processes = processes
+        self._agreed = at.step_in_epoch
         # torch sends its first request to process 0
         self._taken = at.taken - at.taken % processes if cut.own_stream else 0
         self._saved = dict(at.saved)
@@ -173,11 +180,11 @@ class Steps:
         cut = self._cut
         if cut.own_stream:
             start = number // self._processes * cut.micro_batch
-            return range(start, start + cut.micro_batch if number >= self._begin.taken else start)
-        ahead, slot = divmod(number, len(cut.share))
-        return cut.step(0, 0, self._begin.items + ahead * cut.global_batch, None).positions(
-            cut.share[slot]
-        )
+            trained = number < self._begin.taken
+            return range(start, start if trained else start + cut.micro_batch)
+        ahead, index = divmod(number, len(cut.share))
+        start = self._begin.items + ahead * cut.global_batch
+        return cut.step(0, 0, start, None).positions(cut.share[index])
 
     def fetch(self) -> Fetched:
         """Fetch this rank's part of the next step. An error is kept until `agree` raises it, so
@@ -187,19 +194,21 @@ class Steps:
         if not self._failed:
             try:
                 for slot in self._cut.share:
-                    self._one(slot, fetched)
+                    self._fetch_micro_batch(slot, fetched)
             except Exception as error:
-                fetched.error, self._failed = error, True
-        fetched.taken, fetched.saved = self._taken, dict(self._saved)
-        self._ask(fetched)
+                fetched.error = error
+                self._failed = True
+        fetched.taken = self._taken
+        fetched.saved = dict(self._saved)
+        self._send(fetched)
         return fetched
 
-    def _one(self, slot: int, fetched: Fetched) -> None:
+    def _fetch_micro_batch(self, slot: int, fetched: Fetched) -> None:
         """Fetch one micro-batch, from the process whose turn it is, or from the next one if that
         process's stream has ended.
         """
-        everyone = self._processes if self._cut.own_stream else 1
-        while self._walk is not None and len(self._ended) < everyone:
+        streams = self._processes if self._cut.own_stream else 1
+        while self._walk is not None and len(self._ended) < streams:
             number = self._taken
             reply: Reply = self._walk.take()
             process = number % self._processes
@@ -210,27 +219,23 @@ class Steps:
                 self._total = reply.total
             if reply.digest != UNKNOWN:
                 self._digest = reply.digest
-            places = self._positions(number)
-            if reply.items < len(places):
+            positions = self._positions(number)
+            if reply.items < len(positions):
                 self._ended.add(process if self._cut.own_stream else 0)
             if reply.items:
                 fetched.slots.append(slot)
-                fetched.places.append(places[: reply.items])
+                fetched.positions.append(positions[: reply.items])
                 fetched.counts.append(reply.items)
                 fetched.started.append(self._copies.start(reply.batch))
                 return
 
-    def _ask(self, fetched: Fetched) -> None:
+    def _send(self, fetched: Fetched) -> None:
         """Start the all-reduce that tells whether any rank has data for this step, and whether all
         ranks read the same stream.
         """
         cut = self._cut
-        wanted = len(
-            range(
-                cut.share.start * cut.micro_batch,
-                min(cut.share.stop * cut.micro_batch, cut.global_batch),
-            )
-        )
+        last = min(cut.share.stop * cut.micro_batch, cut.global_batch)
+        wanted = max(0, last - cut.offset)
         values = [_NOTHING] * 7
         values[_HAS] = int(bool(fetched.slots))
         values[_SHORT] = int(sum(fetched.counts) < wanted)
@@ -260,14 +265,14 @@ class Steps:
         assert fetched.message is not None
         if fetched.work is not None:
             fetched.work.wait()
-        said: list[int] = fetched.message.tolist()
-        self._check(said)
+        values: list[int] = fetched.message.tolist()
+        self._check(values)
         first = self._agreed == 0
-        if not said[_HAS]:
+        if not values[_HAS]:
             if first:
                 raise UsageError("epoch-of-nothing", name=self._name, epoch=self._begin.epoch)
             return None
-        if said[_SHORT] and self._cut.drop_last:
+        if values[_SHORT] and self._cut.drop_last:
             if first:
                 raise UsageError(
                     "only-step-dropped",
@@ -276,39 +281,43 @@ class Steps:
                     need=f"global_batch={self._cut.global_batch}",
                 )
             return None
-        if said[_MOST] != _NOTHING:
-            self._all_total = said[_MOST]
+        if values[_MOST] != _NOTHING:
+            self._all_total = values[_MOST]
         return self._window(fetched)
 
-    def _check(self, said: list[int]) -> None:
-        if said[_FAILED] != _NOTHING:
-            raise PeerFailed("peer-without-data", rank=said[_FAILED], epoch=self._begin.epoch)
-        different = ""
-        if said[_MOST] != _NOTHING and said[_MOST] != -said[_LEAST]:
-            different = (
-                f"it ended after {-said[_LEAST]} items on one and after {said[_MOST]} on another"
-            )
-        elif said[_HIGH] != _NOTHING and said[_HIGH] != -said[_LOW]:
-            different = f"its first {COMPARED} items differ"
-        if different:
-            raise UsageError("streams-differ", dataset=self._name, difference=different)
+    def _check(self, values: list[int]) -> None:
+        if values[_FAILED] != _NOTHING:
+            raise PeerFailed("peer-without-data", rank=values[_FAILED], epoch=self._begin.epoch)
+        difference = ""
+        most, least = values[_MOST], -values[_LEAST]
+        if most not in (_NOTHING, least):
+            difference = f"it ended after {least} items on one and after {most} on another"
+        elif values[_HIGH] not in (_NOTHING, -values[_LOW]):
+            difference = f"its first {COMPARED} items differ"
+        if difference:
+            raise UsageError("streams-differ", dataset=self._name, difference=difference)
 
     def _window(self, fetched: Fetched) -> StreamWindow:
         cut, at = self._cut, self._begin
-        ahead = self._agreed - at.place
+        ahead = self._agreed - at.step_in_epoch
         start = at.items + ahead * cut.global_batch
-        ours = cut.step(at.step + ahead, at.epoch, start, self._all_total)
-        batches = iter(fetched.started)
-        window = StreamWindow(ours, cut.rank, cut.size, lambda: self._copies.arrive(next(batches)))
+        batches = map(self._copies.arrive, fetched.started)
+        window = StreamWindow(
+            cut.step(at.step + ahead, at.epoch, start, self._all_total),
+            cut.rank,
+            cut.size,
+            partial(next, batches),
+        )
         if fetched.slots:
             window.slots = range(fetched.slots[0], fetched.slots[-1] + 1)
         else:
             window.slots = range(cut.share.start, cut.share.start)
-        window.positions, window.counts = fetched.places, fetched.counts
+        window.positions = fetched.positions
+        window.counts = fetched.counts
         self._agreed += 1
         window.after = StreamPosition(
             epoch=at.epoch,
-            place=self._agreed,
+            step_in_epoch=self._agreed,
             step=at.step + ahead + 1,
             items=start + cut.global_batch,
             taken=fetched.taken,

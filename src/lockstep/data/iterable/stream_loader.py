@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         ahead = max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None
         self._open(source, self._workers, ahead)
         if own and self.size > 1:
-            self._say(
+            self._warn(
                 f"the order of {self._name} depends on the number of ranks, because the dataset"
                 " shards itself. Give sharding='items' if it yields the same items in the same"
                 " order in every process (a shuffle with a fixed seed does)"
@@ -132,16 +133,18 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """One line: how the global batch is cut and shared among `owner`s, and whether that
         depends on the world size.
         """
-        who = "the loader" if self.sharding == "items" else "the dataset"
+        divider = "the loader" if self.sharding == "items" else "the dataset"
         line = self.cut.plan.describe(self.size, owner)
-        return self._described(f"{line}; an iterable dataset, sharded by {who}")
+        return self._described(f"{line}; an iterable dataset, sharded by {divider}")
 
     def _epochs(self, count: int, start: int | None) -> Iterator[StreamEpoch]:
-        resumes = start is None and self._loaded
-        if not resumes:
+        first = start or 0
+        if start is None and self._loaded:
+            first = self._at.epoch
+        else:
             self._loaded = False
             self._at = replace(self._at, step=self._at.step if start else 0)
-        for number in range(self._at.epoch if resumes else start or 0, count):
+        for number in range(first, count):
             yield StreamEpoch(self, number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +158,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """
         return {
             "epoch": self._at.epoch,
-            "step_in_epoch": self._at.place,
+            "step_in_epoch": self._at.step_in_epoch,
             "step": self._at.step,
             "fingerprint": self.recipe,
             "items": self._at.items,
@@ -174,26 +177,31 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """
         position, step = read_state(state, self.recipe, lambda epoch: {})
         self._turns.next()
-        items, here = int(state["items"]), [self.rank, self.size, self._workers]
-        same = list(state["processes"]) == here
-        saved = {
-            int(number): Saved(each["position"], each["dataset"], each["random"])
-            for number, each in state["saved"].items()
-            if self._resumes
-        }
+        epoch, step_in_epoch = position
+        items = int(state["items"])
+        before = list(state["processes"])
+        now = [self.rank, self.size, self._workers]
+        saved: dict[int, Saved] = {}
+        if self._resumes:
+            for number, plain in state["saved"].items():
+                saved[int(number)] = Saved(plain["position"], plain["dataset"], plain["random"])
+        taken = int(state["taken"])
+        if before != now:
+            saved = self._usable(saved, items)
+            taken = step_in_epoch * len(self.cut.share)
         self._at = StreamPosition(
-            epoch=position.epoch,
-            place=position.place,
+            epoch=epoch,
+            step_in_epoch=step_in_epoch,
             step=step,
             items=items,
-            taken=int(state["taken"]) if same else position.place * len(self.cut.share),
-            saved=saved if same else self._usable(saved, items),
+            taken=taken,
+            saved=saved,
         )
-        if not same and self.sharding == "dataset" and position.place:
-            self._say(
-                f"the state was taken on rank, of ranks, with workers {list(state['processes'])},"
-                f" and this is {here}: where {self._name} shards itself, some samples of epoch"
-                f" {position.epoch} may be seen twice or not at all",
+        if before != now and self.cut.own_stream and step_in_epoch:
+            self._warn(
+                f"the state was taken on rank, of ranks, with workers {before},"
+                f" and this is {now}: where {self._name} shards itself, some samples of epoch"
+                f" {epoch} may be seen twice or not at all",
                 every_rank=True,
             )
         self._loaded = True
@@ -202,7 +210,7 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """Return the earliest state that other processes have saved, for each process of this rank.
         Empty if it lies after this rank's next item, or if the dataset shards itself.
         """
-        first = min(saved.values(), key=lambda each: each.position, default=None)
+        first = min(saved.values(), key=attrgetter("position"), default=None)
         if first is None or self.sharding != "items" or first.position > items + self.cut.offset:
             return {}
         return dict.fromkeys(range(max(1, self._workers)), first)
@@ -211,13 +219,10 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         """Return the steps of an epoch, from the loaded position if it is in this epoch, else from
         the epoch's beginning.
         """
-        if not (self._loaded and self._at.epoch == number):
+        if self._loaded and self._at.epoch == number:
+            self._warn_of_skipped(number)
+        else:
             self._at = StreamPosition(epoch=number, step=self._at.step)
-        elif skipped := self._skipped():
-            self._say(
-                f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are"
-                " read again and skipped"
-            )
         self._loaded = False
         return Steps(
             self.cut,
@@ -230,14 +235,18 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
             processes=max(1, self._workers),
         )
 
-    def _skipped(self) -> int:
-        """Return the number of items that a resumed walk reads again and skips."""
-        if self._at.saved:
-            return 0
-        own = self.sharding == "dataset"
-        return self._at.taken * self.cut.micro_batch if own else self._at.items
+    def _warn_of_skipped(self, epoch: int) -> None:
+        """Warn how many items a resumed walk reads again and skips, if any."""
+        skipped = self._at.items
+        if self.cut.own_stream:
+            skipped = self._at.taken * self.cut.micro_batch
+        if skipped and not self._at.saved:
+            self._warn(
+                f"{self._name} resumes by reading: the first {skipped} items of epoch {epoch} are"
+                " read again and skipped",
+            )
 
-    def _say(self, sentence: str, *, every_rank: bool = False) -> None:
+    def _warn(self, sentence: str, *, every_rank: bool = False) -> None:
         if self.rank == 0 or every_rank:
             warnings.warn(sentence, LockstepWarning, stacklevel=3)
 
@@ -260,12 +269,13 @@ class StreamEpoch:
         """
         loader = self._loader
         steps = loader._begin(self.number)
-        fetched = steps.fetch()
-        while (window := steps.agree(fetched)) is not None:
+        window = steps.agree(steps.fetch())
+        while window is not None:
             window.recipe = loader.recipe
             fetched = steps.fetch()
             loader._at = window.after
             yield window
+            window = steps.agree(fetched)
         loader._at = StreamPosition(epoch=self.number + 1, step=loader._at.step)
 
 

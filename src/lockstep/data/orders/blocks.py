@@ -41,22 +41,22 @@ class BlockShuffled:
     def at(self, epoch: int, positions: Indices) -> Indices:
         key = randomness.order(self.seed, epoch)
         blocks = Permutation(self._blocks, key)
-        # the place of the shorter last block in the permuted order
-        short = int(blocks.inverse(np.array([self._blocks - 1], dtype=np.int64))[0])
+        last = self._blocks - 1
+        # the turn of the shorter last block in the permuted order
+        short = int(blocks.inverse(np.array([last], dtype=np.int64))[0])
         behind = positions >= short * self.block + self._last
         # the position if that block were a full one
         padded = positions + behind * (self.block - self._last)
-        place = padded // self.block
-        offset = padded - place * self.block
-        number = blocks(place)
-        found = np.empty_like(padded)
-        for each in np.unique(number).tolist():
-            inside = number == each
-            size = self._last if each == self._blocks - 1 else self.block
-            found[inside] = each * self.block + Permutation(size, randomness.derive(key, each))(
-                offset[inside]
-            )
-        return found
+        turn = padded // self.block
+        offset = padded - turn * self.block
+        block_of = blocks(turn)
+        samples = np.empty_like(padded)
+        for block in np.unique(block_of).tolist():
+            inside = block_of == block
+            size = self._last if block == last else self.block
+            permutation = Permutation(size, randomness.derive(key, block))
+            samples[inside] = block * self.block + permutation(offset[inside])
+        return samples
 
     def fingerprint(self) -> str:
         return (

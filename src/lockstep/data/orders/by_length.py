@@ -9,6 +9,7 @@ bucket up to 9:   9 8 9 9       longest: 9, so 18 // 9 = 2 samples a micro-batch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -68,14 +69,14 @@ class ByLength:
         by_bucket = np.argsort(bucket, kind="stable").astype(np.int64)
         # one array of samples for each bucket that has any
         self._members = np.split(by_bucket, np.flatnonzero(np.diff(bucket[by_bucket])) + 1)
-        self._longest = np.array([int(self._lengths[each].max()) for each in self._members])
-        self._sizes = self.tokens // self._longest
-        held = np.array([each.size for each in self._members])
-        self._full = np.cumsum(held // self._sizes)
-        ragged = np.flatnonzero(held % self._sizes)
-        self._short = ragged[
-            np.argsort(-(held % self._sizes * self._longest)[ragged], kind="stable")
-        ]
+        longest_of = np.array([int(self._lengths[members].max()) for members in self._members])
+        self._sizes = self.tokens // longest_of
+        counts = np.array([members.size for members in self._members])
+        self._full = np.cumsum(counts // self._sizes)
+        left = counts % self._sizes  # samples of each bucket's short micro-batch
+        ragged = np.flatnonzero(left)
+        largest_first = np.argsort(-(left * longest_of)[ragged], kind="stable")
+        self._short = ragged[largest_first]
 
     def count(self, epoch: int) -> int:
         return int(self._full[-1]) + self._short.size
@@ -89,36 +90,37 @@ class ByLength:
             bucket = int(self._short[number - full])
             chunk = self._members[bucket].size // int(self._sizes[bucket])
         else:
-            place = int(Permutation(full, key)(np.array([number], dtype=np.int64))[0])
-            bucket = int(np.searchsorted(self._full, place, side="right"))
-            chunk = place - (int(self._full[bucket - 1]) if bucket else 0)
-        members, size = self._members[bucket], int(self._sizes[bucket])
-        places = np.arange(chunk * size, min((chunk + 1) * size, members.size), dtype=np.int64)
-        return members[Permutation(members.size, randomness.derive(key, bucket))(places)]
+            drawn = int(Permutation(full, key)(np.array([number], dtype=np.int64))[0])
+            bucket = int(np.searchsorted(self._full, drawn, side="right"))
+            before = int(self._full[bucket - 1]) if bucket else 0
+            chunk = drawn - before
+        members = self._members[bucket]
+        begin = chunk * int(self._sizes[bucket])
+        end = min(begin + int(self._sizes[bucket]), members.size)
+        permutation = Permutation(members.size, randomness.derive(key, bucket))
+        return members[permutation(np.arange(begin, end, dtype=np.int64))]
 
     def fingerprint(self) -> str:
-        given = f"lengths {short(self._lengths)}, boundaries {short(self.boundaries)}"
         return (
             f"by length (permutation 1), {self._lengths.size} samples, {self.tokens} tokens,"
-            f" {given}, seed {self.seed}"
+            f" lengths {short(self._lengths)}, boundaries {short(self.boundaries)},"
+            f" seed {self.seed}"
         )
 
 
 def _geometric(lengths: Indices) -> Indices:
-    edges, longest = [int(lengths.min())], int(lengths.max())
-    while edges[-1] < longest:
-        edges.append(min(longest, max(edges[-1] + 1, int(edges[-1] * _GROWTH))))
+    edge = int(lengths.min())
+    longest = int(lengths.max())
+    edges = [edge]
+    while edge < longest:
+        edge = max(edge + 1, int(edge * _GROWTH))
+        edges.append(min(edge, longest))
     return np.array(edges, dtype=np.int64)
 
 
 def _growing(boundaries: Sequence[int]) -> Indices:
-    found = [whole(f"boundaries[{number}]", each) for number, each in enumerate(boundaries)]
-    for number in range(1, len(found)):
-        if found[number] <= found[number - 1]:
-            raise UsageError(
-                "boundaries-not-growing",
-                number=number,
-                value=found[number],
-                before=found[number - 1],
-            )
-    return np.array(found, dtype=np.int64)
+    edges = [whole(f"boundaries[{index}]", edge) for index, edge in enumerate(boundaries)]
+    for number, (before, edge) in enumerate(pairwise(edges), start=1):
+        if edge <= before:
+            raise UsageError("boundaries-not-growing", number=number, value=edge, before=before)
+    return np.array(edges, dtype=np.int64)

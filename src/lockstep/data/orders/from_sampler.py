@@ -24,7 +24,7 @@ from lockstep.data.permutation import Indices
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 
-_NOBODY = object()
+_NOTHING = object()
 
 
 class KeyedSampler:
@@ -41,25 +41,27 @@ class KeyedSampler:
         if isinstance(sampler, Iterator) and iter(sampler) is sampler:
             # iter() of any other sampler may draw random numbers, so it is not called here
             raise UsageError("sampler-used-up", sampler=self.name)
-        self._sampler, self._seed = sampler, seed
+        self._sampler = sampler
+        self._seed = seed
         self._digests: dict[int, str] = {}
         self._reminded = False
 
     def epoch(self, epoch: int) -> list[Any]:
         """Return what the sampler yields in an epoch. Raises UsageError if it yields nothing."""
         self._remind(epoch)
-        inner = getattr(self._sampler, "sampler", None)
-        if _deals(self._sampler):
-            found = self._dealt(self._sampler, epoch)
-        elif _deals(inner):
-            whole = copy.copy(self._sampler)
-            whole.sampler = self._dealt(inner, epoch)
-            found = self._ask(whole, epoch)
+        sampler = self._sampler
+        inner = getattr(sampler, "sampler", None)
+        if _is_distributed(sampler):
+            order = self._merged(sampler, epoch)
+        elif _is_distributed(inner):
+            sampler = copy.copy(sampler)
+            sampler.sampler = self._merged(inner, epoch)
+            order = self._list(sampler, epoch)
         else:
-            found = self._ask(self._sampler, epoch)
-        if not found:
+            order = self._list(sampler, epoch)
+        if not order:
             raise UsageError("epoch-of-nothing", name=self.name, epoch=epoch)
-        return found
+        return order
 
     def same(self, epoch: int, digest: str) -> str:
         """Return `digest`. Raises UsageError if this epoch had another digest before."""
@@ -67,38 +69,35 @@ class KeyedSampler:
             raise UsageError("sampler-not-repeatable", sampler=self.name, epoch=epoch)
         return digest
 
-    def _dealt(self, sampler: Any, epoch: int) -> list[Any]:
-        ranks = []
+    def _merged(self, sampler: Any, epoch: int) -> list[Any]:
+        """Return the order of all ranks, from a sampler that gives each rank a part."""
+        parts = []
         for rank in range(sampler.num_replicas):
-            one = copy.copy(sampler)
-            one.rank = rank
-            ranks.append(self._ask(one, epoch))
+            sampler_of_rank = copy.copy(sampler)
+            sampler_of_rank.rank = rank
+            parts.append(self._list(sampler_of_rank, epoch))
         if getattr(sampler, "split", "interleaved") == "blocks":
-            found = list(chain.from_iterable(ranks))
+            order = list(chain.from_iterable(parts))
         else:
-            found = [
-                each
-                for row in zip_longest(*ranks, fillvalue=_NOBODY)
-                for each in row
-                if each is not _NOBODY
-            ]
+            filled = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
+            order = [index for index in filled if index is not _NOTHING]
         # padding can be recognised only in a list of samples, not of batches
-        batches = bool(found) and not hasattr(found[0], "__index__")
+        if order and not hasattr(order[0], "__index__"):
+            return order
         dataset: Any = getattr(sampler, "dataset", None)
-        return found if batches or not hasattr(dataset, "__len__") else found[: len(dataset)]
+        return order[: len(dataset)] if hasattr(dataset, "__len__") else order
 
-    def _ask(self, sampler: Any, epoch: int) -> list[Any]:
+    def _list(self, sampler: Any, epoch: int) -> list[Any]:
         with _keyed(sampler, self._seed, epoch):
-            every: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-            for each in every:
-                if hasattr(each, "set_epoch"):
-                    each.set_epoch(epoch)
+            for level in _levels(sampler):
+                if hasattr(level, "set_epoch"):
+                    level.set_epoch(epoch)
             return list(sampler)
 
     def _remind(self, epoch: int) -> None:
-        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+        for sampler in _levels(self._sampler):
             forgotten = (
-                _deals(sampler)
+                _is_distributed(sampler)
                 and hasattr(sampler, "set_epoch")
                 and getattr(sampler, "epoch", epoch) != epoch
             )
@@ -111,7 +110,12 @@ class KeyedSampler:
                 )
 
 
-def _deals(sampler: Any) -> bool:
+def _levels(sampler: Any) -> tuple[Any, Any]:
+    """Return the sampler and its `sampler`, None if it has none."""
+    return sampler, getattr(sampler, "sampler", None)
+
+
+def _is_distributed(sampler: Any) -> bool:
     """Whether the sampler gives each rank a different part."""
     return isinstance(getattr(sampler, "num_replicas", None), int) and hasattr(sampler, "rank")
 
@@ -120,11 +124,9 @@ def _deals(sampler: Any) -> bool:
 def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     with randomness.preserved(), ExitStack() as later:
         key = randomness.sampler(seed, epoch)
-        attributes = [
-            value
-            for each in (sampler, getattr(sampler, "sampler", None))
-            for value in getattr(each, "__dict__", {}).values()
-        ]
+        attributes: list[Any] = []
+        for level in _levels(sampler):
+            attributes.extend(getattr(level, "__dict__", {}).values())
         for number, generator in enumerate(attributes):
             _seed(generator, randomness.derive(key, number), later)
         yield
@@ -151,26 +153,29 @@ def _seed(generator: Any, key: int, later: ExitStack) -> None:
 def indices(
     name: str, values: list[Any], length: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return `values` as int64, shape [len(values)]. Raises UsageError, naming place and value, for
-    a value that is no int, negative, or not below `length`.
+    """Return `values` as int64, shape [len(values)]. Raises UsageError, naming position and value,
+    for a value that is no int, negative, or not below `length`.
     """
-    if {type(value) for value in values} != {int}:
-        values = [_int(name, place, value) for place, value in enumerate(values)]
+    if set(map(type, values)) != {int}:
+        values = [_int(name, position, value) for position, value in enumerate(values)]
     limit = 2**63 if length is None else length
     if min(values) < 0 or max(values) >= limit:
-        place = next(place for place, value in enumerate(values) if not 0 <= value < limit)
-        known = "0 or more" if length is None and values[place] < 0 else f"in [0, {limit})"
-        raise UsageError("not-an-index", name=name, value=values[place], place=place, range=known)
+        for position, value in enumerate(values):
+            if not 0 <= value < limit:
+                known = "0 or more" if length is None and value < 0 else f"in [0, {limit})"
+                raise UsageError(
+                    "not-an-index", name=name, value=value, place=position, range=known
+                )
     return np.array(values, dtype=np.int64)
 
 
-def _int(name: str, place: int, value: Any) -> int:
+def _int(name: str, position: int, value: Any) -> int:
     try:
         if not isinstance(value, (bool, np.bool_)):
             return int(value.__index__())
     except (AttributeError, TypeError):
         pass
-    raise UsageError("not-an-index", name=name, value=value, place=place, range="a whole number")
+    raise UsageError("not-an-index", name=name, value=value, place=position, range="a whole number")
 
 
 class FromSampler:
@@ -189,12 +194,13 @@ class FromSampler:
     """
 
     def __init__(self, sampler: Iterable[int], *, length: int | None = None, seed: int = 0) -> None:
-        self._asked = KeyedSampler(sampler, seed)
-        self._length, self.seed = length, seed
-        self._kept = -1, indices(self._asked.name, [0], None)
+        self._sampler = KeyedSampler(sampler, seed)
+        self._length = length
+        self.seed = seed
+        self._last = -1, indices(self._sampler.name, [0], None)
         self.samples = 0
         self.samples = self._epoch(0).size
-        self._first = self.digest(0)
+        self._first_digest = self.digest(0)
 
     def at(self, epoch: int, positions: Indices) -> Indices:
         return self._epoch(epoch)[positions]
@@ -207,24 +213,24 @@ class FromSampler:
 
     def fingerprint(self) -> str:
         return (
-            f"sampler {self._asked.name}, {self.samples} samples, epoch 0 {self._first[:16]}, seed"
+            f"sampler {self._sampler.name}, {self.samples} samples, epoch 0 {self._first_digest[:16]}, seed"
             f" {self.seed}"
         )
 
     def _epoch(self, epoch: int) -> Indices:
-        if self._kept[0] != epoch:
-            found = indices(self._asked.name, self._asked.epoch(epoch), self._length)
-            if self.samples and found.size != self.samples:
+        if self._last[0] != epoch:
+            order = indices(self._sampler.name, self._sampler.epoch(epoch), self._length)
+            if self.samples and order.size != self.samples:
                 raise UsageError(
                     "epochs-of-other-length",
-                    sampler=self._asked.name,
+                    sampler=self._sampler.name,
                     first=self.samples,
-                    count=int(found.size),
+                    count=int(order.size),
                     epoch=epoch,
                 )
-            self._asked.same(epoch, digest(found))
-            self._kept = epoch, found
-        return self._kept[1]
+            self._sampler.same(epoch, digest(order))
+            self._last = epoch, order
+        return self._last[1]
 
 
 class FromBatches:
@@ -245,10 +251,11 @@ class FromBatches:
     def __init__(
         self, batch_sampler: Iterable[Sequence[int]], *, length: int | None = None, seed: int = 0
     ) -> None:
-        self._asked = KeyedSampler(batch_sampler, seed)
-        self._length, self.seed = length, seed
-        self._kept: tuple[int, list[Indices], str] = -1, [], ""
-        self._first = self.digest(0)
+        self._sampler = KeyedSampler(batch_sampler, seed)
+        self._length = length
+        self.seed = seed
+        self._last: tuple[int, list[Indices], str] = -1, [], ""
+        self._first_digest = self.digest(0)
 
     def count(self, epoch: int) -> int:
         return len(self._epoch(epoch)[1])
@@ -263,26 +270,25 @@ class FromBatches:
         return self._epoch(epoch)[2]
 
     def fingerprint(self) -> str:
-        return f"batches of {self._asked.name}, epoch 0 {self._first[:16]}, seed {self.seed}"
+        return (
+            f"batches of {self._sampler.name}, epoch 0 {self._first_digest[:16]}, seed {self.seed}"
+        )
 
     def _epoch(self, epoch: int) -> tuple[int, list[Indices], str]:
-        if self._kept[0] != epoch:
-            found = [
-                self._checked(epoch, number, batch)
-                for number, batch in enumerate(self._asked.epoch(epoch))
-            ]
-            sizes = np.array([batch.size for batch in found], dtype=np.int64)
-            self._kept = (
-                epoch,
-                found,
-                self._asked.same(epoch, digest(np.concatenate([sizes, *found]))),
-            )
-        return self._kept
+        if self._last[0] != epoch:
+            batches = []
+            for number, batch in enumerate(self._sampler.epoch(epoch)):
+                batches.append(self._checked(epoch, number, batch))
+            sizes = np.array([batch.size for batch in batches], dtype=np.int64)
+            digest_of_epoch = digest(np.concatenate([sizes, *batches]))
+            self._last = epoch, batches, self._sampler.same(epoch, digest_of_epoch)
+        return self._last
 
     def _checked(self, epoch: int, number: int, batch: Sequence[int]) -> Indices:
-        name = f"{self._asked.name}, batch {number} of epoch {epoch},"
+        name = f"{self._sampler.name}, batch {number} of epoch {epoch},"
         if not hasattr(batch, "__iter__"):
             raise UsageError("not-a-batch", name=name, value=batch)
-        if not (values := list(batch)):
+        values = list(batch)
+        if not values:
             raise UsageError("not-a-batch", name=name, value=values)
         return indices(name, values, self._length)

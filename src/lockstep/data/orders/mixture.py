@@ -55,7 +55,8 @@ class Mixture:
     def __init__(
         self, lengths: Numbers, weights: Numbers, *, samples: int | None = None, seed: int
     ) -> None:
-        self._lengths, self._weights = numbers.lengths(lengths, 0), numbers.weights(weights)
+        self._lengths = numbers.lengths(lengths, 0)
+        self._weights = numbers.weights(weights)
         _check(self._lengths, self._weights)
         self.samples = int(self._lengths.sum()) if samples is None else whole("samples", samples)
         self.seed = seed
@@ -66,14 +67,17 @@ class Mixture:
 
     def at(self, epoch: int, positions: Indices) -> Indices:
         line = positions.astype(np.int64).ravel() + epoch * self.samples
-        periods, which = np.unique(line // self._period, return_inverse=True)
-        component, draw = np.empty_like(line), np.empty_like(line)
+        periods, row = np.unique(line // self._period, return_inverse=True)
+        column = line % self._period
+        component = np.empty_like(line)
+        draw = np.empty_like(line)
         step = max(1, _AT_ONCE // self._period)
         for first in range(0, periods.size, step):
             components, draws = self._drawn(periods[first : first + step])
-            inside = (which >= first) & (which < first + step)
-            place = which[inside] - first, line[inside] % self._period
-            component[inside], draw[inside] = components[place], draws[place]
+            inside = (row >= first) & (row < first + step)
+            cell = row[inside] - first, column[inside]
+            component[inside] = components[cell]
+            draw[inside] = draws[cell]
         return self._samples(component, draw).reshape(positions.shape)
 
     def _drawn(self, periods: Indices) -> tuple[Indices, Indices]:
@@ -81,32 +85,30 @@ class Mixture:
         from 0 over all epochs; int64, shape [periods, places].
         """
         places = periods[:, None] * self._period + np.arange(self._period, dtype=np.int64)
-        turns = np.argsort(
-            randomness.uniforms(randomness.order(self.seed, 0), places), axis=1, kind="stable"
-        )
+        uniforms = randomness.uniforms(randomness.order(self.seed, 0), places)
+        turns = np.argsort(uniforms, axis=1, kind="stable")
         components = np.searchsorted(self._edges, turns, side="right").astype(np.int64)
         draws = np.empty_like(components)
         for number, count in enumerate(self.counts.tolist()):
             here = components == number
-            draws[here] = (np.cumsum(here, axis=1) - 1 + periods[:, None] * count)[here]
+            numbered = np.cumsum(here, axis=1) - 1 + periods[:, None] * count
+            draws[here] = numbered[here]
         return components, draws
 
     def _samples(self, component: Indices, draw: Indices) -> Indices:
-        cycle, place = np.divmod(draw, self._lengths[component])
-        found = np.empty_like(draw)
+        cycle, position = np.divmod(draw, self._lengths[component])
+        samples = np.empty_like(draw)
         for number, times in np.unique(np.stack([component, cycle]), axis=1).T.tolist():
             here = (component == number) & (cycle == times)
-            permutation = Permutation(
-                int(self._lengths[number]), randomness.component_key(self.seed, number, times)
-            )
-            found[here] = permutation(place[here]) + self._starts[number]
-        return found
+            key = randomness.component_key(self.seed, number, times)
+            permutation = Permutation(int(self._lengths[number]), key)
+            samples[here] = permutation(position[here]) + self._starts[number]
+        return samples
 
     def fingerprint(self) -> str:
-        given = f"lengths {short(self._lengths)}, weights {short(self._weights)}"
         return (
             f"mixture (permutation 1), {self.samples} samples of {self._lengths.size} components,"
-            f" {given}, seed {self.seed}"
+            f" lengths {short(self._lengths)}, weights {short(self._weights)}, seed {self.seed}"
         )
 
 
@@ -129,11 +131,11 @@ def _check(lengths: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
 def period_counts(weights: NDArray[np.float64]) -> Indices:
     """Return how often each component comes in a period; int64, shape [components]."""
     shares = weights / weights.sum()
-    quotas = shares * np.arange(1, _LONGEST + 1)[:, None]
+    periods = np.arange(1, _LONGEST + 1)
+    quotas = shares * periods[:, None]
     counts = np.rint(quotas)
-    good = (np.abs(counts - quotas) <= _CLOSE * quotas).all(axis=1) & (
-        counts.sum(axis=1) == np.arange(1, _LONGEST + 1)
-    )
+    close = (np.abs(counts - quotas) <= _CLOSE * quotas).all(axis=1)
+    good = close & (counts.sum(axis=1) == periods)
     if good.any():
         return np.asarray(counts[np.argmax(good)], dtype=np.int64)
     least = np.where(shares > 0, np.maximum(np.floor(quotas[-1]), 1), 0)

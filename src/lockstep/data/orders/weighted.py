@@ -40,14 +40,13 @@ class Weighted:
     ) -> None:
         self._weights = numbers.weights(weights)
         positive = int(np.count_nonzero(self._weights))
-        self.samples = (
-            (self._weights.size if replacement else positive)
-            if samples is None
-            else whole("samples", samples)
-        )
+        if samples is None:
+            samples = self._weights.size if replacement else positive
+        self.samples = whole("samples", samples)
         if not replacement and self.samples > positive:
             raise UsageError("more-draws-than-weights", samples=self.samples, positive=positive)
-        self.replacement, self.seed = replacement, seed
+        self.replacement = replacement
+        self.seed = seed
         self._sums = np.cumsum(self._weights)
         self._last = int(np.flatnonzero(self._weights)[-1])
         self._drawn: tuple[int, Indices] | None = None
@@ -55,11 +54,10 @@ class Weighted:
     def at(self, epoch: int, positions: Indices) -> Indices:
         key = randomness.order(self.seed, epoch)
         if self.replacement:
-            found = np.searchsorted(
-                self._sums, randomness.uniforms(key, positions) * self._sums[-1], side="right"
-            )
+            sums = randomness.uniforms(key, positions) * self._sums[-1]
+            samples = np.searchsorted(self._sums, sums, side="right")
             # rounding may make the product equal to the whole sum
-            return np.asarray(np.minimum(found, self._last), dtype=np.int64)
+            return np.asarray(np.minimum(samples, self._last), dtype=np.int64)
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(key)
         return self._drawn[1][positions]
@@ -67,10 +65,10 @@ class Weighted:
     def _draw(self, key: int) -> Indices:
         candidates = np.flatnonzero(self._weights)
         # the logarithm of the keys has the same order as the keys
-        keys = np.log(-np.log(randomness.uniforms(key, candidates))) - np.log(
-            self._weights[candidates]
-        )
-        return candidates[np.argsort(keys, kind="stable")[: self.samples]].astype(np.int64)
+        uniforms = randomness.uniforms(key, candidates)
+        keys = np.log(-np.log(uniforms)) - np.log(self._weights[candidates])
+        smallest = np.argsort(keys, kind="stable")[: self.samples]
+        return candidates[smallest].astype(np.int64)
 
     def fingerprint(self) -> str:
         how = "with" if self.replacement else "without"

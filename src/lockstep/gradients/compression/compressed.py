@@ -98,8 +98,12 @@ class Compressed(Reduction):
         return super().memory(layout)
 
     def start(self, bucket: Bucket) -> Work:
-        numel = bucket.sum.numel() - (0 if bucket.flag is None else ALIGNMENT)
-        return Staged(self._stages(bucket, bucket.sum.data[:numel])) if numel else Done()
+        numel = bucket.sum.numel()
+        if bucket.flag is not None:
+            numel -= ALIGNMENT
+        if not numel:
+            return Done()
+        return Staged(self._stages(bucket, bucket.sum.data[:numel]))
 
     def _stages(self, bucket: Bucket, gradients: Tensor) -> Generator[Work]:
         flat = gradients.to(working(gradients.dtype))
@@ -149,9 +153,9 @@ class Owed:
             torch.zeros(plan.numel, dtype=working(plan.dtype), device=plan.device)
             for plan in layout.buckets
         ]
-        for name, there in self._by_parameter().items():
-            if name in before and before[name].shape == there.shape:
-                there.copy_(before[name])
+        for name, owed in self._by_parameter().items():
+            if name in before and before[name].shape == owed.shape:
+                owed.copy_(before[name])
 
     def of(self, bucket: int, numel: int) -> Tensor:
         """What this rank owes of the first `numel` elements of a bucket."""
@@ -165,19 +169,19 @@ class Owed:
         """Restore what every rank owed. With fewer ranks now, a rank takes over the debts of
         several; with more ranks, the new ones owe nothing.
         """
-        ours = by_rank[self._group.rank :: self._group.size]
-        for name, there in self._by_parameter().items():
-            there.zero_()
-            for theirs in ours:
-                if _NAME + name in theirs:
-                    there += theirs[_NAME + name].to(there.device)
+        states = by_rank[self._group.rank :: self._group.size]
+        for name, owed in self._by_parameter().items():
+            owed.zero_()
+            for state in states:
+                if _NAME + name in state:
+                    owed += state[_NAME + name].to(owed.device)
 
     def _by_parameter(self) -> dict[str, Tensor]:
-        return {
-            span.name: flat[span.start : span.stop]
-            for plan, flat in zip(self._plans, self._flats, strict=True)
-            for span in plan.spans
-        }
+        pieces = {}
+        for plan, flat in zip(self._plans, self._flats, strict=True):
+            for span in plan.spans:
+                pieces[span.name] = flat[span.start : span.stop]
+        return pieces
 
 
 def sliced(flat: Tensor, size: int, multiple: int = 1) -> Tensor:
@@ -192,15 +196,17 @@ def sliced(flat: Tensor, size: int, multiple: int = 1) -> Tensor:
     return rows.view(size, length)
 
 
-def to_owners(group: Group, rows: Tensor, place: str) -> tuple[Tensor, Work]:
+def to_owners(group: Group, rows: Tensor, purpose: str) -> tuple[Tensor, Work]:
     """Start to send row r to rank r. Once the work is done, the returned tensor holds what each
     rank sent to this one, by rank. It has the shape of `rows`.
     """
     if group.size == 1:
         return rows, Done()
     rows = rows.contiguous()
-    arriving, each = torch.empty_like(rows), [rows.shape[1]] * group.size
-    return arriving, group.exchange(arriving.view(-1), each, rows.view(-1), each, place)
+    arriving = torch.empty_like(rows)
+    lengths = [rows.shape[1]] * group.size
+    work = group.exchange(arriving.view(-1), lengths, rows.view(-1), lengths, purpose)
+    return arriving, work
 
 
 def added(rows: Tensor) -> Tensor:

@@ -38,18 +38,20 @@ class Cast(Compressor):
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self._group = group
-        self._pack, self._unpack = (
-            (scaled, unscaled) if dtype == torch.float16 else (rounded, widened)
-        )
+        if dtype == torch.float16:
+            self._pack = scaled
+            self._unpack = unscaled
+        else:
+            self._pack = rounded
+            self._unpack = widened
 
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
-        arriving, work = to_owners(
-            self._group, self._pack(sliced(flat, self._group.size)), bucket.place
-        )
+        leaving = self._pack(sliced(flat, self._group.size))
+        arriving, work = to_owners(self._group, leaving, bucket.place)
         yield work
         total = self._pack(added(self._unpack(arriving, flat.dtype))[None])
-        everybodys = self._group.all_gather(total, bucket.place)
-        return self._unpack(everybodys, flat.dtype).flatten()[: flat.numel()], None
+        totals = self._group.all_gather(total, bucket.place)
+        return self._unpack(totals, flat.dtype).flatten()[: flat.numel()], None
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -67,9 +69,8 @@ def scaled(rows: Tensor) -> Tensor:
     largest = rows.abs().amax(dim=1, keepdim=True)
     exponent = torch.frexp(largest).exponent
     shift = torch.where(largest.isfinite(), _TOP - exponent, 0).clamp(max=_LARGEST_SHIFT)
-    return torch.cat([rows * power_of_two(shift, rows.dtype), shift.to(rows.dtype)], dim=1).to(
-        torch.float16
-    )
+    multiplied = rows * power_of_two(shift, rows.dtype)
+    return torch.cat([multiplied, shift.to(rows.dtype)], dim=1).to(torch.float16)
 
 
 def unscaled(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,13 +103,14 @@ class Int8(Compressor):
         left = flat - restored(leaving, flat.dtype).flatten()[: flat.numel()]
         arriving, work = to_owners(self._group, leaving, bucket.place)
         yield work
-        mine = added(restored(arriving, flat.dtype))
-        packed = quantised(mine[None])
-        begin = self._group.rank * mine.numel()
-        owned = left[begin : begin + mine.numel()]
-        owned += (mine - restored(packed, flat.dtype)[0])[: owned.numel()]
-        everybodys = self._group.all_gather(packed, bucket.place)
-        return restored(everybodys, flat.dtype).flatten()[: flat.numel()], left
+        total = added(restored(arriving, flat.dtype))
+        packed = quantised(total[None])
+        begin = self._group.rank * total.numel()
+        owned = left[begin : begin + total.numel()]
+        rounding = total - restored(packed, flat.dtype)[0]
+        owned += rounding[: owned.numel()]
+        totals = self._group.all_gather(packed, bucket.place)
+        return restored(totals, flat.dtype).flatten()[: flat.numel()], left
 
 
 def quantised(rows: Tensor) -> Tensor:
@@ -118,9 +120,8 @@ def quantised(rows: Tensor) -> Tensor:
     blocks = rows.reshape(rows.shape[0], -1, BLOCK)
     scales = (blocks.abs().amax(dim=2, keepdim=True) / _STEPS).to(torch.float32)
     usable = scales.isfinite() & (scales > 0)
-    steps = (
-        torch.where(usable, blocks / scales, 0.0).round_().clamp_(-_STEPS, _STEPS).to(torch.int8)
-    )
+    steps = torch.where(usable, blocks / scales, 0.0).round_().clamp_(-_STEPS, _STEPS)
+    steps = steps.to(torch.int8)
     return torch.cat([steps.flatten(1), scales.flatten(1).view(torch.int8)], dim=1)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -45,42 +44,50 @@ class PowerSGD(Compressor):
         self._bases: dict[str, Tensor] = {}  # Q, by parameter, orthonormal
 
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
-        spans, whole = self._split(bucket)
-        matrices = [flat[span.start : span.stop].view(shape) for span, shape in spans]
-        bases = [
-            self._basis(span.name, matrix)
-            for (span, _), matrix in zip(spans, matrices, strict=True)
-        ]
-        first = [times(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
-        message, parts = joined([*first, *(flat[span.start : span.stop] for span in whole)])
+        factored, uncompressed = self._split(bucket)
+        matrices, bases, parts = [], [], []
+        for span, shape in factored:
+            matrix = flat[span.start : span.stop].view(shape)
+            basis = self._basis(span.name, matrix)
+            matrices.append(matrix)
+            bases.append(basis)
+            parts.append(times(matrix, basis))
+        for span in uncompressed:
+            parts.append(flat[span.start : span.stop])
+        message, sums = joined(parts)
         yield self._group.all_reduce(message, place=bucket.place)
-        columns = [orthonormal(part) for part in parts[: len(spans)]]
-        total, left = torch.zeros_like(flat), torch.zeros_like(flat)
-        for span, part in zip(whole, parts[len(spans) :], strict=True):
+        total = torch.zeros_like(flat)
+        left = torch.zeros_like(flat)
+        for span, part in zip(uncompressed, sums[len(factored) :], strict=True):
             total[span.start : span.stop].copy_(part)
-        if not spans:
+        if not factored:
             return total, left
-        mine = [times(matrix.t(), column) for matrix, column in zip(matrices, columns, strict=True)]
-        message, sums = joined(mine)
+        columns = [orthonormal(part) for part in sums[: len(factored)]]
+        local = []
+        for matrix, column in zip(matrices, columns, strict=True):
+            local.append(times(matrix.t(), column))
+        message, sums = joined(local)
         yield self._group.all_reduce(message, place=bucket.place)
-        for number, (span, shape) in enumerate(spans):
-            place, matrix, column = slice(span.start, span.stop), matrices[number], columns[number]
-            total[place].view(shape).copy_(times(column, sums[number].t()))
-            left[place].view(shape).copy_(matrix - times(column, mine[number].t()))
+        for number, (span, shape) in enumerate(factored):
+            piece = slice(span.start, span.stop)
+            column = columns[number]
+            sent = times(column, local[number].t())
+            total[piece].view(shape).copy_(times(column, sums[number].t()))
+            left[piece].view(shape).copy_(matrices[number] - sent)
             self._bases[span.name] = following(sums[number], bases[number])
         return total, left
 
     def _split(self, bucket: Bucket) -> tuple[list[tuple[Span, tuple[int, int]]], list[Span]]:
         """Return the matrices, each with its shape, and the spans that travel whole."""
         matrices: list[tuple[Span, tuple[int, int]]] = []
-        whole: list[Span] = []
+        uncompressed: list[Span] = []
         for span, view in zip(bucket.spans, bucket.views, strict=True):
             shape = matrix_of(view)
             if shape is not None and pays(self._rank, shape):
                 matrices.append((span, shape))
             else:
-                whole.append(span)
-        return matrices, whole
+                uncompressed.append(span)
+        return matrices, uncompressed
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
         """Return Q of the step before. At first, return random columns that are the same on all
@@ -153,11 +160,8 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     leaves the sums in the views.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
-    ends = list(accumulate(part.numel() for part in parts))
-    return flat, [
-        flat[end - part.numel() : end].view(part.shape)
-        for end, part in zip(ends, parts, strict=True)
-    ]
+    pieces = flat.split([part.numel() for part in parts])
+    return flat, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def check_matrices(compression: Compression, model: nn.Module, rank: int) -> None:
@@ -168,11 +172,12 @@ def check_matrices(compression: Compression, model: nn.Module, rank: int) -> Non
         return
     assert compression.rank is not None
     columns = compression.rank
-    shapes = {
-        name: shape
-        for name, each in model.named_parameters()
-        if each.requires_grad and (shape := matrix_of(each)) is not None
-    }
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shape = matrix_of(parameter)
+            if shape is not None:
+                shapes[name] = shape
     if not shapes:
         raise UsageError("powersgd-without-matrix", compress=str(compression))
     name, shape = max(shapes.items(), key=lambda item: min(item[1]))
@@ -186,7 +191,7 @@ def check_matrices(compression: Compression, model: nn.Module, rank: int) -> Non
             width=shape[1],
             advice=max(1, min(shape) // 8),
         )
-    if rank == 0 and not any(pays(columns, each) for each in shapes.values()):
+    if rank == 0 and not any(pays(columns, shape) for shape in shapes.values()):
         warnings.warn(
             f"compress='{compression}' makes no gradient of this model smaller, so all gradients"
             " are sent uncompressed. Choose a smaller rank",
