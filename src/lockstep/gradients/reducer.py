@@ -310,9 +310,8 @@ class Reducer:
 
     def _release(self) -> None:
         """Drop gradients that are about to be forgotten, to free the memory of their buckets."""
-        if self._guarded:
-            for parameter in self.parameters:
-                parameter.grad = None
+        for parameter in self.parameters if self._guarded else ():
+            parameter.grad = None
 
     def _follow_order(self, ready: list[int]) -> None:
         """Lay out the buckets in the order in which gradients became ready on the rank of slot 0 in

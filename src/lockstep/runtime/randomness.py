@@ -102,13 +102,20 @@ def seed_all(value: int) -> None:
     """Seed torch (its accelerators too), numpy's global generator (with 32 of the bits) and
     `random`.
     """
-    import torch
-
     host_generators().seed(value & _MASK)
-    if torch.accelerator.is_available():
+    if _has_accelerator():
+        import torch
+
         # without an accelerator torch.manual_seed wastes time: it formats a stack trace for a later
         # GPU
         torch.manual_seed(value & _MASK)
+
+
+@cache
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def shared(seed: int) -> None:
@@ -118,7 +125,11 @@ def shared(seed: int) -> None:
 
 def step(seed: int, step: int, slot: int) -> None:
     """Enter the stream of one micro-batch's forward."""
-    seed_all(_extend(_prefix(seed, _STEP, step), slot))
+    key = _extend(_prefix(seed, _STEP, step), slot)
+    if _has_accelerator():
+        seed_all(key)
+    else:  # one call less: every micro-batch comes here
+        host_generators().seed(key)
 
 
 @contextmanager

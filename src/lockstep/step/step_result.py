@@ -103,24 +103,23 @@ class Outcomes:
         self._scheduler = scheduler
         self._scaler = scaler
         self.known_at_once = world.device.type == "cpu" or scheduler is not None
-        """Whether to call `settle` for a step immediately after `record`."""
-        self._open: tuple[int, Applied, Facts, bool] | None = None
+        """Whether to call `settle` for a step as soon as it is in `ended`."""
+        self.ended: tuple[int, Applied, Facts, bool] | None = None
+        """A step that is not settled: its number, what the update did, its facts, and whether these
+        are of this rank only.
+        """
         self._warned: set[str] = set()
         self.applied = 0
         """Number of steps whose update was applied; with a server, those reported to this rank."""
 
-    def record(self, step: int, outcome: Applied, facts: Facts, *, alone: bool) -> None:
-        """Record that step number `step` has ended. `alone`: `facts` are of this rank only."""
-        self._open = step, outcome, facts, alone
-
     def settle(self) -> None:
-        """Find out whether the recorded step was applied, and step the scheduler or warn. All ranks
-        that recorded the step call it.
+        """Find out whether the step in `ended` was applied, and step the scheduler or warn. All
+        ranks call it.
         """
-        if self._open is None:
+        if self.ended is None:
             return
-        step, outcome, facts, alone = self._open
-        self._open = None
+        step, outcome, facts, alone = self.ended
+        self.ended = None
         reason = outcome.reason
         self.applied += reason is None
         if self._scheduler is not None and (reason is None or alone):

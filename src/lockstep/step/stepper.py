@@ -432,7 +432,7 @@ class Stepper:
             ended = self.update.end(self.steps, facts, divisor)
         self.steps = ended.steps
         if ended.outcome is not None:
-            self._outcomes.record(self.steps, ended.outcome, facts, alone=self.steps_alone)
+            self._outcomes.ended = self.steps, ended.outcome, facts, self.steps_alone
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
         if ended.windows:

@@ -117,10 +117,8 @@ def hierarchical(world: int, ranks_per_node: int) -> Schedule:
             for node, first in zip(inside, leaders, strict=True)
             if depth < len(node.rounds)
         ]
-        src, dst = (
-            np.concatenate([getattr(each, side) + first for each, first in parts])
-            for side in ("src", "dst")
-        )
+        src = np.concatenate([transfers.src + first for transfers, first in parts])
+        dst = np.concatenate([transfers.dst + first for transfers, first in parts])
         spread.append(together(src, dst, reduce=False, count=nodes))
     down = Schedule("", "broadcast", world, nodes, tuple(spread))
     between = tuple(
