@@ -12,7 +12,7 @@ import lockstep
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.gradients.layout import plan
 from lockstep.model_parallel.split_norm import SplitNorm
-from lockstep.updates.norm import block_sums, norm_of
+from lockstep.updates.norm_and_clip import block_sums, norm_of
 from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of
 from tests.gradients.test_layout import entries
 from tests.refused import refused

@@ -29,8 +29,8 @@ from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.config.task import Task
 from lockstep.data.device import to_device
+from lockstep.data.evaluation_batches import DatasetRows, Piece
 from lockstep.data.loader import is_iterable
-from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.model_parallel.layers import layers_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.group import Group
-from lockstep.updates.norm import InBuckets
+from lockstep.updates.norm_and_clip import InBuckets
 
 
 @dataclass(frozen=True, slots=True)

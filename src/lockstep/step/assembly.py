@@ -23,20 +23,21 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import UNUSED, SchedulerPer, Unused
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.gradients.buffers import MovingBuffers, replicate
 from lockstep.gradients.compression import compressed
 from lockstep.gradients.compression.power_sgd import check_matrices
 from lockstep.gradients.exact import exact_reducer
 from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import Alone, reduction
+from lockstep.gradients.running_statistics import MovingBuffers, replicate
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import allow_scheduler
 from lockstep.step.wrapper_arguments import Checks, check_checks
 from lockstep.updates.local_steps import LocalSteps
-from lockstep.updates.replicated_and_sharded import Replicated, Sharded
+from lockstep.updates.replicated import Replicated
 from lockstep.updates.server.worker import ServerUpdate
+from lockstep.updates.sharded import Sharded
 from lockstep.updates.update import Update, Updated
 from lockstep.world.world import World
 

@@ -22,10 +22,10 @@ from lockstep.checks.divergence import ReplicaCheck, digests
 from lockstep.checks.start import optimizer_numbers
 from lockstep.checks.unused import UnusedCheck
 from lockstep.collectives.group import Group
-from lockstep.gradients.buffers import SharedBuffers, replicate
 from lockstep.gradients.fold import KeepsSparse
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
+from lockstep.gradients.running_statistics import SharedBuffers, replicate
 from lockstep.gradients.torch_hook import TorchHook
 from lockstep.runtime import status
 from lockstep.step.backward_end import BackwardEnd

@@ -42,8 +42,8 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.runtime import status
+from lockstep.step.save_and_restore import Snapshot, restore, snapshot
 from lockstep.step.stepper import Stepper
-from lockstep.step.stepper_state import Snapshot, restore, snapshot
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote

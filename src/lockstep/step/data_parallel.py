@@ -30,8 +30,8 @@ from lockstep.checks.trainable import check_trained
 from lockstep.config import knob
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
-from lockstep.gradients.buffers import BufferHook, average_buffers, replicate
 from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.running_statistics import BufferHook, average_buffers, replicate
 from lockstep.gradients.torch_hook import TorchHook, check_hook
 from lockstep.runtime import status
 from lockstep.step.averaging import Averaging, Uneven

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.task import Precision, Task, first_part
-from lockstep.data.rows import Piece, Rows
+from lockstep.data.evaluation_batches import Piece, Rows
 from lockstep.data.windows import counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.runtime import randomness

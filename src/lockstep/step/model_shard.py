@@ -28,7 +28,7 @@ from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
-from lockstep.updates.norm import Norm, whole_norm
+from lockstep.updates.norm_and_clip import Norm, whole_norm
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name."""

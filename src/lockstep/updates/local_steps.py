@@ -30,7 +30,7 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reductions import Alone
 from lockstep.runtime import status
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
-from lockstep.updates.replicated_and_sharded import Replicated
+from lockstep.updates.replicated import Replicated
 from lockstep.updates.shards import parameter_views
 from lockstep.updates.synchronized_buffers import SynchronizedBuffers
 from lockstep.updates.update import EndedWindow, Updated

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
-from lockstep.gradients.buffers import moved_by, movement, real
+from lockstep.gradients.running_statistics import moved_by, movement, real
 
 
 class SynchronizedBuffers:

@@ -20,7 +20,7 @@ from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
-from lockstep.updates.norm import Norm
+from lockstep.updates.norm_and_clip import Norm
 from lockstep.updates.optimizer_state import OptimizerState
 from lockstep.world.world import World
 

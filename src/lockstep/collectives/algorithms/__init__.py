@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
-from lockstep.collectives.algorithms import moving, reducing
+from lockstep.collectives.algorithms import moving, ring_tree_halving
 from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
@@ -37,13 +37,13 @@ ROOTED: tuple[Kind, ...] = ("broadcast", "reduce", "scatter", "gather")
 # Functions of the world size, and of the root if the collective has one.
 _BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
     "all_reduce": {
-        "central": reducing.central,
-        "ring": reducing.ring,
-        "tree": reducing.tree,
-        "recursive_doubling": reducing.recursive_doubling,
-        "halving_doubling": reducing.halving_doubling,
-        "direct": reducing.direct,
-        "hierarchical": reducing.hierarchical,
+        "central": ring_tree_halving.central,
+        "ring": ring_tree_halving.ring,
+        "tree": ring_tree_halving.tree,
+        "recursive_doubling": ring_tree_halving.recursive_doubling,
+        "halving_doubling": ring_tree_halving.halving_doubling,
+        "direct": ring_tree_halving.direct,
+        "hierarchical": ring_tree_halving.hierarchical,
     },
     "broadcast": {"central": partial(moving.flat, "broadcast"), "tree": moving.binomial_broadcast},
     "scatter": {"central": partial(moving.flat, "scatter"), "tree": moving.binomial_scatter},

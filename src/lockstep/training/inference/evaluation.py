@@ -1,9 +1,9 @@
 """Evaluation counts every sample once, and gives the same bits for every number of ranks.
 
-Batches are cut at fixed positions of the data set, whichever rank runs them (rows.py). A batch's
-sums travel with its number. Every rank then adds them up in the order of the data set, in float64.
-An average of the ranks' averages would be wrong for every ragged split. There is no collective
-inside the loop: the ranks synchronize once, at the end.
+Batches are cut at fixed positions of the data set, whichever rank runs them
+(data/evaluation_batches.py). A batch's sums travel with its number. Every rank then adds them up in
+the order of the data set, in float64. An average of the ranks' averages would be wrong for every
+ragged split. There is no collective inside the loop: the ranks synchronize once, at the end.
 
 For torchmetrics objects, each batch takes the part of a rank of torchmetrics, so the real number of
 ranks has no effect.
@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 
 from lockstep.collectives.broadcast_json import bytes_of, everybodys
 from lockstep.config.task import Task
-from lockstep.data.rows import DatasetRows, Piece
+from lockstep.data.evaluation_batches import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
 from lockstep.step.forward import Forward, checked_sums, outputs
 from lockstep.training.inference.model_call import Call, bare, device_of, evaluating

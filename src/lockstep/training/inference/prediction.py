@@ -1,6 +1,6 @@
 """Prediction: one row per sample, in the order of the data set, on any number of ranks.
 
-data/rows.py          the batches of this rank
+data/evaluation_batches.py          the batches of this rank
 RowsInMemory          all rows, on every rank
 prediction_files.py   a batch's output as named columns, and rows streamed to a file
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
+from lockstep.data.evaluation_batches import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
 from lockstep.step.forward import outputs
 from lockstep.training.inference.apply import check_out

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.collectives.broadcast_json import everybodys, said_by
-from lockstep.data.rows import Piece, Rows
+from lockstep.data.evaluation_batches import Piece, Rows
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.runtime.disk import force, write_all
 from lockstep.training.metrics import typed

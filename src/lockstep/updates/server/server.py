@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
 from lockstep.errors import LockstepError, PeerFailed
-from lockstep.updates.norm import block_sums
+from lockstep.updates.norm_and_clip import block_sums
 from lockstep.updates.optimizer_state import CutOptimizer
 from lockstep.updates.server.messages import BYE, PUSH, Messages
 from lockstep.updates.server.schedule import Schedule
