@@ -142,6 +142,18 @@ def test_a_sample_is_fetched_twice_only_where_a_library_is_first_drawn_from() ->
     assert asked == [0, 1, 2, 2, 3, 4, 4, 5]
 
 
+def test_an_iterator_that_ends_inside_a_sample_is_an_error_and_no_shorter_batch() -> None:
+    class Ended(Moody):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, next(iter([0.5] * (index < 2)))
+
+    dataset = KeyedDataset(Ended(4, {}), 7, as_list)
+    assert dataset.__getitems__((3, [0, 1])) == [(0, 0.5), (1, 0.5)]
+    with pytest.raises(StopIteration) as caught:
+        dataset.__getitems__((3, [0, 1, 2, 3]))
+    assert "This was sample 2 of Ended" in caught.value.__notes__[0]
+
+
 def test_an_error_after_a_draw_is_the_seeded_samples_own() -> None:
     class Picky(Moody):
         def __getitem__(self, index: int) -> tuple[int, float]:

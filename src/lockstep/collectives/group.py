@@ -490,8 +490,11 @@ class Group:
         self.bytes_sent += sends
         if self.watched or self.fingerprints.compares or self.record is not None:
             site = place or call_site()
-            call = described(kind, tensor.shape, tensor.dtype, detail, site)
-            text = call if text is None else f"{text} {site}"
+            text = (
+                f"{text} {site}"
+                if text is not None
+                else described(kind, tensor.shape, tensor.dtype, detail, site)
+            )
         self.say(text or "")
         if self.record is not None:
             self.record.begin(self.number, text or kind, tensor.numel())

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray
-from operator import getitem, length_hint
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -136,19 +135,16 @@ class KeyedDataset(Dataset[Any]):
         self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None
     ) -> list[Any]:
         dataset = self._dataset
-        ahead = iter(indices)
+        samples = []
+        index = indices[0]
         try:
-            if enter is None and note is None:
-                return list(map(partial(getitem, dataset), ahead))
-            samples = []
-            for index in ahead:
+            for index in indices:
                 if note is not None:
                     note(index)
                 if enter is not None:
                     enter(randomness.sample_key(self._seed, epoch, index))
                 samples.append(dataset[index])
         except Exception as error:
-            index = indices[-length_hint(ahead) - 1]
             error.add_note(
                 f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch},"
                 f" {fetcher_name(self._rank)}."

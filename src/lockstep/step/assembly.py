@@ -73,10 +73,8 @@ class StepperOptions:
         """Whether an enabled GradScaler scales the losses."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def check(self, method: Parallelism, optimizer: Optimizer) -> None:
+    def check(self, method: Parallelism) -> None:
         """Raise a UsageError if an option cannot be combined with `method`."""
-        if method.alone and self.scheduler is not None:
-            allow_scheduler(optimizer)
         if self.average is not None and method.alone:
             raise UsageError("average-does-not-fit", option=_step_alone_option(method))
         if method.server and self.unused == "skip":
@@ -167,6 +165,8 @@ def assemble(
     """Attach a reducer and an update to the model. `alone`: from now on this rank steps without
     the others. A Stepper can begin with alone=False and change later (post-local SGD).
     """
+    if method.alone and options.scheduler is not None:
+        allow_scheduler(optimizer)
     reducer, bare = reducer_of(
         model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
     )

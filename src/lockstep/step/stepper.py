@@ -153,7 +153,7 @@ class Stepper:
         self.model_shard = model_shard or ModelShard()
         knob.known(knob.knobs(Parallelism).keys() - {"mesh"}, method, "Stepper")
         self.method = Parallelism(**method, mesh=self.model_shard.mesh)
-        options.check(self.method, optimizer)
+        options.check(self.method)
         self.world = world = world or World.current()
         options.check_models(model, world)
         options.compare(model, optimizer, self.model_shard.replicas(world.group))
@@ -171,9 +171,6 @@ class Stepper:
         """All ranks of this training. `group` holds the ranks whose gradients are summed in a
         step: only this rank if it steps alone.
         """
-        local = self.method.local
-        self._alone_from = math.inf if local is None else local.after
-        """The step from which each rank steps alone, with local steps."""
         self._work_with(model)
         self._loss_scale = LossScale(scaler, world.device)
         self.clock = StepperClock(world.device)
@@ -189,7 +186,7 @@ class Stepper:
         """Assemble reducer and update for `model`, as the method requires at this step."""
         if self.method.exact:
             self.world.compute_deterministically()
-        alone = self.method.server or self.steps >= self._alone_from
+        alone = self.method.alone_after(self.steps)
         self._parts = parts = assemble(
             model,
             self.optimizer,
@@ -207,6 +204,7 @@ class Stepper:
         self.group = parts.reducer.group
         self.steps_alone = alone
         """Whether each rank steps, or pushes to a server, with its own gradients only."""
+        self._parts_later = self.method.alone and not alone
         if self.world.rank == 0 and self.steps == 0:
             parts.warn_of_forgotten(stacklevel=4)
         self._outcomes.trace = parts.trace
@@ -215,7 +213,7 @@ class Stepper:
         """Begin local steps if they are due: `outer` can begin them after some steps.
         `micro_batches` calls this. All ranks call it at the same point.
         """
-        if self.steps >= self._alone_from and not self.steps_alone:
+        if self._parts_later and self.method.alone_after(self.steps):
             self.reducer.reset()
             order = self.reducer.order
             self._work_with(self.model)
@@ -266,7 +264,7 @@ class Stepper:
             status.step(self.steps + 1)
         if not self._outcomes.known_at_once:
             self._outcomes.settle()
-        if self.steps >= self._alone_from and not self.steps_alone:
+        if self._parts_later:
             self.part_if_due()
         if self._compares_data:
             self._compare_data(window)
