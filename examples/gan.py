@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 
 NOISE = 8
 

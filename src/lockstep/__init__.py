@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
-    "Checkpoints": "lockstep.step.checkpointing",
+    "Checkpoints": "lockstep.checkpoints.save_and_resume",
     "DistributedDataParallel": "lockstep.step.data_parallel",
     "DistributedSampler": "lockstep.data.sampler",
     "EarlyStopping": "lockstep.config.task",
@@ -67,12 +67,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep import backend, collectives, errors, testing
+    from lockstep.checkpoints.save_and_resume import Checkpoints
     from lockstep.config.task import EarlyStopping, Task
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.launcher.launch import launch
     from lockstep.runtime.randomness import seed, stream
-    from lockstep.step.checkpointing import Checkpoints
     from lockstep.step.comm_hook import shared_memory_hook
     from lockstep.step.data_parallel import DistributedDataParallel
     from lockstep.step.learning_rate import scale_lr

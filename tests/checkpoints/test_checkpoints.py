@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoints import files, folders, manifest, pieces
-from lockstep.checkpoints.identity import sha256, weights
 from lockstep.checkpoints.saver import steps_until_next
+from lockstep.checks.identity import sha256, weights
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from tests import zoo
 from tests.checkpoints.model_alone import write_model

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoints import files
-from lockstep.checkpoints.identity import sha256, weights
-from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, stored, write
+from lockstep.checkpoints.pieces import TensorFile, image, read_all, stored, write
+from lockstep.checks.identity import sha256, weights
 from lockstep.errors import TaskError, UsageError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.training.train import train
 from tests.refused import refused
 from tests.teams import on_team

@@ -18,9 +18,10 @@ import torch
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import measured
-from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, write
+from lockstep.checkpoints.pieces import TensorFile, image, write
 from lockstep.checkpoints.saver import Pace, Saver
 from lockstep.errors import LockstepError
+from lockstep.gradients.saved_state import TensorPiece
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lockstep.checkpoints import files
-from lockstep.checkpoints.identity import sha256
+from lockstep.checks.identity import sha256
 from lockstep.errors import UsageError
 from lockstep.launcher import start, supervise
 from tests.cli.command import Command, command, process

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoints import files, folders, identity
+from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import SealedFile
 from lockstep.checkpoints.pieces import image, read_all
+from lockstep.checks import identity
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.split import ModelNames

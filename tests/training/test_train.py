@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import EarlyStopping, Precision
 from lockstep.data.orders import Weighted

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
 from lockstep import World
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 from lockstep.cli.checkpoints import app
 from lockstep.errors import ReplicaDivergence, TaskError
 from lockstep.training.inference.apply import InferenceJob, apply

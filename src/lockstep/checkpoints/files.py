@@ -46,7 +46,8 @@ from lockstep.runtime.disk import force, free, remove_tree, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoints.pieces import StoredTensor, TensorFile, TensorPiece
+    from lockstep.checkpoints.pieces import StoredTensor, TensorFile
+    from lockstep.gradients.saved_state import TensorPiece
 
 # key in the state: the last step after which all replicas were equal; None: not compared
 COMPARED = "compared"
@@ -152,7 +153,8 @@ def parts(
 
 def _model_file(file: str, model: Mapping[str, Tensor]) -> TensorFile:
     """Return the file of all tensors of a model, each stored under the first of its names."""
-    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
+    from lockstep.checkpoints.pieces import TensorFile
+    from lockstep.gradients.saved_state import TensorPiece
 
     first_names: dict[int, str] = {}
     pieces = []

@@ -23,19 +23,18 @@ from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoints.manifest import believed, new_digest
-from lockstep.checkpoints.plain import dtype_name
-from lockstep.errors import DamagedCheckpoint
+from lockstep.checks.identity import weights
+from lockstep.collectives.plain_json import dtype_name
+from lockstep.errors import DamagedCheckpoint, TaskError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime.disk import force
-
-if TYPE_CHECKING:
-    from lockstep.checkpoints.files import Checkpoint
 
 METHOD = "method/"
 """Prefix of the names of state that a training method keeps besides the optimizer's. Under it,
@@ -51,28 +50,6 @@ _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPiece:
-    """Some of a tensor's elements, or all of them."""
-
-    name: str
-    data: Tensor
-    """The whole tensor; or, if `shape` and `strides` are given, its elements from `start` on in the
-    order of memory, flat.
-    """
-    start: int = 0
-    shape: tuple[int, ...] | None = None
-    strides: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The piece's name in a file."""
-        if self.shape is None:
-            return self.name
-        stop = self.start + self.data.numel()
-        return f"{self.name}[{self.start}:{stop}]"
-
-
-@dataclass(frozen=True, slots=True)
 class TensorFile:
     """The tensors that a rank writes into one file."""
 
@@ -80,62 +57,6 @@ class TensorFile:
     pieces: Sequence[TensorPiece]
     tied: Mapping[str, str] = field(default_factory=dict)
     """Other names of tied tensors, each with the name in `pieces`."""
-
-
-class Keeps(Protocol):
-    """A part of a training with a state of its own in tensors: what compression has not sent yet,
-    an outer optimizer's momentum.
-    """
-
-    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the state by name, without ranks: what is equal on all ranks, and what only this
-        rank has. Every rank calls it.
-        """
-        return {}, {}
-
-    def take_back(
-        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
-    ) -> None:
-        """Restore the state. `by_rank` has an entry for every rank of the run that saved it, which
-        may be more or fewer than there are now.
-        """
-        return
-
-
-def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
-    """Return the pieces of these states that all ranks have, and those that only this rank has."""
-    everywhere = []
-    local = []
-    for part in parts:
-        common, own = part.kept()
-        everywhere += [TensorPiece(f"{METHOD}{name}", common[name]) for name in common]
-        local += [TensorPiece(f"{METHOD}rank-{rank}/{name}", own[name]) for name in own]
-    return everywhere, local
-
-
-def method_kept(
-    tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Divide the tensors under METHOD of a checkpoint: what was common, and what each rank had.
-
-    Raises DamagedCheckpoint for the number of a rank that is not below the number of files: every
-    rank that had something wrote a file.
-    """
-    common = {}
-    by_rank: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)
-        if match is None:
-            common[name] = tensor
-            continue
-        digits, key = match.groups()
-        if len(digits) > 9 or int(digits) >= len(checkpoint.entries):
-            raise DamagedCheckpoint(
-                "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=METHOD + name
-            )
-        by_rank.setdefault(int(digits), {})[key] = tensor
-    ranks = max(by_rank, default=-1) + 1
-    return common, [by_rank.get(rank, {}) for rank in range(ranks)]
 
 
 def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
@@ -238,6 +159,32 @@ def storable(dtype: torch.dtype) -> bool:
     except SafetensorError:
         return False
     return True
+
+
+def check_storable(model: nn.Module) -> None:
+    """Raise TaskError, with name and dtype, for a tensor that a checkpoint cannot hold. Call it
+    before training, not after it.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in weights(model).items():
+        if tensor.is_quantized:
+            problem = "quantized"
+            instead = "make it dense"
+        elif tensor.layout is not torch.strided:
+            problem = f"in layout {tensor.layout}"
+            instead = "make it dense"
+        elif not storable(tensor.dtype):
+            problem = f"of dtype {tensor.dtype}"
+            instead = "use another dtype"
+        else:
+            continue
+        kind = "parameter"
+        if name not in parameters:
+            kind = "buffer"
+            instead += ", or register it with persistent=False"
+        raise TaskError(
+            "tensor-not-storable", tensor=f"{kind} {name}", what=problem, instead=instead
+        )
 
 
 def _form(tensor: Tensor) -> dict[str, Any]:
@@ -362,19 +309,3 @@ def _assembled(
             start=end,
             numel=numel,
         )
-
-
-def shared_out(
-    pieces: Sequence[TensorPiece], rank: int, size: int, heavy: int
-) -> list[TensorPiece]:
-    """Of pieces that all ranks have, return those that this rank writes. All ranks get about equal
-    bytes; rank 0 has `heavy` bytes already.
-    """
-    loads = [heavy, *[0] * (size - 1)]
-    local = []
-    for piece in sorted(pieces, key=lambda piece: (-piece.data.nbytes, piece.name)):
-        writer = loads.index(min(loads))
-        loads[writer] += piece.data.nbytes
-        if writer == rank:
-            local.append(piece)
-    return local

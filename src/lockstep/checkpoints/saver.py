@@ -26,11 +26,12 @@ from torch import Tensor
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import SealedFile
-from lockstep.checkpoints.pieces import TensorPiece, image
+from lockstep.checkpoints.pieces import image
 from lockstep.collectives.background import Background
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime.disk import remove_tree
 
 FIRST = 20  # the step of the first checkpoint, which shows what one costs

@@ -208,7 +208,8 @@ def _exclude(one: str, other: str, reason: str) -> UsageError:
 def _write_model(checkpoint: Checkpoint, out: Path, average: bool) -> int:
     """Write the model as one file, and return its size in bytes."""
     from lockstep.checkpoints.manifest import AVERAGE, MODEL
-    from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
+    from lockstep.checkpoints.pieces import TensorFile, image, read_all, write
+    from lockstep.gradients.saved_state import TensorPiece
 
     if out.suffix in _TORCH:
         import torch

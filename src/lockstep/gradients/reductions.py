@@ -25,9 +25,10 @@ from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import FIRST_BUCKET, Entry, Layout, plan
+from lockstep.gradients.saved_state import KeepsState
 
 
-class Reduction(ABC):
+class Reduction(KeepsState, ABC):
     """Starts the sum of one bucket over all ranks. Every rank starts the same buckets in the same
     order.
     """
@@ -54,17 +55,6 @@ class Reduction(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Work: ...
-
-    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return its state for checkpoints (checkpoints/pieces.py, Keeps): the part that all ranks
-        have alike, and the part that only this rank has.
-        """
-        return {}, {}
-
-    def take_back(
-        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
-    ) -> None:
-        return
 
 
 class Alone(Reduction):

@@ -27,7 +27,7 @@ from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.manifest import STATE, believed, check
 from lockstep.checkpoints.pieces import METHOD, StoredTensor
-from lockstep.checkpoints.plain import decoded
+from lockstep.collectives.plain_json import decoded
 from lockstep.errors import UsageError
 from lockstep.integrations.dcp_writer import VALUES, done
 from lockstep.integrations.dcp_writer import LockstepWriter as LockstepWriter

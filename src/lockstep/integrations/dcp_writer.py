@@ -19,9 +19,9 @@ from torch.futures import Future
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import MANIFEST, MODEL_PART
-from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.checkpoints.plain import encoded
+from lockstep.collectives.plain_json import encoded
 from lockstep.errors import UsageError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime.disk import remove_tree
 
 VALUES = "dcp"  # key of these values in state.json

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from lockstep.checkpoints import files
 from lockstep.checkpoints.manifest import STATE, believed
-from lockstep.checkpoints.pieces import TensorPiece, read_all
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.pieces import read_all
+from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.errors import LockstepError, UsageError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime.disk import remove_tree
 
 _MODEL = ("state_dict", "model")  # keys of the weights: Lightning's, and the usual one with Fabric

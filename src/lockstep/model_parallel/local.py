@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.updates.shards import check_elementwise
 
 

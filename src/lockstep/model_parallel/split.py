@@ -16,13 +16,13 @@ from functools import cache
 import torch
 from torch import nn
 
-from lockstep.checkpoints.identity import weights
+from lockstep.checkpoints.form import forms_of
+from lockstep.checks.identity import weights
 from lockstep.collectives.group import Group
 from lockstep.config.parts import Parts
 from lockstep.errors import UsageError
 from lockstep.model_parallel.layers import Layers
 from lockstep.model_parallel.stages import stage_module
-from lockstep.step.model_shard import forms_of
 
 
 def cut(layers: Layers, stages: int, parts: Parts | None = None) -> list[range]:

@@ -3,7 +3,7 @@ resume on any other mesh. Also the groups of a mesh's axes, and the SHA-256 of t
 
 The ranks of a stage gather one tensor after the other, and each writes an equal share of its
 elements. Every rank reads whole tensors, one after the other, and takes its part of each. The
-SHA-256 is the one that a single process would compute (checkpoints/identity.py).
+SHA-256 is the one that a single process would compute (checks/identity.py).
 
 torch gets the mesh as a DeviceMesh; Lockstep has a Group for each line of ranks. The two use
 different process groups. torch sends on its own (DTensor and FSDP, from autograd's threads); on a
@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.identity import weights
-from lockstep.checkpoints.pieces import TensorPiece
+from lockstep.checkpoints.form import CheckpointForm, compare_forms, forms_of
+from lockstep.checks.identity import weights
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import AXES, Axis, Mesh
 from lockstep.errors import UsageError
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.split import ModelNames, TiedStages
-from lockstep.step.model_shard import CheckpointForm, compare_forms, forms_of
 from lockstep.step.stepper import Stepper
 from lockstep.world.rendezvous import loopback
 from lockstep.world.world import World

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from lockstep.checkpoints.plain import dtype_name
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
+from lockstep.collectives.plain_json import dtype_name
 from lockstep.errors import TaskError
 from lockstep.model_parallel.layers import Layers
 from lockstep.runtime import randomness

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoints.identity import weights
+from lockstep.checks.identity import weights
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
 from lockstep.checks.trainable import check_trained

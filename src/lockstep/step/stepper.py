@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import Named, OverwrittenCheck, ReplicaCheck, digests
 from lockstep.checks.start import compare_start, optimizer_numbers
 from lockstep.checks.trainable import check_kinds
@@ -36,6 +35,7 @@ from lockstep.config.task import SchedulerPer, Unused
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.exact import check_window
+from lockstep.gradients.saved_state import KeepsState
 from lockstep.runtime import preemption, randomness, status
 from lockstep.step.assembly import StepperOptions, assemble, check_drawn
 from lockstep.step.data_parallel import DistributedDataParallel
@@ -377,7 +377,7 @@ class Stepper:
         """
         self.update.load_state_dict(state)
 
-    def keepers(self) -> list[Keeps]:
+    def keepers(self) -> list[KeepsState]:
         """The objects other than the optimizer whose state a checkpoint keeps."""
         return [self.reducer.reduction, self.update]
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.identity import check_storable, sha256, weights
+from lockstep.checkpoints.pieces import check_storable
+from lockstep.checks.identity import sha256, weights
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from typing import NoReturn
 
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window

@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.plain import encoded
 from lockstep.collectives.broadcast_json import said_by
+from lockstep.collectives.plain_json import encoded
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import UsageError

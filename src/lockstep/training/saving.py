@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
+from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepWarning, Preempted, UsageError
 from lockstep.runtime.disk import write_whole
-from lockstep.step.checkpointing import Checkpoints
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training import perfetto

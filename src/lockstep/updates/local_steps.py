@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reductions import Alone
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime import status
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
 from lockstep.updates.replicated import Replicated

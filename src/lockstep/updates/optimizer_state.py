@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.updates.shards import Shards, State, WholeParameters, check_elementwise
 
 Cut = TypeVar("Cut", bound=Shards | WholeParameters)

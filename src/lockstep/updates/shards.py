@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.checkpoints.plain import decoded, dtype_name, encoded
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
+from lockstep.collectives.plain_json import decoded, dtype_name, encoded
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.updates.shard_memory import shard_memory
 
 State = dict[str, Any]

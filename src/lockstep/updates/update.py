@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.saved_state import KeepsState
 from lockstep.updates.norm_and_clip import Norm
 from lockstep.updates.optimizer_state import OptimizerState
 from lockstep.world.world import World
@@ -167,7 +167,7 @@ class EndedWindow:
     """At a server, on rank 0: the windows applied since this rank's last step."""
 
 
-class Update(Keeps, ABC):
+class Update(KeepsState, ABC):
     """Applies the gradients of one reducer with one optimizer. What it `kept` is without the
     optimizer's state.
 

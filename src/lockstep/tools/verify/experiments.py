@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoints.identity import weights
+from lockstep.checks.identity import weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import Precision, Task
 from lockstep.data.device import to_device

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset

@@ -100,7 +100,7 @@ def fill(model: Any, saved: Mapping[str, Any], source: str, target: str) -> None
     """Load all of a checkpoint's weights, or none. Raises TaskError, with names of weights, if they
     are another model's.
     """
-    from lockstep.checkpoints.identity import weights
+    from lockstep.checks.identity import weights
 
     tensors = weights(model)
     common = tensors.keys() & saved.keys()

@@ -12,6 +12,7 @@ checkpoints.close()                        # saves steps that are not saved yet,
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,17 +23,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakMethod
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.files import COMPARED, CONFIG, WITNESSED, Checkpoint
-from lockstep.checkpoints.identity import check_storable, config_of
 from lockstep.checkpoints.manifest import STATE, believed
-from lockstep.checkpoints.pieces import storable
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.pieces import check_storable, storable
 from lockstep.checkpoints.saver import FIRST, Saver, steps_until_next
+from lockstep.checkpoints.stepper_state import Snapshot, restore, snapshot
 from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.collectives.group import Group
+from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.config import knob
 from lockstep.errors import (
     DamagedCheckpoint,
@@ -42,7 +44,6 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.runtime import status
-from lockstep.step.save_and_restore import Snapshot, restore, snapshot
 from lockstep.step.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -356,7 +357,7 @@ class Checkpoints:
                 COMPARED: compared,
                 WITNESSED: witnessed,
                 "training": taken.state,
-                CONFIG: config_of(self._stepper.model),
+                CONFIG: _config_of(self._stepper.model),
                 "data": position,
             }
             last_good = compared if witness is None else witnessed
@@ -475,6 +476,18 @@ def _check_storable(taken: Snapshot, group: Group) -> None:
             what=f"of dtype {dtype}",
             instead="use an optimizer that keeps another dtype",
         )
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    """Return what `save_pretrained` of transformers would write into config.json; None if `model`
+    is not one of its models.
+    """
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
+    if "transformers.modeling_utils.PreTrainedModel" not in kinds:
+        return None
+    config: Any = model.config
+    name = type(model).__name__.removeprefix("FSDP")  # of the classes that fully_shard makes
+    return {**json.loads(config.to_json_string()), "architectures": [name]}
 
 
 def _evaluated(extra: Extra) -> Mapping[str, Any] | None:

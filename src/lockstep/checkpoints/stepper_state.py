@@ -5,6 +5,7 @@ depend on the number of ranks.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.identity import under_all_names, weights
-from lockstep.checkpoints.pieces import METHOD, StoredTensor, TensorPiece, method_kept
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.form import CheckpointForm, compare_forms, copy_stored, forms_of
+from lockstep.checkpoints.pieces import METHOD, StoredTensor
+from lockstep.checks.identity import under_all_names, weights
+from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
-from lockstep.step.model_shard import compare_forms, copy_stored, forms_of
+from lockstep.gradients.saved_state import TensorPiece
 from lockstep.step.step_result import allow_scheduler
 from lockstep.step.stepper import Stepper
 
@@ -41,7 +43,7 @@ def snapshot(stepper: Stepper, scheduler: LRScheduler | None) -> Snapshot:
     only pickle could store.
     """
     name_of = _names(stepper)
-    form = stepper.model_shard.form(stepper)
+    form = _form(stepper)
     model, pieces = form.pieces(name_of)
     groups = []
     for options, members in zip(
@@ -70,6 +72,10 @@ def snapshot(stepper: Stepper, scheduler: LRScheduler | None) -> Snapshot:
     return Snapshot(model, pieces, state, _average(stepper))
 
 
+def _form(stepper: Stepper) -> CheckpointForm:
+    return stepper.model_shard.form(stepper) or CheckpointForm(stepper)
+
+
 def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
     """Return the averaged model on the last rank, which writes it. Return None on other ranks, or
     if nothing was averaged yet.
@@ -95,7 +101,7 @@ def restore(
     """
     optimizer = state["optimizer"]
     name_of = _names(stepper)
-    form = stepper.model_shard.form(stepper)
+    form = _form(stepper)
     form.compare(checkpoint)
     average = _stored_average(stepper, checkpoint, state)
     if optimizer["kind"] != _kind(stepper.optimizer):
@@ -129,7 +135,7 @@ def restore(
         for name, tensor in tensors.items()
         if name.startswith(METHOD)
     }
-    method_state = method_kept(of_method, checkpoint)
+    method_state = _method_state(of_method, checkpoint)
     for part in stepper.keepers():
         part.take_back(*method_state)
     for name, target in _followers(stepper, scheduler):
@@ -141,6 +147,31 @@ def restore(
                 raise _another(f"no {name}", f"a {name}")
             target.load_state_dict(decoded(stored))
     allow_scheduler(stepper.optimizer)
+
+
+def _method_state(
+    tensors: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Divide the tensors under METHOD of a checkpoint: what was common, and what each rank had.
+
+    Raises DamagedCheckpoint for the number of a rank that is not below the number of files: every
+    rank that had something wrote a file.
+    """
+    common = {}
+    by_rank: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)
+        if match is None:
+            common[name] = tensor
+            continue
+        digits, key = match.groups()
+        if len(digits) > 9 or int(digits) >= len(checkpoint.entries):
+            raise DamagedCheckpoint(
+                "state-of-unknown-owner", checkpoint=checkpoint.folder.name, file=METHOD + name
+            )
+        by_rank.setdefault(int(digits), {})[key] = tensor
+    ranks = max(by_rank, default=-1) + 1
+    return common, [by_rank.get(rank, {}) for rank in range(ranks)]
 
 
 def _stored_average(

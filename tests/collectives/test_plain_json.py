@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.collectives.plain_json import decoded, encoded
 from tests.refused import refused
 
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()))

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checks.identity import sha256, weights
 from lockstep.errors import TaskError
 from tests import zoo
 from tests.refused import refused
