@@ -37,9 +37,12 @@ def test_pieces_tile_every_parameter_and_begin_at_a_vectors_width(
 ) -> None:
     layout = plan(entries(*sizes), range(len(sizes)), bucket=bucket, first_bucket=bucket)
     pieces: dict[int, list[tuple[int, int]]] = {}
-    for piece in pieces_of(layout, ranks):
-        assert piece.start % 64 == 0
-        pieces.setdefault(piece.parameter, []).append((piece.start, piece.stop))
+    for rank in range(ranks):
+        slices = [slice_of(bucket.numel, rank, ranks) for bucket in layout.buckets]
+        for number, piece in pieces_of(layout, slices).items():
+            assert number == piece.parameter
+            assert piece.start % 64 == 0
+            pieces.setdefault(number, []).append((piece.start, piece.stop))
     for number, size in enumerate(sizes):
         parts = sorted(pieces.get(number, []))
         assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])][: len(parts)]

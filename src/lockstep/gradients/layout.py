@@ -31,7 +31,7 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Span:
     """One gradient's place in a bucket: elements [start, stop). `parameter` is its number in the
-    list that was planned.
+    list that was planned. Shards use it for a part of a parameter (updates/shards.py, pieces_of).
     """
 
     parameter: int

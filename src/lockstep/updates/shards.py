@@ -14,8 +14,7 @@ defines where the flat tensors lie, and how slices reach the other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from lockstep.collectives.plain_json import decoded, dtype_name, encoded
 from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
-from lockstep.gradients.layout import Layout
+from lockstep.gradients.layout import Layout, Span
 from lockstep.gradients.saved_state import TensorPiece
 from lockstep.updates.shard_memory import shard_memory
 
@@ -65,31 +64,17 @@ def check_elementwise(kind: type[Optimizer]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedRange:
-    """Elements [start, stop) of a parameter, in the order of memory, that belong to one rank."""
-
-    parameter: int
-    rank: int
-    start: int
-    stop: int
-
-    def within(self, flat: Tensor) -> Tensor:
-        """Return these elements of the parameter, of which `flat` has all."""
-        return flat[self.start : self.stop]
-
-
-def pieces_of(layout: Layout, size: int) -> list[OwnedRange]:
-    """All ranks' pieces, in the order of the layout. They tile every parameter."""
-    pieces = []
-    for bucket in layout.buckets:
-        for rank in range(size):
-            part = slice_of(bucket.numel, rank, size)
-            for span in bucket.spans:
-                start = max(part.start, span.start) - span.start
-                stop = min(part.stop, span.stop) - span.start
-                if start < stop:
-                    pieces.append(OwnedRange(span.parameter, rank, start, stop))
+def pieces_of(layout: Layout, slices: Sequence[range]) -> dict[int, Span]:
+    """Return what these slices, one of each bucket, hold of each parameter, by its number: elements
+    [start, stop) of the parameter, in the order of memory.
+    """
+    pieces = {}
+    for bucket, part in zip(layout.buckets, slices, strict=True):
+        for span in bucket.spans:
+            start = max(part.start, span.start) - span.start
+            stop = min(part.stop, span.stop) - span.start
+            if start < stop:
+                pieces[span.parameter] = replace(span, start=start, stop=stop)
     return pieces
 
 
@@ -115,13 +100,14 @@ class Shards:
         self._group = group
         self.owners = owners or group.size
         self._together = together
-        self.all_pieces = pieces_of(layout, self.owners)
-        self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < self.owners
+        self._pieces_by_rank = [pieces_of(layout, self.of(rank)) for rank in range(group.size)]
+        self.someone_has_none = not all(self._pieces_by_rank)
+        self.pieces = list(self._pieces_by_rank[group.rank].values())
         self.views = [nn.Parameter(view) for view in self._allocate()]
-        self._local_pieces: dict[int, list[nn.Parameter]] = {}
-        for piece, view in zip(self.pieces, self.views, strict=True):
-            self._local_pieces.setdefault(id(parameters[piece.parameter]), []).append(view)
+        self._local_pieces = {
+            id(parameters[piece.parameter]): [view]
+            for piece, view in zip(self.pieces, self.views, strict=True)
+        }
 
     def _allocate(self) -> list[Tensor]:
         """Put the parameters into flat memory. Return this rank's pieces, as it sees them."""
@@ -148,7 +134,7 @@ class Shards:
             self._seen.append(flat[elements])
             self._updated.append(updated[elements])
             _, values = parameter_values[piece.parameter]
-            piece_values.append((updated[elements], piece.within(values)))
+            piece_values.append((updated[elements], values[piece.start : piece.stop]))
         memory.fill(parameter_values, piece_values)
         for parameter, home in zip(self.parameters, self._homes, strict=True):
             parameter.data = home
@@ -181,7 +167,8 @@ class Shards:
             view.data = updated
             view.grad = None
             if parameter.grad is not None:
-                view.grad = piece.within(flat_like(parameter.grad, parameter))
+                gradient = flat_like(parameter.grad, parameter)
+                view.grad = gradient[piece.start : piece.stop]
 
     def _restore_memory(self) -> None:
         """Copy parameters that were given other memory (`parameter.data = ...`) back into ours."""
@@ -233,44 +220,52 @@ class Shards:
         A collective: every rank iterates to the end. A caller that keeps no state holds at most one
         parameter's whole state.
         """
-        rank = self._group.rank
-        indices = [index for index, piece in enumerate(self.all_pieces) if piece.rank == rank]
         local = {}
-        for index, view in zip(indices, self.views, strict=True):
-            values = optimizer.state.get(view, {})
-            local[index] = {name: value for name, value in values.items() if value is not None}
-        dtypes = self._state_dtypes(local)
-        by_parameter = groupby(dtypes, lambda index: self.all_pieces[index].parameter)
-        for parameter, parameter_indices in by_parameter:
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            dtypes = {}
+            for name, value in optimizer.state.get(view, {}).items():
+                if value is not None:
+                    dtypes[name] = dtype_name(torch.as_tensor(value).dtype)
+            local[piece.parameter] = dtypes
+        by_rank = everybodys(local, self._group.host, "for the optimizer's state")
+        for number in range(len(self.parameters)):
             state: State = {}
-            for index in parameter_indices:
-                self._join(state, self.all_pieces[index], dtypes[index], local.get(index))
-            yield parameter, state
+            for rank, dtypes_of in enumerate(by_rank):
+                self._join(optimizer, state, number, rank, dtypes_of.get(str(number), {}))
+            if state:
+                yield number, state
 
     def _join(
         self,
+        optimizer: Optimizer,
         state: State,
-        piece: OwnedRange,
-        dtypes: Mapping[str, torch.dtype],
-        local: State | None,
+        number: int,
+        rank: int,
+        dtypes: Mapping[str, str],
     ) -> None:
-        """Add to a parameter's state the part that the rank of this piece has."""
-        parameter = self.parameters[piece.parameter]
-        for name, dtype in sorted(dtypes.items()):
+        """Add to a parameter's state the part that `rank` has of it, with these dtypes."""
+        parameter = self.parameters[number]
+        values: State = {}
+        if rank == self._group.rank and dtypes:
+            (view,) = self.local_pieces(parameter)
+            values = optimizer.state[view]
+        for name, dtype_text in sorted(dtypes.items()):
+            dtype = getattr(torch, dtype_text)
             group = self._group
             if name in SCALARS:
                 group = group.host
                 part = torch.zeros((), dtype=dtype)
-                if local is not None:
-                    part = torch.as_tensor(local[name]).detach().cpu().clone()
+                if values:
+                    part = torch.as_tensor(values[name]).detach().cpu().clone()
                 state[name] = part
             else:
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                part = piece.within(flat_view(state[name]))
-                if local is not None:
-                    part.copy_(local[name])
-            group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
+                piece = self._pieces_by_rank[rank][number]
+                part = flat_view(state[name])[piece.start : piece.stop]
+                if values:
+                    part.copy_(values[name])
+            group.broadcast(part, rank, place=f"for optimizer state {name}").wait()
 
     def state_pieces(
         self, optimizer: Optimizer, name_of: Callable[[Tensor], str]
@@ -298,27 +293,9 @@ class Shards:
                 if isinstance(value, Tensor):
                     if name not in SCALARS:
                         values = value.to(parameter.device, parameter.dtype)
-                        value = piece.within(flat_like(values, parameter))
+                        value = flat_like(values, parameter)[piece.start : piece.stop]
                     value = value.clone()
                 optimizer.state[view][name] = value
-
-    def _state_dtypes(self, local_states: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
-        """Return which state each piece has, with its dtype. The order, by parameter, is the same
-        on all ranks.
-        """
-        local = []
-        for index, state in local_states.items():
-            if state:
-                names = {}
-                for name, value in state.items():
-                    names[name] = dtype_name(torch.as_tensor(value).dtype)
-                local.append([index, names])
-        dtypes = {}
-        for rank_pieces in everybodys(local, self._group.host, "for the optimizer's state"):
-            for index, names in rank_pieces:
-                dtypes[index] = {name: getattr(torch, dtype) for name, dtype in names.items()}
-        order = sorted(dtypes, key=lambda index: (self.all_pieces[index].parameter, index))
-        return {index: dtypes[index] for index in order}
 
 
 class WholeParameters:
