@@ -14,6 +14,7 @@ from lockstep.checks.identity import under_all_names, weights
 from lockstep.errors import UsageError
 from lockstep.gradients.saved_state import KeepsState, TensorPiece
 from lockstep.step.stepper import Stepper
+from lockstep.updates.local_steps import LocalSteps
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name."""
@@ -38,7 +39,10 @@ class CheckpointForm:
         """
         stepper = self._stepper
         group = self._stepper.everyone
-        model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
+        tensors = weights(stepper.model)
+        if isinstance(stepper.update, LocalSteps):
+            tensors |= stepper.update.synchronized_tensors()
+        model = under_all_names(tensors, stepper.model)
         common, local = stepper.update.optimizer.pieces(name_of)
         method_common, method_local = method_pieces(stepper.keepers(), group.rank)
         model_bytes = sum(tensor.nbytes for tensor in model.values())

@@ -46,6 +46,7 @@ from lockstep.step.step_result import Outcomes, StepperClock, StepResult
 from lockstep.step.window_run import WindowRun, summed
 from lockstep.step.witnessed_step import local_state, witnessed
 from lockstep.step.wrapper_arguments import Checks
+from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.server.worker import ServerUpdate
 from lockstep.updates.update import Applied, may_draw
 from lockstep.world.world import World
@@ -435,8 +436,6 @@ class Stepper:
                 self._outcomes.settle()
         if ended.windows:
             self._outcomes.skipped(ended.windows)
-        stop = self.update.synchronize_if_due(ended)
-        synchronized = self.update.synchronized
         if self.replicas is not None and self.steps >= self.replicas.next_step:
             self.check_replicas()
         if self.witness is not None and run.record is not None:
@@ -447,11 +446,11 @@ class Stepper:
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,
             step=self.steps,
-            stop=stop,
+            stop=ended.stop,
             samples_by_rank=self._own_samples(run) if self.steps_alone else facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
-            synchronized=synchronized,
+            synchronized=ended.synchronized,
             windows=ended.windows,
             times=self.clock.end(ended.number, hidden),
             busy_by_rank=facts.busy_by_rank,
@@ -527,6 +526,8 @@ class Stepper:
         if self.between_synchronizations:
             raise UsageError("workers-not-together", call="Stepper.synchronize()")
         self._outcomes.settle()
+        if not isinstance(self.update, LocalSteps):
+            return False
         return self.update.synchronize(stop=self._stop or preemption.asked)
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.checks.witness import Witness, buffers_kept
 from lockstep.data.windows import Window
 from lockstep.step.window_run import WindowRun
+from lockstep.updates.sharded import Sharded
 
 if TYPE_CHECKING:
     from lockstep.step.stepper import Stepper
@@ -30,7 +31,8 @@ def witnessed(stepper: Stepper, witness: Witness, run: WindowRun, window: Window
         for turned in witness.again():
             yield from _rehearsed(stepper, witness, run, window, turned)
         raise witness.error()
-    stepper.update.repeat(witness)
+    if isinstance(stepper.update, Sharded):  # of other updates every rank does all the work
+        stepper.update.witness = witness
 
 
 def local_state(stepper: Stepper) -> list[tuple[str, Tensor]]:

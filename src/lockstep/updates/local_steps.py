@@ -17,7 +17,7 @@ new place (Streaming DiLoCo, Douillard et al., 2025).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.facts import Facts
 from lockstep.gradients.reductions import Alone
 from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime import status
@@ -188,7 +189,8 @@ class LocalSteps(Replicated):
         """
         return not self._pending and self._synchronized_at == self.taken
 
-    def synchronize_if_due(self, ended: EndedWindow) -> bool:
+    def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
+        ended = super().end(steps, facts, divisor)
         assert ended.outcome is not None
         weight = ended.weight if ended.outcome.applied else 0.0
         self.taken += 1
@@ -207,7 +209,7 @@ class LocalSteps(Replicated):
                 self._apply_sums(lambda pending: True)
                 if count == 1:
                     self._synchronized_at = self.taken
-        return stop
+        return replace(ended, stop=stop, synchronized=self.synchronized)
 
     def synchronize(self, *, stop: bool = False) -> bool:
         """Synchronize all fragments now, if any rank has taken a step since. Every rank calls it.
@@ -281,13 +283,13 @@ class LocalSteps(Replicated):
 
     # -- what a checkpoint keeps ------------------------------------------------------------------
 
-    def model(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model that all ranks agree on: that of the last synchronization, if any rank has
-        taken steps since.
+    def synchronized_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers of the last synchronization, if any rank has taken steps
+        since. All ranks agree on them, and not on the model's.
         """
         if self.synchronized:
-            return dict(weights)
-        return {**weights, **self._named(self._step.starts), **self._buffers.starts()}
+            return {}
+        return {**self._named(self._step.starts), **self._buffers.starts()}
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         common = dict(self.replicated())

@@ -63,16 +63,14 @@ class Sharded(OwnStep):
         self.optimizer: CutOptimizer[Shards] = elementwise_pieces(reducer, updated.optimizer, cut)
         reducer.reduction.scatter()
         super().__init__(updated, InSlices(reducer, self.optimizer))
-        self._witness: Witness | None = None
+        self.witness: Witness | None = None
+        """Has another rank repeat the next update of each slice."""
 
     def follow(self) -> None:
         self.optimizer.follow()
 
     def overwritten(self) -> Sequence[Tensor]:
         return self.optimizer.shards.differing()
-
-    def repeat(self, witness: Witness) -> None:
-        self._witness = witness
 
     def _take_step(
         self,
@@ -81,8 +79,8 @@ class Sharded(OwnStep):
         divisor: float | Tensor,
         skipped: Tensor | None,
     ) -> None:
-        witness = self._witness
-        self._witness = None
+        witness = self.witness
+        self.witness = None
         if witness is None:
             super()._take_step(optimizer, flats, divisor, skipped)
             return

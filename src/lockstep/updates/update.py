@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
@@ -163,6 +162,8 @@ class EndedWindow:
     """Whether any rank is known to ask to stop."""
     outcome: Applied | None = None
     """None if others apply the gradients later."""
+    synchronized: bool = True
+    """Whether all ranks hold the same model now."""
     windows: tuple[AppliedWindow, ...] = ()
     """At a server, on rank 0: the windows applied since this rank's last step."""
 
@@ -170,9 +171,6 @@ class EndedWindow:
 class Update(KeepsState, ABC):
     """Applies the gradients of one reducer with one optimizer. What it `kept` is without the
     optimizer's state.
-
-    The defaults here are for updates in which all ranks take every step in common. An update whose
-    ranks step alone between synchronizations overrides them.
     """
 
     name: str
@@ -188,8 +186,13 @@ class Update(KeepsState, ABC):
 
     @abstractmethod
     def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        """End a window whose sums are complete. It is `steps` after the training's begin, and its
-        sums are still to be divided by `divisor`.
+        """End a window whose sums are complete: apply them, and synchronize if it is time. Every
+        rank calls it.
+
+        Args:
+            steps: the steps that were taken before this window.
+            facts: those of this window.
+            divisor: what the sums are still to be divided by.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,23 +213,3 @@ class Update(KeepsState, ABC):
     def overwritten(self) -> Sequence[Tensor]:
         """The parameters, or parts, that every step overwrites with other ranks' results."""
         return ()
-
-    def repeat(self, witness: Witness) -> None:
-        """In the next update, have another rank repeat the work that only one rank does."""
-        return
-
-    def synchronize_if_due(self, ended: EndedWindow) -> bool:
-        """After the step is counted: synchronize if it is time. Every rank calls it. Return whether
-        any rank is known to ask to stop.
-        """
-        return ended.stop
-
-    def synchronize(self, *, stop: bool = False) -> bool:
-        """Synchronize replicas that have stepped alone. Every rank calls it. Return whether any
-        rank is known to ask to stop.
-        """
-        return False
-
-    def model(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the model that all ranks agree on; `weights` are this rank's."""
-        return weights

@@ -138,6 +138,7 @@ class ServerUpdate(Update):
             loss=loss,
             weight=weight,
             stop=draw.stop,
+            synchronized=self._synchronized,
             windows=self._server.applied(),
         )
 
