@@ -1,5 +1,5 @@
 """Tensors in checkpoints: a name and an interval of elements, so that any rank can write the part
-that it owns.
+that it owns (`TensorPiece`, gradients/saved_state.py).
 
     exp_avg/conv.weight           a whole tensor, in its shape
     exp_avg/conv.weight[64:192]   its elements 64 .. 191, in the order in which they lie in memory
