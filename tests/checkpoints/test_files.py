@@ -54,7 +54,7 @@ def test_a_save_is_of_the_moment_when_it_was_asked_for(tmp_path: Path) -> None:
     tensor = torch.arange(2**20 + 5, dtype=torch.int32)
     expected, saver = tensor.clone(), Saver(tmp_path, None)
     for step in (1, 2):
-        saver.save(step, {"x": tensor, "tied": tensor}, [], {})
+        saver.save(step, files.parts({"x": tensor, "tied": tensor}, [], 0), {})
         tensor.zero_()
         saver.wait()
         found = files.read(folders.folder_of(tmp_path, step))
@@ -111,7 +111,7 @@ def test_a_wait_that_was_interrupted_leaves_the_save_under_way(tmp_path: Path) -
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     saver = Saver(tmp_path, None)
     try:
-        saver.save(1, {"x": torch.ones(2)}, [], {}, done)
+        saver.save(1, files.parts({"x": torch.ones(2)}, [], 0), {}, done)
         with pytest.raises(KeyboardInterrupt):
             wait()
         assert saver.busy
@@ -126,7 +126,7 @@ def test_a_wait_that_was_interrupted_leaves_the_save_under_way(tmp_path: Path) -
 def test_a_state_that_is_no_json_is_an_error_of_the_save(tmp_path: Path) -> None:
     """Other ranks hear of it: they would wait."""
     saver = Saver(tmp_path, None)
-    saver.save(1, {"x": torch.ones(2)}, [], {"extra": object()})
+    saver.save(1, files.parts({"x": torch.ones(2)}, [], 0), {"extra": object()})
     with refused("checkpoint-not-written", LockstepError):
         saver.wait()
     saver.close()
@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_what_was_there(
         "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     saver = Saver(tmp_path, None)
-    saver.save(3, {"x": torch.zeros(2)}, [], {})
+    saver.save(3, files.parts({"x": torch.zeros(2)}, [], 0), {})
     values = {"checkpoint": str(folder), "reason": "[Errno 28] No space left on device"}
     with refused("checkpoint-not-written", LockstepError, **values):
         saver.wait()
@@ -229,7 +229,7 @@ def test_waiting_for_a_save_ends_its_pauses(tmp_path: Path) -> None:
 
     tensor = torch.arange(10 * 2**20, dtype=torch.int32)  # three pieces
     saver = Saver(tmp_path, None, pace=Forever())
-    saver.save(1, {"x": tensor}, [], {})
+    saver.save(1, files.parts({"x": tensor}, [], 0), {})
     saver.wait()
     assert torch.equal(files.read(folders.folder_of(tmp_path, 1)).tensors["x"], tensor)
     saver.close()

@@ -363,11 +363,9 @@ class Checkpoints:
             last_good = compared if witness is None else witnessed
             self._saver.save(
                 steps,
-                taken.model,
-                taken.pieces,
+                files.parts(taken.model, taken.pieces, self._world.rank, taken.average),
                 state,
                 lambda folder: self._tidy(folder, best, last_good),
-                taken.average,
             )
             self._saved = steps
             if self._every is None:

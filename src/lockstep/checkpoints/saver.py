@@ -26,12 +26,11 @@ from torch import Tensor
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import SealedFile
-from lockstep.checkpoints.pieces import image
+from lockstep.checkpoints.pieces import TensorFile, image
 from lockstep.collectives.background import Background
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError
-from lockstep.gradients.saved_state import TensorPiece
 from lockstep.runtime.disk import remove_tree
 
 FIRST = 20  # the step of the first checkpoint, which shows what one costs
@@ -86,15 +85,12 @@ class Saver:
     def save(
         self,
         step: int,
-        model: Mapping[str, Tensor] | Sequence[TensorPiece] | None,
-        pieces: Sequence[TensorPiece],
+        parts: Sequence[TensorFile],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None] = lambda folder: None,
-        average: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take a snapshot of this rank's part and have it written. Rank 0 gives the `model` and the
-        `state` (JSON), one rank the `average`. If no rank holds the whole model, every rank gives
-        its pieces of it.
+        """Take a snapshot of this rank's `parts` (`files.parts`) and have it written. Rank 0 gives
+        the `state` (JSON).
 
         `done(folder)` is called on rank 0's thread when the checkpoint is complete. What it
         returns, a complaint or None, is then in `complaint` on all ranks. Waits for a save that is
@@ -102,8 +98,7 @@ class Saver:
         """
         self.wait()
         self._images = images = {
-            part.name: image(part, self._images.get(part.name))
-            for part in files.parts(model, pieces, self._rank, average)
+            part.name: image(part, self._images.get(part.name)) for part in parts
         }
         self._pace.begin()
         self._under_way = self._thread.submit(lambda: self._write(step, images, dict(state), done))
