@@ -29,11 +29,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.files import COMPARED, CONFIG, WITNESSED, Checkpoint
 from lockstep.checkpoints.manifest import STATE, believed
-from lockstep.checkpoints.pieces import check_storable, storable
+from lockstep.checkpoints.pieces import check_storable
 from lockstep.checkpoints.saver import FIRST, Saver, steps_until_next
-from lockstep.checkpoints.stepper_state import Snapshot, restore, snapshot
-from lockstep.collectives.broadcast_json import everybodys, said_by
-from lockstep.collectives.group import Group
+from lockstep.checkpoints.stepper_state import restore, snapshot
+from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.config import knob
 from lockstep.errors import (
@@ -343,8 +342,7 @@ class Checkpoints:
             self.wait()  # also raises the error of an earlier save
             self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
             steps = self._stepper.steps
-            taken = snapshot(self._stepper, self._scheduler)
-            _check_storable(taken, self._world.control)
+            parts, training = snapshot(self._stepper, self._scheduler)
             replicas = self._stepper.replicas
             witness = self._stepper.witness
             compared = None if replicas is None else replicas.compared
@@ -356,14 +354,14 @@ class Checkpoints:
                 **(extra or {}),
                 COMPARED: compared,
                 WITNESSED: witnessed,
-                "training": taken.state,
+                "training": training,
                 CONFIG: _config_of(self._stepper.model),
                 "data": position,
             }
             last_good = compared if witness is None else witnessed
             self._saver.save(
                 steps,
-                files.parts(taken.model, taken.pieces, self._world.rank, taken.average),
+                parts,
                 state,
                 lambda folder: self._tidy(folder, best, last_good),
             )
@@ -460,20 +458,6 @@ class Checkpoints:
                 directory=str(self.directory),
                 complaint=self._saver.complaint,
             )
-
-
-def _check_storable(taken: Snapshot, group: Group) -> None:
-    """Raise a UsageError on all ranks if any rank has optimizer state that no file can hold."""
-    examples = {piece.data.dtype: piece.name for piece in taken.pieces}
-    unstorable = [[name, str(dtype)] for dtype, name in examples.items() if not storable(dtype)]
-    by_rank = everybodys(unstorable, group, "for what a checkpoint can hold")
-    for name, dtype in next(filter(None, by_rank), []):
-        raise UsageError(
-            "tensor-not-storable",
-            tensor=f"optimizer state {name}",
-            what=f"of dtype {dtype}",
-            instead="use an optimizer that keeps another dtype",
-        )
 
 
 def _config_of(model: nn.Module) -> dict[str, Any] | None:

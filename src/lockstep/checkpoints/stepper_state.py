@@ -7,17 +7,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoints import files
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.form import CheckpointForm, compare_forms, copy_stored, forms_of
-from lockstep.checkpoints.pieces import METHOD, StoredTensor
+from lockstep.checkpoints.pieces import METHOD, StoredTensor, TensorFile, storable
 from lockstep.checks.identity import under_all_names, weights
+from lockstep.collectives.broadcast_json import everybodys
+from lockstep.collectives.group import Group
 from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.gradients.saved_state import TensorPiece
@@ -25,22 +27,14 @@ from lockstep.step.step_result import allow_scheduler
 from lockstep.step.stepper import Stepper
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The part of a checkpoint that this rank writes."""
+def snapshot(
+    stepper: Stepper, scheduler: LRScheduler | None
+) -> tuple[list[TensorFile], dict[str, Any]]:
+    """Return the current state: the files that this rank writes, and what is not in tensors. It
+    includes that of a `scheduler` which the Stepper does not step. Tensors that all ranks hold are
+    divided among the ranks. Every rank calls it.
 
-    model: Mapping[str, Tensor] | Sequence[TensorPiece] | None
-    """The whole model on rank 0, and None on other ranks; of a split model, this rank's pieces."""
-    pieces: list[TensorPiece]
-    state: dict[str, Any]
-    average: Mapping[str, Tensor] | None
-    """The tensors of the averaged model on the last rank; None on other ranks."""
-
-
-def snapshot(stepper: Stepper, scheduler: LRScheduler | None) -> Snapshot:
-    """Return the current state, with that of a `scheduler` which the Stepper does not step. Tensors
-    that all ranks hold are divided among the ranks for writing. Raises UsageError for values that
-    only pickle could store.
+    Raises UsageError for values that only pickle could store, on all ranks for a tensor.
     """
     name_of = _names(stepper)
     form = _form(stepper)
@@ -69,7 +63,22 @@ def snapshot(stepper: Stepper, scheduler: LRScheduler | None) -> Snapshot:
         state[name] = None
         if part is not None:
             state[name] = encoded(part.state_dict(), f"the {name}'s state")
-    return Snapshot(model, pieces, state, _average(stepper))
+    _check_storable(pieces, stepper.world.control)
+    return files.parts(model, pieces, stepper.world.rank, _average(stepper)), state
+
+
+def _check_storable(pieces: Sequence[TensorPiece], group: Group) -> None:
+    """Raise a UsageError on all ranks if any rank has optimizer state that no file can hold."""
+    examples = {piece.data.dtype: piece.name for piece in pieces}
+    unstorable = [[name, str(dtype)] for dtype, name in examples.items() if not storable(dtype)]
+    by_rank = everybodys(unstorable, group, "for what a checkpoint can hold")
+    for name, dtype in next(filter(None, by_rank), []):
+        raise UsageError(
+            "tensor-not-storable",
+            tensor=f"optimizer state {name}",
+            what=f"of dtype {dtype}",
+            instead="use an optimizer that keeps another dtype",
+        )
 
 
 def _form(stepper: Stepper) -> CheckpointForm:
