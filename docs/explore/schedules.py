@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import Schedule
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Network
+from lockstep.schedules.schedule import Schedule
 from lockstep.tools.plan.carriers import cost
 from lockstep.tools.plan.communication import messages
 from lockstep.tools.plan.networks import NETWORKS, TCP

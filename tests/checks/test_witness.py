@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoints import folders
-from lockstep.collectives.schedule import slice_of
+from lockstep.collectives.addition_order import slice_of
 from lockstep.errors import CorruptResult, LockstepError
 from lockstep.testing import run_ranks
 from tests.data.datasets import Stream

@@ -10,8 +10,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
-from lockstep.collectives.algorithms import schedule
 from lockstep.config.mesh import Mesh
+from lockstep.schedules.algorithms import schedule
 from lockstep.tools.show import (
     data_picture,
     exact_picture,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.addition_order import fold
-from lockstep.collectives.algorithms import algorithms_of, schedule
-from lockstep.collectives.schedule import (
+from lockstep.schedules.algorithms import algorithms_of, schedule
+from lockstep.schedules.schedule import (
     REDUCING,
     Kind,
     Round,

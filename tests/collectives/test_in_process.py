@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives import in_process
-from lockstep.collectives.algorithms import algorithms_of
+from lockstep.schedules.algorithms import algorithms_of
 from tests.refused import refused
 
 WORLDS = [1, 2, 3, 4, 5, 8]

@@ -17,8 +17,8 @@ import lockstep
 from lockstep import collectives
 from lockstep.checks.divergence import digest
 from lockstep.collectives import by_schedule, in_process
-from lockstep.collectives.algorithms import algorithms_of
 from lockstep.errors import CollectiveMismatch, PeerFailed, WorkerFailed
+from lockstep.schedules.algorithms import algorithms_of
 from lockstep.testing import run_ranks
 from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.collectives.algorithms import schedule
 from lockstep.config.parallelism import Parallelism
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Network
 from lockstep.tools.plan.given_step import GivenStep, rows
 from lockstep.tools.plan.networks import TCP

@@ -27,7 +27,7 @@ _STEP = 5  # before it, buckets are laid out and the replicas are compared
 _POLLING = ("waits", "StepClock.waits", "Waits.wait", "Waits._missing", "Waits._missing.<locals>.")
 _GUESTS = (
     "checks/witness",
-    "collectives/algorithms",
+    "schedules/algorithms",
     "data/iterable",
     "gradients/compression",
     "gradients/exact",

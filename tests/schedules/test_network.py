@@ -7,9 +7,9 @@ from math import ceil, log2
 
 import pytest
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import Kind
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Link, Network
+from lockstep.schedules.schedule import Kind
 from tests.refused import refused
 
 A, B = 3e-6, 1e-9  # seconds of latency, seconds per byte

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import Kind, Round, Schedule, together
 from lockstep.errors import ScheduleError
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.prove import prove, written
+from lockstep.schedules.schedule import Kind, Round, Schedule, together
 from tests.collectives.numbers import NAMED, ROOTED, counts_right, mutants, schedules
 from tests.refused import refused
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.collectives.schedule import BLOCK, slice_of
+from lockstep.collectives.addition_order import BLOCK, slice_of
 from lockstep.gradients.layout import plan
 from lockstep.model_parallel.split_norm import SplitNorm
 from lockstep.updates.norm_and_clip import block_sums, norm_of

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from grading import check, close
 
-from lockstep.collectives.algorithms.ring_tree_halving import ring
+from lockstep.schedules.algorithms.ring_tree_halving import ring
 from lockstep.schedules.network import Network
 
 

@@ -29,10 +29,10 @@ import xxhash
 from torch import Tensor, nn
 
 from lockstep.checks.divergence import Named, digest, sentences
+from lockstep.collectives.addition_order import slice_of
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
-from lockstep.collectives.schedule import slice_of
 from lockstep.data.device import tensors_in
 from lockstep.data.windows import Window
 from lockstep.errors import CorruptResult, LockstepError, UsageError

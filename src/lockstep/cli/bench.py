@@ -171,7 +171,7 @@ def _times(
     kinds: str, workers: int, sizes: list[int], algorithms: str | None, runs: int | None
 ) -> list[CollectiveTime]:
     """Time these collectives. algorithms=None means all algorithms of each."""
-    from lockstep.collectives.algorithms import algorithms_of
+    from lockstep.schedules.algorithms import algorithms_of
     from lockstep.tools.bench.collectives import KINDS, check, measure
 
     times: list[CollectiveTime] = []

@@ -16,7 +16,7 @@ from lockstep.cli.options import GroupedCommand
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.collectives.schedule import Kind
+    from lockstep.schedules.schedule import Kind
 
 app = typer.Typer(no_args_is_help=True)
 Ranks = Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")]
@@ -190,7 +190,7 @@ def _algorithm(name: str) -> Callable[..., None]:
         ] = None,
     ) -> None:
         at_least_one(workers=workers, ranks_per_node=ranks_per_node)
-        from lockstep.collectives.algorithms import schedule
+        from lockstep.schedules.algorithms import schedule
         from lockstep.schedules.prove import prove
         from lockstep.tools.show import schedule_picture as picture
 
@@ -231,7 +231,7 @@ def _collective(name: str) -> Callable[..., None]:
             typer.Option(help="Rank that sends to all or receives from all. Default: 0."),
         ] = None,
     ) -> None:
-        from lockstep.collectives.schedule import REDUCING
+        from lockstep.schedules.schedule import REDUCING
 
         kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
         if op is not None and kind not in REDUCING:

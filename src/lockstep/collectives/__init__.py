@@ -1,7 +1,6 @@
 """Functions that move tensors between ranks (see api.py). Nothing here depends on models.
 
-The names are imported on first use: other modules of this package need no torch, such as schedules
-and network models.
+The names are imported on first use, because they need torch.
 """
 
 from __future__ import annotations

@@ -29,6 +29,21 @@ ABSENT = -0.0
 """The value of a sum without terms: x + -0.0 is x to the last bit for every x. x + 0.0 is not, for
 x = -0.0.
 """
+BLOCK = 1024
+"""Number of elements. Slices of a tensor begin at a multiple of it, so that results computed block
+by block do not depend on the number of ranks.
+"""
+
+
+@lru_cache(maxsize=4096)  # asked for each bucket in each step
+def slice_of(numel: int, rank: int, size: int) -> range:
+    """Return one rank's elements of `numel`: whole blocks, except at the tensor's end. Some ranks
+    have none if there are fewer blocks than ranks.
+    """
+    blocks = -(-numel // BLOCK)
+    begin = rank * blocks // size * BLOCK
+    end = (rank + 1) * blocks // size * BLOCK
+    return range(min(numel, begin), min(numel, end))
 
 
 class Block(NamedTuple):

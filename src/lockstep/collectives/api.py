@@ -32,12 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives import by_schedule, native
-from lockstep.collectives.algorithms import Algorithm, check_algorithm, choose_algorithm
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduce_op import OF_TORCH, Op
-from lockstep.collectives.schedule import Kind
 from lockstep.collectives.work import Handle, Later, Work
 from lockstep.errors import UsageError
+from lockstep.schedules.algorithms import Algorithm, check_algorithm, choose_algorithm
+from lockstep.schedules.schedule import Kind
 
 SHARED_MEMORY = "shared_memory"
 C = TypeVar("C", bound=Callable[..., Any])

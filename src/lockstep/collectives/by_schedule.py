@@ -18,7 +18,6 @@ from lockstep.collectives.cells import FlatCells, LooseCells, cell_of, edges_of,
 from lockstep.collectives.group import Group
 from lockstep.collectives.over_processes import Steps, execute, lanes_of, plan
 from lockstep.collectives.reduce_op import Op, check_op, check_rows, working_dtype
-from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.collectives.tensor_spec import (
     TensorSpec,
     arriving_forms,
@@ -27,6 +26,7 @@ from lockstep.collectives.tensor_spec import (
     gathered_forms,
     scattered_forms,
 )
+from lockstep.schedules.schedule import Kind, Schedule
 
 T = TypeVar("T")
 Run = Callable[[], T]

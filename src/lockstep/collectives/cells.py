@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.reduce_op import COMBINE, working_dtype
-from lockstep.collectives.schedule import spans
+from lockstep.schedules.schedule import spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)

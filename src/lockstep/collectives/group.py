@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.background import Background
 from lockstep.collectives.fingerprints import (
     BLOCK,
@@ -43,6 +42,7 @@ from lockstep.collectives.work import Done, Work, wait_on_page
 from lockstep.errors import UsageError
 from lockstep.launcher.logs import COLLECTIVES
 from lockstep.runtime import status
+from lockstep.schedules.algorithms import check_root
 
 T = TypeVar("T")
 

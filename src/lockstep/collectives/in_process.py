@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import (
     Cells,
     FlatCells,
@@ -21,9 +20,10 @@ from lockstep.collectives.cells import (
     working_copy,
 )
 from lockstep.collectives.reduce_op import check_op, check_rows
-from lockstep.collectives.schedule import Kind, Schedule, held_before, wanted_after
 from lockstep.collectives.tensor_spec import TensorSpec, check_pieces
 from lockstep.errors import UsageError
+from lockstep.schedules.algorithms import schedule as schedule_of
+from lockstep.schedules.schedule import Kind, Schedule, held_before, wanted_after
 
 
 @torch.no_grad()

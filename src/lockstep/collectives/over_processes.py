@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import Cells, FlatCells
 from lockstep.collectives.group import Group
-from lockstep.collectives.schedule import Kind, Schedule, Transfer, spans
 from lockstep.collectives.work import wait_on_page
 from lockstep.errors import PeerFailed
+from lockstep.schedules.algorithms import schedule as schedule_of
+from lockstep.schedules.schedule import Kind, Schedule, Transfer, spans
 
 LANE = 2 * 2**20  # bytes; a message is cut into one lane for each LANE bytes
 _MOST_LANES = 8

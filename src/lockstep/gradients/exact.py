@@ -24,12 +24,12 @@ from lockstep.collectives.addition_order import (
     add_up,
     blocks,
     levels,
+    slice_of,
     tree,
     turns,
 )
 from lockstep.collectives.group import Group
 from lockstep.collectives.native import memory_of
-from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.resident import Along
 from lockstep.collectives.work import Handle, Later, Work
 from lockstep.data.windows import BY_RANKS, Cut, Window

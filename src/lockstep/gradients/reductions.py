@@ -120,7 +120,7 @@ class Central(Reduction):
 
 class BySchedule(Reduction):
     """Sums by one of our own schedules, one message after another. It shows what a backend does
-    inside (collectives/algorithms/ring_tree_halving.py).
+    inside (schedules/algorithms/ring_tree_halving.py).
 
     On CPUs the messages of a bucket travel during the backward, on the group's thread: a round
     waits for another rank's, and a hook must not wait. On GPUs they travel in `wait`, because the

@@ -1,1 +1,3 @@
-"""What a schedule of a collective does: a proof of its result, and its time on a modelled network."""
+"""Algorithms of collectives as data: rounds of transfers, a proof of their result, and their time on a
+modelled network. Nothing here needs torch.
+"""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.collectives.schedule import Ranks, Round, Schedule
 from lockstep.config.knob import number, whole
+from lockstep.schedules.schedule import Ranks, Round, Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before, wanted_after
 from lockstep.errors import ScheduleError
+from lockstep.schedules.schedule import REDUCING, Schedule, Transfer, held_before, wanted_after
 
 Order = int | tuple["Order", "Order"]
 """A rank's contribution, or the sum of two orders."""

@@ -29,9 +29,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lockstep.collectives import in_process
-from lockstep.collectives.algorithms import algorithms_of
 from lockstep.config import knob
 from lockstep.errors import ReplicaDivergence, UsageError
+from lockstep.schedules.algorithms import algorithms_of
 
 Device = torch.device | str | int
 

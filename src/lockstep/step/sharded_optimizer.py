@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lockstep.checks.trainable import needs_closure
+from lockstep.collectives.addition_order import BLOCK
 from lockstep.collectives.api import resolve
-from lockstep.collectives.schedule import BLOCK
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
 from lockstep.updates.optimizer_state import CutOptimizer

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.collectives.addition_order import BLOCK
 from lockstep.collectives.group import Group
-from lockstep.collectives.schedule import BLOCK
 from lockstep.gradients.reducer import Reducer
 
 _PIECE = 256 * BLOCK  # elements squared at a time: their squares fit into a core's cache

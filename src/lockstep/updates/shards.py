@@ -3,7 +3,7 @@ slices.
 
     layout      the parameters one after another in flat tensors (gradients/layout.py), which
                 become their memory
-    slice       a rank's part of a flat tensor (collectives/schedule.py)
+    slice       a rank's part of a flat tensor (schedules/schedule.py)
     piece       the part of one parameter in a slice: a view, which the user's optimizer treats as
                 a parameter
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.collectives.addition_order import BLOCK, slice_of
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.collectives.plain_json import decoded, dtype_name, encoded
-from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout, Span

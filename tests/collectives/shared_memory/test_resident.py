@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.collectives.schedule import BLOCK, slice_of
+from lockstep.collectives.addition_order import BLOCK, slice_of
 from lockstep.errors import CollectiveMismatch, PeerFailed
 from tests.collectives.numbers import folded
 from tests.collectives.own_groups import group_of_its_own

@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep import collectives
-from lockstep.collectives.algorithms import algorithms_of
+from lockstep.schedules.algorithms import algorithms_of
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor
 from lockstep.world.world import World

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import Kind
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Link, Network
+from lockstep.schedules.schedule import Kind
 from lockstep.tools.plan.carriers import NOTHING, cost
 
 WRITTEN: list[tuple[Kind, str]] = [

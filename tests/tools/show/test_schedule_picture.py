@@ -7,8 +7,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as tree
 from pathlib import Path
 
-from lockstep.collectives.algorithms import algorithms_of, schedule
-from lockstep.collectives.schedule import Kind, Schedule
+from lockstep.schedules.algorithms import algorithms_of, schedule
+from lockstep.schedules.schedule import Kind, Schedule
 from lockstep.tools.show import schedule_picture as picture
 from tests.refused import refused
 

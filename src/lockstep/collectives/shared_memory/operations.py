@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.algorithms import check_root
+from lockstep.collectives.addition_order import slice_of
 from lockstep.collectives.fingerprints import call_site, timed_out
 from lockstep.collectives.reduce_op import Op, check_op, reduced_dtype
-from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.exchange import (
     AT_ONCE,
     PIECE,
@@ -45,6 +44,7 @@ from lockstep.collectives.shared_memory.one_copy import OneCopy
 from lockstep.collectives.shared_memory.resident import Across, Along, Divides, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
+from lockstep.schedules.algorithms import check_root
 
 if TYPE_CHECKING:
     from lockstep.collectives.group import Group

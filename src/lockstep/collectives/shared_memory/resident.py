@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from lockstep.collectives.addition_order import Term, add_up, fold
-from lockstep.collectives.schedule import slice_of
+from lockstep.collectives.addition_order import Term, add_up, fold, slice_of
 
 if TYPE_CHECKING:
     from lockstep.collectives.shared_memory.operations import HostMemory

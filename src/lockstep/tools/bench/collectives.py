@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lockstep import collectives
-from lockstep.collectives.algorithms import algorithms_of
-from lockstep.collectives.schedule import Kind
 from lockstep.config import knob
 from lockstep.launcher.launch import launch
+from lockstep.schedules.algorithms import algorithms_of
+from lockstep.schedules.schedule import Kind
 from lockstep.tools.timing.in_turns import largest, settle
 from lockstep.tools.timing.output_files import table as text_table
 from lockstep.world.world import World, init

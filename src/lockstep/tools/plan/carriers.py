@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import Kind, Round, Schedule, together
+from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Link, Network
+from lockstep.schedules.schedule import Kind, Round, Schedule, together
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.collectives.schedule import Kind
 from lockstep.config.parallelism import Compression, Parallelism
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import ALIGNMENT
 from lockstep.schedules.network import Network
+from lockstep.schedules.schedule import Kind
 from lockstep.tools.plan.carriers import Cost, cost
 from lockstep.tools.plan.work import WIDTH, RankWork
 from lockstep.tools.timing.profile import Leaves

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.collectives.schedule import spans
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.schedules.network import Network
+from lockstep.schedules.schedule import spans
 from lockstep.tools.plan.simulate import Predicted, duration, simulate
 from lockstep.tools.plan.work import BACKWARD, WIDTH, RankWork
 from lockstep.tools.timing.output_files import megabytes, percent, table

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from lockstep.collectives import in_process
-from lockstep.collectives.algorithms import algorithms_of
-from lockstep.collectives.schedule import REDUCING, Kind
 from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
+from lockstep.schedules.algorithms import algorithms_of
+from lockstep.schedules.schedule import REDUCING, Kind
 
 _ROOTED = ("reduce", "broadcast", "scatter", "gather")
 _USUAL = {

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.schedules.prove import Proof, prove
+from lockstep.schedules.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.tools.drawing import (
     ARROW,
     CARD,

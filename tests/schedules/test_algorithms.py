@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.collectives.algorithms import (
+from lockstep.schedules.algorithms import (
     ALGORITHMS,
     SMALL_ALL_REDUCE,
     algorithms_of,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -37,10 +36,6 @@ Kind = Literal[
 ]
 Ranks = NDArray[np.int64]
 REDUCING: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter")
-BLOCK = 1024
-"""Number of elements. Slices of a tensor begin at a multiple of it, so that results computed block
-by block do not depend on the number of ranks.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,17 +168,6 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
     size, longer = divmod(numel, cells)
     starts = [cell * size + min(cell, longer) for cell in range(cells + 1)]
     return list(pairwise(starts))
-
-
-@lru_cache(maxsize=4096)  # asked for each bucket in each step
-def slice_of(numel: int, rank: int, size: int) -> range:
-    """Return one rank's elements of `numel`: whole blocks, except at the tensor's end. Some ranks
-    have none if there are fewer blocks than ranks.
-    """
-    blocks = -(-numel // BLOCK)
-    begin = rank * blocks // size * BLOCK
-    end = (rank + 1) * blocks // size * BLOCK
-    return range(min(numel, begin), min(numel, end))
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:

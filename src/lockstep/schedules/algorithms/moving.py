@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.collectives.schedule import Kind, Ranks, Schedule, together
+from lockstep.schedules.schedule import Kind, Ranks, Schedule, together
 
 
 def flat(kind: Kind, world: int, root: int = 0) -> Schedule:

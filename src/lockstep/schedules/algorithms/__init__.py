@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
-from lockstep.collectives.algorithms import moving, ring_tree_halving
-from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
+from lockstep.schedules.algorithms import moving, ring_tree_halving
+from lockstep.schedules.schedule import Kind, Schedule
 
 Algorithm = Literal[
     "auto",

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.collectives.algorithms.moving import (
+from lockstep.schedules.algorithms.moving import (
     binomial_broadcast,
     direct_all_gather,
     flat,
 )
-from lockstep.collectives.schedule import Ranks, Round, Schedule, followed_by, together
+from lockstep.schedules.schedule import Ranks, Round, Schedule, followed_by, together
 
 
 def central(world: int) -> Schedule:

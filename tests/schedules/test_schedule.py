@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import (
+from lockstep.schedules.algorithms import schedule
+from lockstep.schedules.schedule import (
     Kind,
     Transfer,
     spans,
