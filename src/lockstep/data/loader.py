@@ -20,12 +20,17 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
 from lockstep.data.choice import choose_batch_plan
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
 from lockstep.data.iterable.sharding import Sharding
 from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.walk import Walk
-from lockstep.data.window_loader import Position, WindowLoader, read_state
+from lockstep.data.window_loader import (
+    DynamicSlots,
+    EpochCourse,
+    Position,
+    WindowLoader,
+    read_state,
+)
 from lockstep.data.windows import BY_RANKS, Cut, Plan, Window
 from lockstep.errors import UsageError
 from lockstep.runtime import status

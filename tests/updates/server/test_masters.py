@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
-from lockstep.data.dynamic_slots import EpochCourse
+from lockstep.data.window_loader import EpochCourse
 from lockstep.errors import LockstepError
 from lockstep.gradients.layout import plan
 from lockstep.updates.server.schedule import Schedule

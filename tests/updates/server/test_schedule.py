@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
+from lockstep.data.window_loader import DynamicSlots, EpochCourse
 from lockstep.updates.server.schedule import Schedule
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives.group import Group
-from lockstep.data.dynamic_slots import EpochCourse
+from lockstep.data.window_loader import EpochCourse
 from lockstep.errors import PeerFailed
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.update import AppliedWindow

@@ -11,7 +11,7 @@ synchronize  every draw has been pushed, and every rank is told: at an epoch's e
 
 from __future__ import annotations
 
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
+from lockstep.data.window_loader import DynamicSlots, EpochCourse
 
 
 class Schedule:

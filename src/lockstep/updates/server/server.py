@@ -16,7 +16,7 @@ from threading import Condition, Thread
 import torch
 from torch import Tensor
 
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
+from lockstep.data.window_loader import DynamicSlots, EpochCourse
 from lockstep.errors import LockstepError, PeerFailed
 from lockstep.updates.norm_and_clip import block_sums
 from lockstep.updates.optimizer_state import CutOptimizer

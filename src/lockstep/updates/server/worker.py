@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.dynamic_slots import DynamicSlots, EpochCourse
+from lockstep.data.window_loader import DynamicSlots, EpochCourse
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.runtime import status
