@@ -29,7 +29,7 @@ from lockstep.errors import (
     UnusedParameters,
     UsageError,
 )
-from lockstep.launcher.failures import readable_traceback
+from lockstep.runtime.failure_record import readable_traceback
 from tests import zoo
 from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher import processes
 from lockstep.launcher.stall_report import RankSnapshot, Stall, explain
 from lockstep.launcher.stalls import Watcher
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
 from lockstep.runtime.status import View
 from lockstep.runtime.step_clock import PHASES
 from tests import pages

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.launcher import console
 from lockstep.launcher.console import Joiner, Lines, forwarded
-from lockstep.launcher.failures import rank_file
+from lockstep.runtime.failure_record import rank_file
 from tests.launcher.conftest import Run
 
 _SPEAK = """

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import ending, processes
+from lockstep.launcher import ending
 from lockstep.launcher.ending import Blocker, EndWatcher
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
 from tests import pages
 from tests.ending import end
 from tests.launcher.conftest import Run

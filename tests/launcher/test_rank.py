@@ -19,6 +19,7 @@ from lockstep.config.launching import Launch
 from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures, start
 from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, report_of
+from lockstep.runtime import failure_record
 from lockstep.runtime.environment import placement
 from tests.launcher.commands import python
 from tests.refused import refused
@@ -58,7 +59,7 @@ def _rank(
         server = start.fork_server(environment=env, cold=cold)
         pid = server.fork(
             Rank(rank=1, work=target, records=str(records)),
-            environment={**env, failures.DIRECTORY: str(records)},
+            environment={**env, failure_record.DIRECTORY: str(records)},
             streams=(0, out.fileno(), err.fileno()),
             beside=target.beside(),
         )
@@ -108,7 +109,7 @@ def test_a_safe_path_stays_safe(target: Path) -> None:
     assert done.stdout == _plain(target, "sub/script.py", **safe)
 
 
-def _fail(tmp_path: Path, text: str) -> tuple[Done, list[failures.Failure]]:
+def _fail(tmp_path: Path, text: str) -> tuple[Done, list[failure_record.Failure]]:
     (tmp_path / "script.py").write_text(text)
     done = _rank(tmp_path, "script.py", records=tmp_path)
     return done, failures.read_all(tmp_path)
@@ -195,7 +196,7 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
 
 def test_what_a_rank_says() -> None:
     def of(error: BaseException, rank: int = 1) -> str:
-        return report_of(failures.of_exception(error, rank))
+        return report_of(failure_record.of_exception(error, rank))
 
     assert of(UsageError("x=1: give 2")) == "error (rank 1): x=1: give 2\n"
     assert of(UsageError("x=1: give 2"), rank=0) == "error: x=1: give 2\n"

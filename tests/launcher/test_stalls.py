@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.config.launching import Launch
-from lockstep.launcher import processes
 from lockstep.launcher.stall_report import RankSnapshot, explain, suspects
 from lockstep.launcher.stalls import Slowness, Watcher
+from lockstep.runtime import processes
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
 from tests import pages as other_pages

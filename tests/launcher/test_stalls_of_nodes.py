@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher import processes
 from lockstep.launcher.stall_report import RankSnapshot, Stall
 from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports, OtherNodes
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
 from tests import pages
 from tests.launcher.sights import sight
 

@@ -18,9 +18,12 @@ from typing import Literal
 import psutil
 import pytest
 
-from lockstep.launcher import ending
-from lockstep.launcher.failures import Failure, Kind
-from lockstep.launcher.supervise import Outcome, Workers, run_with_restarts
+from lockstep.config.launching import Launch
+from lockstep.launcher import ending, failures
+from lockstep.launcher.stop import Stop
+from lockstep.launcher.supervise import Outcome, Watch, Workers, run_with_restarts
+from lockstep.runtime import processes, status
+from lockstep.runtime.failure_record import Failure, Kind
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.conftest import Run
 from tests.refused import refused
@@ -310,3 +313,25 @@ def test_workers_are_read() -> None:
     for text in ("", "x", "1:", ":4", "4:1", "0", "0:2", "1:2:3", "-1"):
         with refused("wrong-value", value=text):
             Workers.read(text)
+
+
+@pytest.mark.parametrize(("more", "number", "said"), [(2, 9, True), (0, 9, False), (1, 11, False)])
+def test_a_kill_is_said_to_be_for_memory_only_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, number: int, said: bool
+) -> None:
+    counts = iter([5, 5 + more, 5 + more])
+    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
+    found = Watch(tmp_path, Stop(), Launch()).explained(failures.of_exit(-number, 0, 100))
+    text = failures.render(found)
+    assert (f"cgroup oom_kill +{more}: the host's memory ran out" in text) is said
+    assert signal.Signals(number).name in text
+
+
+def test_a_rank_that_gloo_aborts_is_reported_with_the_shapes_of_all_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        text = f"all_gather f32[{3 + 2 * rank},2] at train.py:23".encode()
+        status.Page(status.file_of(tmp_path, rank)).call(text, status.EVERYBODY, True)
+    watch = Watch(tmp_path, Stop(), Launch())
+    assert watch.explained(failures.of_exit(-signal.SIGABRT, 0, 100), range(2)).note.endswith(
+        "rank 0 all_gather f32[3,2] at train.py:23; rank 1 all_gather f32[5,2] at train.py:23"
+    )

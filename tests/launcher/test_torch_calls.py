@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.launching import Launch
-from lockstep.launcher import processes, torch_calls
-from lockstep.runtime import status
+from lockstep.launcher import torch_calls
+from lockstep.runtime import processes, status
 from tests import pages
 from tests.launcher.conftest import Run
 from tests.launcher.sights import Pages

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import stalls
-from lockstep.runtime import private
+from lockstep.runtime import private, processes
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +84,7 @@ def test_names_in_shared_memory_of_dead_loader_workers_go_with_the_runs_director
     try:
         with private.run_directory() as directory:
             for pid, file in files.items():
-                stalls.stack_of(directory, 0, pid).touch()
+                processes.stack_of(directory, 0, pid).touch()
                 file.touch()
         assert {pid for pid, file in files.items() if file.exists()} == {os.getpid()}
     finally:

@@ -7,11 +7,12 @@ import io
 import signal
 from collections.abc import Callable, Collection, Mapping
 
-from lockstep.launcher import failures, processes
+from lockstep.launcher import failures
 from lockstep.launcher.engine import Ended, Farewell, Ranks, Stopped, alone
-from lockstep.launcher.failures import Failure
-from lockstep.launcher.preemption import Stop
+from lockstep.launcher.stop import Stop
 from lockstep.launcher.supervise import Outcome, Workers, conclude, run_with_restarts
+from lockstep.runtime import failure_record, processes
+from lockstep.runtime.failure_record import Failure
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.machine import Machine, Process, Violation
 from tests.simulation.ranks import Generation, Store
@@ -163,6 +164,6 @@ class Launcher:
 
     def _leave(self, error: BaseException, rank: int, directory: SimulatedPath) -> int:
         self.machine.note(f"leaves with {error!r}")
-        failure = failures.of_exception(error, rank, may_exit=False)
-        failures.write(failure, directory)
+        failure = failure_record.of_exception(error, rank, may_exit=False)
+        failure_record.write(failure, directory)
         return failure.code

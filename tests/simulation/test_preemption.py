@@ -11,7 +11,8 @@ import torch
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.saver import Commit
 from lockstep.errors import ExitCode, Preempted
-from lockstep.launcher.preemption import ASKED, HEEDS, mark
+from lockstep.runtime.failure_record import rank_file
+from lockstep.runtime.preemption import ASKED, HEEDS
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
@@ -39,7 +40,7 @@ class Job:
 
     def train(self, ranks: Generation, rank: int, directory: SimulatedPath) -> None:
         number = len(self.launcher.generations)
-        mark(directory, rank, HEEDS).touch()
+        rank_file(directory, rank, HEEDS).touch()
         ranks.heeding[rank] = True
         step = ranks.everybodys(rank, self.newest() if rank == 0 else 0)[0]
         commit = Commit(
@@ -76,7 +77,7 @@ class Job:
             self.launcher.stop.note(number, None)
         elif ranks.heeding[0]:
             ranks.asked[0] = True
-            mark(self.launcher.directory, 0, ASKED).touch()
+            rank_file(self.launcher.directory, 0, ASKED).touch()
 
     def scheduler(self, *, alone: bool) -> None:
         """Asks once, and then until all is over."""

@@ -22,10 +22,10 @@ from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, running
 
 if TYPE_CHECKING:
-    from lockstep.launcher.failures import Failure
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.supervise import Outcome, Workers
     from lockstep.runtime.environment import Placement
+    from lockstep.runtime.failure_record import Failure
     from lockstep.training.run_directory import RunDirectory
 
 COMMAND = nodes.Command
@@ -121,8 +121,8 @@ def _ranks(workers: str | None, placement: Placement | None, node_set: Nodes | N
 
 
 def _prepare_rank(placement: Placement, launch: Launch) -> None:
-    from lockstep.launcher import preemption
     from lockstep.launcher.rank import refuse_watching
+    from lockstep.runtime import preemption
     from lockstep.runtime.environment import timeout_for_ranks
 
     preemption.listen()  # at once, because the imports that follow take seconds

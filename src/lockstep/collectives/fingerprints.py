@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
-from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
+from lockstep.runtime.processes import DEAD, state
 from lockstep.runtime.status import short_dtype
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid

@@ -40,8 +40,8 @@ from lockstep.collectives.shared_memory.operations import HostMemory, possible, 
 from lockstep.collectives.shared_memory.segment import share, this_host
 from lockstep.collectives.work import Done, Work, wait_on_page
 from lockstep.errors import UsageError
-from lockstep.launcher.logs import COLLECTIVES
 from lockstep.runtime import status
+from lockstep.runtime.environment import COLLECTIVES_FILE
 from lockstep.schedules.algorithms import check_root
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Record:
     @classmethod
     def from_environment(cls, ranks: Sequence[int]) -> Record | None:
         """Return a Record, or None unless the launcher's --debug has named a file."""
-        file = os.environ.get(COLLECTIVES)
+        file = os.environ.get(COLLECTIVES_FILE)
         return cls(file, ranks) if file else None
 
     def begin(self, number: int, text: str, elements: int) -> None:

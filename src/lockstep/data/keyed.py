@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-from lockstep.launcher import failures, processes, stalls
-from lockstep.runtime import randomness
+from lockstep.runtime import processes, randomness
+from lockstep.runtime.failure_record import DIRECTORY
 from lockstep.runtime.process_lifetime import die_with_maker, die_with_parent, heed_parent_only
 from lockstep.runtime.randomness import HostState, host_generators
 
@@ -210,10 +210,10 @@ def worker_setup() -> Callable[[int], None] | None:
 
 def _bind(parent: int, worker: int) -> None:
     heed_parent_only()
-    records = os.environ.get(failures.DIRECTORY)
+    records = os.environ.get(DIRECTORY)
     if records is not None:
         rank = int(os.environ.get("RANK", "0"))
-        processes.stacks_into(stalls.stack_of(Path(records), rank, os.getpid()))
+        processes.stacks_into(processes.stack_of(Path(records), rank, os.getpid()))
     if multiprocessing.get_start_method() == "forkserver":
         # The parent is the fork server. It and its children keep each other alive, so a worker also
         # watches the process that had it made.

@@ -282,8 +282,8 @@ class Inherited:
 
 
 def _close_world() -> None:
-    """Close the world that the function left open. Its module is looked up, not imported: the
-    launcher is a lower layer than `lockstep.world.world`.
+    """Close the world that the function left open. Its module is looked up, not imported: a
+    function that has not imported it has no world.
     """
     worlds = sys.modules.get("lockstep.world.world")
     if worlds is not None:

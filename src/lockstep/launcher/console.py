@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launcher.failures import rank_file
 from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
+from lockstep.runtime.failure_record import rank_file
 
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16

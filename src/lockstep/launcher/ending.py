@@ -24,13 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import extract_stack
 
-from lockstep.launcher import processes
-from lockstep.launcher.failures import PACKAGE, named, rank_file
-from lockstep.launcher.processes import Pids, format_stack
+from lockstep.launcher.failures import named
 from lockstep.launcher.stall_report import view_of, views_of
-from lockstep.launcher.stalls import stack_of
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
 from lockstep.runtime.disk import write_whole
+from lockstep.runtime.failure_record import PACKAGE, rank_file
+from lockstep.runtime.processes import Pids, format_stack
 
 PATIENCE = 5.0
 """Seconds that a process may take to end before it is reported."""
@@ -196,7 +195,7 @@ class EndWatcher:
         if state == processes.STOPPED:
             blocker = Blocker("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
         else:
-            stack = processes.ask_for_stack(pid, stack_of(self._directory, rank))
+            stack = processes.ask_for_stack(pid, processes.stack_of(self._directory, rank))
             reason = "native code, which lets no thread of Python say what it does"
             blocker = Blocker(reason, stack)
         write_report(self._directory, rank, blocker)

@@ -16,14 +16,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, LockstepError
-from lockstep.launcher import fork_server, processes
-from lockstep.launcher.failures import Failure, first
+from lockstep.launcher import fork_server
+from lockstep.launcher.failures import first
 from lockstep.launcher.fork_server import Variables
-from lockstep.launcher.preemption import print_line
-from lockstep.launcher.processes import Pids
 from lockstep.launcher.start import ForkServer
-from lockstep.runtime import private
+from lockstep.launcher.stop import print_line
+from lockstep.runtime import private, processes
+from lockstep.runtime.failure_record import Failure
 from lockstep.runtime.launched import LOOPBACK
+from lockstep.runtime.processes import Pids
 
 _LOOK_SECONDS = 0.05
 # seconds that a rank's complaint about a peer waits for that peer's own record

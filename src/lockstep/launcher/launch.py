@@ -25,15 +25,15 @@ from lockstep.launcher import failures
 from lockstep.launcher.call import FunctionCall, anonymous_file, is_complete, read_complete
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
-from lockstep.launcher.failures import Failure
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.notebook import Cell, in_kernel
-from lockstep.launcher.preemption import print_line
-from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Rank
 from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
+from lockstep.launcher.stop import print_line
+from lockstep.runtime.failure_record import DIRECTORY, Failure
 from lockstep.runtime.private import run_directory
+from lockstep.runtime.processes import Pids
 
 _AT_ONCE = Farewell(seconds=0.0)
 
@@ -134,7 +134,7 @@ def start_ranks(
             environment = {**os.environ, **placement}
             if variables is not None:
                 environment.update(variables(rank))
-            environment[failures.DIRECTORY] = str(records)
+            environment[DIRECTORY] = str(records)
             # with it, libraries would take this process for one of torchrun's
             environment.pop("TORCHELASTIC_RUN_ID", None)
             return Rank(rank=rank, work=call, records=str(records), pipes=pipes), environment

@@ -17,17 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from lockstep.launcher.console import COLOUR, connect
-from lockstep.launcher.failures import rank_file
+from lockstep.runtime.environment import COLLECTIVES_FILE
+from lockstep.runtime.failure_record import rank_file
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]
 """Who may write to the terminal. "first": rank 0. "all": every rank, line by line. "joined": every
 rank, through the launcher, which joins equal lines.
-"""
-
-COLLECTIVES = "LOCKSTEP_DEBUG_FILE"
-"""Environment variable: the file to which this rank adds a line for every collective
-(collectives/group.py, Record).
 """
 _REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
 
@@ -200,4 +196,4 @@ def switch_debug_on(rank: int, directory: Path) -> None:
     if "NCCL_DEBUG" not in os.environ:
         os.environ["NCCL_DEBUG"] = "INFO"
         os.environ.setdefault("NCCL_DEBUG_FILE", str(rank_file(directory, rank, "nccl.log")))
-    os.environ.setdefault(COLLECTIVES, str(rank_file(directory, rank, "log")))
+    os.environ.setdefault(COLLECTIVES_FILE, str(rank_file(directory, rank, "log")))

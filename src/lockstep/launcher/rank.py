@@ -35,17 +35,15 @@ from lockstep.launcher import (
     ending,
     failures,
     logs,
-    preemption,
-    processes,
-    stalls,
     torch_calls,
     torch_rendezvous,
 )
 from lockstep.launcher.fork_server import flags
 from lockstep.launcher.logs import Console
-from lockstep.runtime import launched, status
+from lockstep.runtime import launched, preemption, processes, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
+from lockstep.runtime.failure_record import Failure, of_exception, rank_file, write
 from lockstep.runtime.private import sockets_into
 
 
@@ -208,20 +206,20 @@ class Rank:
         )
         sockets_into(records)
         status.open_page(records, self.rank)
-        processes.stacks_into(stalls.stack_of(records, self.rank))
-        faulthandler.enable(processes.written_to(failures.rank_file(records, self.rank, "stack")))
+        processes.stacks_into(processes.stack_of(records, self.rank))
+        faulthandler.enable(processes.written_to(rank_file(records, self.rank, "stack")))
         torch_rendezvous.join_store_of(launched.remember_launcher(records))
         if not self.work.ours:
             torch_calls.install()
         try:
             self.work.run(*descriptors)
         except BaseException as error:
-            failure = failures.of_exception(error, self.rank, may_exit=not self.work.ours)
+            failure = of_exception(error, self.rank, may_exit=not self.work.ours)
             if failure.kind == "exit" and failure.code == ExitCode.OK:
                 self._over(records)
                 error.__traceback__ = None  # the traceback keeps the program's objects alive
                 _end()
-            failures.write(failure, records)
+            write(failure, records)
             _exit_now(failure.code)
         self._over(records)
         _end()
@@ -332,9 +330,9 @@ def work_as(placement: Placement, work: Callable[[], object], *, may_exit: bool 
     try:
         work()
     except BaseException as error:
-        failure = failures.of_exception(error, placement.rank)
+        failure = of_exception(error, placement.rank)
         if failure.code == ExitCode.OK and not may_exit:
-            failure = failures.of_exception(error, placement.rank, may_exit=False)
+            failure = of_exception(error, placement.rank, may_exit=False)
         if failure.code == ExitCode.OK:
             ending.watch_end_without_launcher(placement.rank)
             raise
@@ -350,7 +348,7 @@ def work_as(placement: Placement, work: Callable[[], object], *, may_exit: bool 
         os.close(terminal)
 
 
-def report_of(failure: failures.Failure) -> str:
+def report_of(failure: Failure) -> str:
     """Return a rank's report of its failure; "" for a sys.exit without a message."""
     if failure.kind == "exit" and not failure.message:
         return ""

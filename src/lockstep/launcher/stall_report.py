@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.launcher import processes
 from lockstep.launcher.failures import named
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
 from lockstep.runtime.status import View
 
 DOING = {

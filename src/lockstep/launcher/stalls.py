@@ -26,9 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from traceback import FrameSummary
 
-from lockstep.launcher import processes
-from lockstep.launcher.failures import is_users, named
-from lockstep.launcher.processes import Pids
+from lockstep.launcher.failures import named
 from lockstep.launcher.stall_report import (
     DOING,
     ENDED,
@@ -40,7 +38,9 @@ from lockstep.launcher.stall_report import (
     views_of,
 )
 from lockstep.launcher.stalls_of_nodes import OtherNodes
-from lockstep.runtime import status
+from lockstep.runtime import processes, status
+from lockstep.runtime.failure_record import is_users
+from lockstep.runtime.processes import Pids
 from lockstep.runtime.status import View
 
 FLOOR = 30.0  # seconds
@@ -207,7 +207,7 @@ class Watcher:
         if plain and snapshot.view.phase == "start":
             activity = processes.activity(pid)
             works = self._works(rank, pid, activity)
-        file = stack_of(self._directory, rank)
+        file = processes.stack_of(self._directory, rank)
         frames = _frames(pid, file)
         line = processes.users_line(frames)
         if snapshot.view.phase == "data" or any(_LOADER in frame.filename for frame in frames):
@@ -216,7 +216,7 @@ class Watcher:
             for child in processes.children(pid):
                 # a worker of torch's own loader inherits its rank's handler, and writes to its
                 # rank's file
-                own_file = stack_of(self._directory, rank, child)
+                own_file = processes.stack_of(self._directory, rank, child)
                 worker_frames = _frames(child, own_file if own_file.exists() else file)
                 if any(is_users(frame.filename) for frame in worker_frames):
                     frames = worker_frames
@@ -239,11 +239,6 @@ class Watcher:
 
 def _frames(pid: int, file: Path) -> list[FrameSummary]:
     return processes.main_thread(processes.ask_for_stack(pid, file))
-
-
-def stack_of(directory: Path, rank: int, worker: int | None = None) -> Path:
-    """Return the file to which a rank, or one of its loader workers, writes its stack if asked."""
-    return directory / f"rank-{rank}{'' if worker is None else f'.worker-{worker}'}.now"
 
 
 class Slowness:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import LockstepError
-from lockstep.launcher import processes
 from lockstep.launcher.failures import signal_name
 from lockstep.launcher.fork_server import Variables, flags, interpreter, with_huge_pages
+from lockstep.runtime import processes
 from lockstep.runtime.streams import open_closed_streams
 
 FOR_SCRIPTS = (

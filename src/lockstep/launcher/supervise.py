@@ -16,22 +16,23 @@ from pathlib import Path
 from lockstep.config.knob import whole
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import ending, failures, processes
+from lockstep.launcher import ending, failures
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import EndWatcher
 from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped, alone
-from lockstep.launcher.failures import Failure
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.logs import Console, LogDirectory, log_directory, tail
-from lockstep.launcher.preemption import Stop, note_signals, print_line
-from lockstep.launcher.processes import Pids
 from lockstep.launcher.rank import Program, Rank, Target
 from lockstep.launcher.stall_report import DOING, difference, view_of
 from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpus, set_by
+from lockstep.launcher.stop import Stop, note_signals, print_line
+from lockstep.runtime import processes
 from lockstep.runtime.environment import timeout_for_ranks
+from lockstep.runtime.failure_record import DIRECTORY, Failure, rank_file
 from lockstep.runtime.private import run_directory
+from lockstep.runtime.processes import Pids
 
 _SILENT_SECONDS = 1.0  # while ranks end, before the user is told what is waited for
 
@@ -268,7 +269,7 @@ def _run_ranks(
 
         def process(number: int, placement: Variables) -> tuple[Rank, Variables]:
             environment = {**os.environ, **placement, **variables}
-            environment[failures.DIRECTORY] = str(directory)
+            environment[DIRECTORY] = str(directory)
             return replace(rank, rank=number, pipes=pipes), environment
 
         def known(ended: Ended) -> Sequence[Failure]:
@@ -328,7 +329,7 @@ def _with_log(
     if failure.kind == "usage":
         return failure
     log_files.keep = True
-    file = failures.rank_file(log_files.path, failure.rank, "log")
+    file = rank_file(log_files.path, failure.rank, "log")
     log = "" if passing(failure) else str(file)
     hidden = console == "first" and failure.rank > 0
     return replace(failure, log=log, tail=tail(file) if hidden else "")

@@ -27,9 +27,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from lockstep.launcher.failures import is_users, named
+from lockstep.launcher.failures import named
 from lockstep.launcher.when_imported import when_imported
 from lockstep.runtime import status
+from lockstep.runtime.failure_record import is_users
 from lockstep.runtime.status import Page, short_dtype
 
 _C10D = "torch.distributed.distributed_c10d"

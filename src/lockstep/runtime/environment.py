@@ -22,6 +22,10 @@ from lockstep.runtime.slurm_step import number_of
 
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 """Environment variable: seconds that a collective may take, unless `init` is given a timeout."""
+COLLECTIVES_FILE = "LOCKSTEP_DEBUG_FILE"
+"""Environment variable: the file to which this rank adds a line for every collective
+(collectives/group.py, Record).
+"""
 
 
 @dataclass(frozen=True, slots=True)

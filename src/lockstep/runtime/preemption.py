@@ -1,8 +1,68 @@
-"""Whether this process was asked to stop. The launcher's signal handlers set it
-(launcher/preemption.py), and a training reads it in every step.
+"""Whether this process was asked to stop: a signal handler notes it, and a training reads it in
+every step.
+
+    SIGTERM, SIGUSR1 -> a rank notes it and tells its launcher, which tells the other ranks
+                     -> all stop after the same step, save, and exit with 75
+
+The handler only notes the signal, since it may arrive at any point. Without Lockstep's launcher the
+other ranks learn of it in the facts of their next step. launcher/stop.py is the launcher's side.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lockstep.runtime.failure_record import DIRECTORY, rank_file
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+HEEDS, ASKED = "heeds", "asked"
+"""Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
+"asked": it has been asked.
+"""
+
 asked = False
 """Whether a scheduler, a user or another rank has asked this process to stop."""
+
+
+def listen() -> Callable[[], None]:
+    """Note signals from now on instead of dying from them. Returns a function that undoes this.
+    Handlers belong to the main thread: in another thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = {number: signal.signal(number, _note_signal) for number in SIGNALS}
+    _leave_mark(HEEDS)
+
+    def restore() -> None:
+        global asked
+        asked = False
+        restore_handlers(before)
+
+    return restore
+
+
+def _note_signal(number: int, frame: FrameType | None) -> None:
+    global asked
+    if not asked:
+        asked = True
+        _leave_mark(ASKED)
+
+
+def _leave_mark(kind: str) -> None:
+    directory = os.environ.get(DIRECTORY)
+    if directory is not None:
+        with suppress(OSError):
+            rank_file(Path(directory), int(os.environ.get("RANK", "0")), kind).touch()
+
+
+def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install the handlers, by signal."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

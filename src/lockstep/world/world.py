@@ -27,9 +27,7 @@ from lockstep.collectives.fingerprints import call_site
 from lockstep.collectives.group import Group
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher import preemption
-from lockstep.runtime import environment, status
-from lockstep.runtime import preemption as flag
+from lockstep.runtime import environment, preemption, status
 from lockstep.runtime.determinism import Determinism
 from lockstep.runtime.environment import Placement, check_rank
 from lockstep.world.groups import C, Closable, Tagging, WorldGroups
@@ -281,7 +279,7 @@ class World:
     @property
     def asked_to_stop(self) -> bool:
         """Whether this rank has been asked to stop. The others may not know it yet."""
-        return flag.asked
+        return preemption.asked
 
     # -- lifetime ---------------------------------------------------------------------------------
 

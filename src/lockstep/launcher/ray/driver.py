@@ -29,13 +29,13 @@ from typing import Any, TextIO
 from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.failures import Failure
-from lockstep.launcher.preemption import Stop, note_signals, print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
+from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.launcher.supervise import Outcome, conclude
+from lockstep.runtime.failure_record import Failure
 
 
 @dataclass(eq=False, slots=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.preemption import print_line
 from lockstep.launcher.ray import cluster
 from lockstep.launcher.ray.actor import Job, Node, NodeFacts, digest, versions
 from lockstep.launcher.ray.cluster import ClusterNode
+from lockstep.launcher.stop import print_line
 from lockstep.launcher.supervise import Outcome
 
 # seconds that an actor waits for a message, before it answers that there is none

@@ -23,7 +23,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.launch import start_ranks
@@ -31,6 +30,7 @@ from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.supervise import Outcome, Share, supervise
+from lockstep.runtime.failure_record import of_exception
 from lockstep.runtime.interfaces import gloo_and_nccl
 
 
@@ -144,7 +144,7 @@ def _outcome(job: Job, ranks: LocalRanks, environment: Variables, orders: _Order
         )
     except Exception as error:
         # an error of the node itself is reported to the driver like a rank's failure
-        failure = failures.of_exception(error, ranks.first_rank)
+        failure = of_exception(error, ranks.first_rank)
         if isinstance(error, UsageError):
             failure = replace(failure, user_line="")
         return Outcome(failure.code, failure)

@@ -16,7 +16,7 @@ from traceback import FrameSummary, StackSummary
 
 import psutil
 
-from lockstep.launcher.failures import is_users
+from lockstep.runtime.failure_record import is_users
 
 Pids = Mapping[int, int]
 """The pids of ranks, by rank."""
@@ -83,6 +83,11 @@ def stacks_into(file: Path) -> None:
     import faulthandler
 
     faulthandler.register(STACK_SIGNAL, written_to(file), all_threads=True, chain=False)
+
+
+def stack_of(directory: Path, rank: int, worker: int | None = None) -> Path:
+    """Return the file to which a rank, or one of its loader workers, writes its stack if asked."""
+    return directory / f"rank-{rank}{'' if worker is None else f'.worker-{worker}'}.now"
 
 
 def written_to(file: Path) -> int:

@@ -1,11 +1,5 @@
 """Stop a run that a scheduler or Ctrl-C asks to stop. Ranks that heed signals stop after a step,
-with a checkpoint; other ranks stop at once.
-
-    SIGTERM, SIGUSR1 -> a rank notes it and tells its launcher, which tells the other ranks
-                     -> all stop after the same step, save, and exit with 75
-
-A rank's handler only notes the signal, since it may arrive at any point. Without Lockstep's
-launcher the other ranks learn of it in the facts of their next step. The launcher's side:
+with a checkpoint; other ranks stop at once. runtime/preemption.py is the rank's side.
 
 first signal    ranks that heed signals are told, all of them, even if only one got the signal; they
                 agree on a step, save, and exit
@@ -22,60 +16,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lockstep.errors import ExitCode
-from lockstep.launcher import ending, failures
+from lockstep.launcher import ending
 from lockstep.launcher.failures import signal_name
-from lockstep.launcher.processes import Pids
-from lockstep.runtime import preemption as flag
+from lockstep.runtime.failure_record import rank_file
+from lockstep.runtime.preemption import ASKED, HEEDS, SIGNALS, restore_handlers
+from lockstep.runtime.processes import Pids
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-mark = failures.rank_file
-HEEDS, ASKED = "heeds", "asked"
-"""Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
-"asked": it has been asked.
-"""
-
-
-def listen() -> Callable[[], None]:
-    """Note signals from now on instead of dying from them. Returns a function that undoes this.
-    Handlers belong to the main thread: in another thread this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before = {number: signal.signal(number, _note_signal) for number in SIGNALS}
-    _leave_mark(HEEDS)
-
-    def restore() -> None:
-        flag.asked = False
-        _restore(before)
-
-    return restore
-
-
-def _note_signal(number: int, frame: FrameType | None) -> None:
-    if not flag.asked:
-        flag.asked = True
-        _leave_mark(ASKED)
-
-
-def _leave_mark(kind: str) -> None:
-    directory = os.environ.get(failures.DIRECTORY)
-    if directory is not None:
-        with suppress(OSError):
-            mark(Path(directory), int(os.environ.get("RANK", "0")), kind).touch()
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 class Stop:
@@ -100,12 +53,12 @@ class Stop:
         tells them to. Called many times.
         """
         signalled = self.number is not None
-        if not signalled and not any(mark(directory, rank, ASKED).exists() for rank in pids):
+        if not signalled and not any(rank_file(directory, rank, ASKED).exists() for rank in pids):
             return False
         if self.at_once:
             return True
         working = [rank for rank in pids if not ending.reported(directory, rank)]
-        if not working or not all(mark(directory, rank, HEEDS).exists() for rank in working):
+        if not working or not all(rank_file(directory, rank, HEEDS).exists() for rank in working):
             # if one rank was asked alone, before the others heed signals, it waits for them
             return signalled or self._forwarded
         if not self._forwarded:
@@ -164,4 +117,4 @@ def note_signals(*, speaks: bool = True) -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        _restore(before)
+        restore_handlers(before)

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.launching import Launch
-from lockstep.launcher import failures, processes
-from lockstep.launcher.preemption import Stop
-from lockstep.launcher.processes import oom_kills
-from lockstep.launcher.supervise import Watch
-from lockstep.runtime import status
+from lockstep.runtime import processes
+from lockstep.runtime.processes import oom_kills
 from tests.ending import end
 
 
@@ -36,28 +32,6 @@ def test_what_the_group_counts(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("12:cpu:/x\n")
     assert oom_kills(tmp_path / "cgroup", tmp_path / "groups") == 0
     assert oom_kills(tmp_path / "nowhere") == 0
-
-
-@pytest.mark.parametrize(("more", "number", "said"), [(2, 9, True), (0, 9, False), (1, 11, False)])
-def test_a_kill_is_said_to_be_for_memory_only_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, number: int, said: bool
-) -> None:
-    counts = iter([5, 5 + more, 5 + more])
-    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
-    found = Watch(tmp_path, Stop(), Launch()).explained(failures.of_exit(-number, 0, 100))
-    text = failures.render(found)
-    assert (f"cgroup oom_kill +{more}: the host's memory ran out" in text) is said
-    assert signal.Signals(number).name in text
-
-
-def test_a_rank_that_gloo_aborts_is_reported_with_the_shapes_of_all_ranks(tmp_path: Path) -> None:
-    for rank in range(2):
-        text = f"all_gather f32[{3 + 2 * rank},2] at train.py:23".encode()
-        status.Page(status.file_of(tmp_path, rank)).call(text, status.EVERYBODY, True)
-    watch = Watch(tmp_path, Stop(), Launch())
-    assert watch.explained(failures.of_exit(-signal.SIGABRT, 0, 100), range(2)).note.endswith(
-        "rank 0 all_gather f32[3,2] at train.py:23; rank 1 all_gather f32[5,2] at train.py:23"
-    )
 
 
 @pytest.fixture
