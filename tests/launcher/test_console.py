@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lockstep.launcher import console
 from lockstep.launcher.console import Joiner, Lines, forwarded
-from lockstep.runtime.failure_record import rank_file
 from tests.launcher.conftest import Run
 
 _SPEAK = """
@@ -64,13 +63,12 @@ def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_l
         assert log == f"begin\nI am {rank}\nto stderr\nno end"
 
 
-def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with forwarded(tmp_path, range(3), window=60.0):
-        for stream in ("out", "err"):
+def test_what_all_say_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with forwarded(range(3), window=60.0) as streams:
+        for number, stream in enumerate(("out", "err"), 1):
             for rank in (2, 0, 1):
-                rank_file(tmp_path, rank, stream).write_text(
-                    f"together on {stream}\nonly {rank % 2}\n"
-                )
+                text = f"together on {stream}\nonly {rank % 2}\n"
+                os.write(streams[rank][number], text.encode())
     assert capfd.readouterr() == (
         "[0-2] together on out\n[1] only 1\n[0,2] only 0\n",
         "[0-2] together on err\n[1] only 1\n[0,2] only 0\n",

@@ -2,8 +2,8 @@
 
 A line that several ranks print at about the same time is written once: `[0-7] text`.
 
-    rank N   stdout -> rank-N.out, a FIFO in the run's directory   the launcher's thread -> stdout
-             stderr -> rank-N.err                                                        -> stderr
+    rank N   stdout -> pipe -> the launcher's thread -> stdout
+             stderr -> pipe ->                       -> stderr
 
 In a notebook the thread writes to the cell, and also shows each rank's unfinished line there.
 
@@ -20,14 +20,12 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
-from lockstep.runtime.failure_record import rank_file
 
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16
@@ -41,41 +39,34 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 @contextmanager
 def forwarded(
-    directory: Path, ranks: range, window: float = WINDOW, cell: Cell | None = None
-) -> Iterator[None]:
-    """In the block, print what ranks write to their pipes in `directory`; at its end, print
-    everything left in them.
+    ranks: range, window: float = WINDOW, cell: Cell | None = None
+) -> Iterator[Mapping[int, Sequence[int]]]:
+    """In the block, print what ranks write to their pipes; at its end, print everything left in
+    them. Yields each rank's standard streams, as descriptors of this process.
 
     A line waits at most `window` seconds for the same line of other ranks. `cell`: print there.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    forwarding = _Forwarding(directory, ranks, window, cell)
+    forwarding = _Forwarding(ranks, window, cell)
     thread = threading.Thread(target=forwarding.run, name="lockstep-console", daemon=True)
     thread.start()
     try:
-        yield
+        yield forwarding.streams
     finally:
         forwarding.stop()
         thread.join()
         forwarding.close()
 
 
-def connect(directory: Path, rank: int) -> None:
-    """In a rank: connect file descriptors 1 and 2 to its pipes, if the launcher has made them."""
-    for name, descriptor in _STREAMS.items():
-        path = rank_file(directory, rank, name)
-        if path.exists():
-            end = os.open(path, os.O_WRONLY)
-            os.dup2(end, descriptor)
-            os.close(end)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pipe:
-    """The launcher's end of one rank's pipe."""
+    """One rank's pipe. The launcher holds both ends: then there is no end of file, whichever
+    processes of the rank open and close it.
+    """
 
-    descriptor: int
+    reading: int
+    writing: int
     rank: int
     stream: str
     lines: Lines
@@ -84,7 +75,7 @@ class _Pipe:
 class _Forwarding:
     """The launcher's ends of all pipes, and the loop of its thread."""
 
-    def __init__(self, directory: Path, ranks: range, window: float, cell: Cell | None) -> None:
+    def __init__(self, ranks: range, window: float, cell: Cell | None) -> None:
         self._cell = cell
         self._redraw_at = 0.0
         self._selector = selectors.DefaultSelector()
@@ -93,17 +84,16 @@ class _Forwarding:
         self._joiners = {stream: Joiner(len(ranks), window) for stream in _STREAMS}
         self._open = set(_STREAMS)  # streams of this process that still have a reader
         self._pipes: list[_Pipe] = []
+        self.streams = {rank: [0, 1, 2] for rank in ranks}
+        """Each rank's standard streams."""
         for stream, descriptor in _STREAMS.items():
             writes_directly = cell is None and os.isatty(descriptor)
             for rank in ranks[1:] if writes_directly else ranks:
-                path = rank_file(directory, rank, stream)
-                os.mkfifo(path, 0o600)
-                # Opened for writing too: then the pipe has no end of file as long as this process
-                # holds it, whichever ranks open and close it.
-                end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-                pipe = _Pipe(end, rank, stream, Lines())
+                pipe = _Pipe(*os.pipe(), rank, stream, Lines())
+                os.set_blocking(pipe.reading, False)
                 self._pipes.append(pipe)
-                self._selector.register(end, selectors.EVENT_READ, pipe)
+                self._selector.register(pipe.reading, selectors.EVENT_READ, pipe)
+                self.streams[rank][descriptor] = pipe.writing
 
     def run(self) -> None:
         """Read, join and print until stopped. Then print what is left."""
@@ -132,7 +122,8 @@ class _Forwarding:
     def close(self) -> None:
         self._selector.close()
         for pipe in self._pipes:
-            os.close(pipe.descriptor)
+            os.close(pipe.reading)
+            os.close(pipe.writing)
         os.close(self._wake)
         os.close(self._waker)
 
@@ -148,7 +139,7 @@ class _Forwarding:
     def _read(self, pipe: _Pipe) -> bool:
         """Read from one pipe once; False if it is empty."""
         try:
-            data = os.read(pipe.descriptor, _READ)
+            data = os.read(pipe.reading, _READ)
         except BlockingIOError:
             return False
         self._join(pipe, pipe.lines.feed(data))

@@ -137,10 +137,12 @@ class Ranks:
         beside: Sequence[str] = (),
         descriptors: Callable[[int], Sequence[int]] = lambda rank: (),
         *,
+        streams: Mapping[int, Sequence[int]] | None = None,
         cold: bool = False,
     ) -> None:
         """Start all ranks. `process(rank, variables)` returns a rank's work, which is called with
-        its copies of `descriptors(rank)`, and its environment.
+        its copies of `descriptors(rank)`, and its environment. `streams`: each rank's standard
+        streams; default: this process's.
 
         Raises:
             ServerGone: a rank cannot be started; the others are then ended.
@@ -148,7 +150,12 @@ class Ranks:
         for local_rank, rank in enumerate(self._local_ranks.numbers):
             work, environment = process(rank, self._local_ranks.variables(local_rank))
             self._pids[rank] = self._server.fork(
-                work, descriptors(rank), environment, beside=beside, cold=cold
+                work,
+                descriptors(rank),
+                environment,
+                streams=(0, 1, 2) if streams is None else streams[rank],
+                beside=beside,
+                cold=cold,
             )
 
     def state(self) -> Ended:

@@ -125,10 +125,9 @@ def start_ranks(
             local_ranks = at_end.enter_context(alone(server, workers))
         results = _Results(records, dict(zip(local_ranks.numbers, answers, strict=True)))
         watch = _Watch(records, timeout, began)
-        cell = Cell() if in_kernel() else None
-        if cell is not None:
-            at_end.enter_context(forwarded(records, local_ranks.numbers, cell=cell))
-        pipes = None if cell is None else records
+        streams = None
+        if in_kernel():
+            streams = at_end.enter_context(forwarded(local_ranks.numbers, cell=Cell()))
 
         def process(rank: int, placement: Variables) -> tuple[Rank, Variables]:
             environment = {**os.environ, **placement}
@@ -137,7 +136,7 @@ def start_ranks(
             environment[DIRECTORY] = str(records)
             # with it, libraries would take this process for one of torchrun's
             environment.pop("TORCHELASTIC_RUN_ID", None)
-            return Rank(rank=rank, work=call, records=str(records), pipes=pipes), environment
+            return Rank(rank=rank, work=call, records=str(records)), environment
 
         ranks = at_end.enter_context(Ranks(server, local_ranks))
         try:
@@ -145,6 +144,7 @@ def start_ranks(
                 process,
                 call.beside(),
                 descriptors=lambda rank: (question, results.files[rank], *handed_over),
+                streams=streams,
             )
             ended = ranks.run(
                 failures=results.failures,

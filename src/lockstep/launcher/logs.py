@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
-from lockstep.launcher.console import COLOUR, connect
+from lockstep.launcher.console import COLOUR
 from lockstep.runtime.environment import COLLECTIVES_FILE
 from lockstep.runtime.failure_record import rank_file
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
@@ -33,7 +33,6 @@ def redirect(
     console: Console,
     directory: Path | None,
     *,
-    pipes: Path | None = None,
     c_to_log: bool = False,
     escaped: bool = False,
 ) -> None:
@@ -45,13 +44,10 @@ def redirect(
     use the terminal keeps it, and copies Python's output to the file.
 
     Args:
-        pipes: for "joined": the directory in which the launcher has made the ranks' pipes.
         c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries
             with verbose logs.
         escaped: print as \\xfc what the locale's encoding lacks. A user's script keeps Python's way.
     """
-    if pipes is not None:
-        connect(pipes, rank)
     whole_lines("backslashreplace" if escaped else None)
     file = Path(os.devnull) if directory is None else rank_file(directory, rank, "log")
     if console == "first" and rank > 0:

@@ -179,8 +179,6 @@ class Rank:
     """The launcher's directory for what ranks leave."""
     console: Console = "all"
     """Which ranks write to the terminal."""
-    pipes: Path | None = None
-    """For "joined": the directory with the launcher's pipes."""
     logs: Path | None = None
     """The directory for rank-N.log."""
     heeds: bool = False
@@ -200,7 +198,6 @@ class Rank:
             self.rank,
             self.console,
             self.logs,
-            pipes=self.pipes,
             c_to_log=self.debug,
             escaped=self.work.ours,
         )

@@ -8,8 +8,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -263,19 +263,19 @@ def _run_ranks(
     called_off = (lambda: False) if share is None else share.called_off
     with (
         alone(server, workers) if share is None else nullcontext(share.ranks) as local_ranks,
-        _joined_console(directory, rank.console, local_ranks.numbers) as pipes,
+        _joined_console(rank.console, local_ranks.numbers) as streams,
         Ranks(server, local_ranks) as ranks,
     ):
 
         def process(number: int, placement: Variables) -> tuple[Rank, Variables]:
             environment = {**os.environ, **placement, **variables}
             environment[DIRECTORY] = str(directory)
-            return replace(rank, rank=number, pipes=pipes), environment
+            return replace(rank, rank=number), environment
 
         def known(ended: Ended) -> Sequence[Failure]:
             return failures.of_ranks(directory, ended.codes, ended.pids)
 
-        ranks.start(process, cold=_sets_variables(rank.work), beside=rank.work.beside())
+        ranks.start(process, rank.work.beside(), streams=streams, cold=_sets_variables(rank.work))
         ended = ranks.run(failures=known, stopping=watch.must_end, called_off=called_off)
     failed = known(ended)
     cause = failures.first(failed)
@@ -289,16 +289,13 @@ def _run_ranks(
     return Outcome(cause.code, watch.explained(replace(cause, note=note), ended.pids))
 
 
-@contextmanager
-def _joined_console(directory: Path, console: Console, ranks: range) -> Iterator[Path | None]:
-    """Print the ranks' output, joined, if that is asked for and there are several ranks. Yields
-    the directory with their pipes, or None.
+def _joined_console(
+    console: Console, ranks: range
+) -> AbstractContextManager[Mapping[int, Sequence[int]] | None]:
+    """In the block, print the ranks' output, joined, if that is asked for and there are several
+    ranks.
     """
-    if console != "joined" or ranks == range(1):
-        yield None
-        return
-    with forwarded(directory, ranks):
-        yield directory
+    return nullcontext() if console != "joined" or ranks == range(1) else forwarded(ranks)
 
 
 def _sets_variables(work: Program) -> bool:
