@@ -174,9 +174,9 @@ def launchers() -> list[psutil.Process]:
     found = []
     for each in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error):
-            if "lockstep.launcher.ray.node" in (each.info["cmdline"] or []) and each.environ().get(
-                OURS
-            ) == str(os.getpid()):
+            title, *_ = each.info["cmdline"] or [""]
+            ours = each.environ().get(OURS) == str(os.getpid())
+            if title.startswith("ray::Node") and ours:
                 found.append(each)
     return found
 

@@ -97,14 +97,14 @@ class Cluster:
 
 
 def left_over() -> list[psutil.Process]:
-    """What lives of runs on a cluster of this machine: launchers of nodes, and ranks, which the
+    """What lives of runs on a cluster of this machine: actors of nodes, and ranks, which the
     cluster's own warm server has forked for them.
     """
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         with suppress(psutil.NoSuchProcess):  # it has just ended
-            if "lockstep.launcher.ray.node" in words:
+            if words and words[0].startswith("ray::Node"):
                 found += [process, *process.children(recursive=True)]
             elif __file__ in words:
                 found += [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.config.settings import Settings
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.rank import Target
-    from lockstep.launcher.ray.actor import Job
+    from lockstep.launcher.ray.job import Job
     from lockstep.launcher.supervise import Outcome, Share, Workers
     from lockstep.training.run_directory import RunDirectory
 
@@ -95,8 +95,8 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
         imports: Sequence[str] = (),
         variables: Callable[[int], Mapping[str, str]] | None = None,
     ) -> list[Any]:
-        from lockstep.launcher.ray.actor import PickledCall
         from lockstep.launcher.ray.driver import call_on_cluster
+        from lockstep.launcher.ray.job import PickledCall
 
         own = None if variables is None else [variables(rank) for rank in range(workers)]
         call = PickledCall(pickled=pickle.dumps((fn, args)), imports=imports, variables=own)
@@ -155,7 +155,7 @@ def _job(address: str, target: Target, **more: Any) -> Job:
     """Return a job with one rank that runs `target` in the current folder; `more` replaces fields.
     Ranks get the variables of this process, except those about its host.
     """
-    from lockstep.launcher.ray.actor import Job
+    from lockstep.launcher.ray.job import Job
 
     code = target.script or target.task
     environment = {name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)}

@@ -56,6 +56,8 @@ class Share:
     """Returns whether its ranks shall end because the run has ended elsewhere."""
     elsewhere: OtherNodes | None = None
     """What the other nodes know of their ranks, to find the rank that a stalled run waits for."""
+    stop: Stop | None = None
+    """Says when the ranks are to stop; None: this process's signals say so."""
 
 
 def supervise(
@@ -102,8 +104,9 @@ def supervise(
         whole("workers", workers)
     launch = launch or Launch()
     elsewhere = None if share is None else share.elsewhere
+    asked = None if share is None else share.stop
     with (
-        note_signals(speaks=reports) as stop,
+        note_signals(speaks=reports) if asked is None else nullcontext(asked) as stop,
         run_directory() as directory,
         log_directory(logs) as log_files,
     ):

@@ -30,7 +30,7 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.actor import Job
+from lockstep.launcher.ray.job import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.stop import Stop, note_signals, print_line

@@ -1,7 +1,7 @@
 """Which nodes of the cluster take part, and with how many ranks each.
 
 invited     an actor is started there, with the resources of its ranks
-admitted    it has the driver's versions and files: its process imports what ranks need
+admitted    it has the driver's versions and files: its fork server imports what ranks need
 ready       ranks can be started there
 """
 
@@ -17,8 +17,9 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.actor import Job, Node, NodeFacts, digest, versions
 from lockstep.launcher.ray.cluster import ClusterNode
+from lockstep.launcher.ray.job import Job, NodeFacts, digest, versions
+from lockstep.launcher.ray.node import Node
 from lockstep.launcher.stop import print_line
 from lockstep.launcher.supervise import Outcome
 
@@ -28,7 +29,6 @@ _SURVEY_SECONDS = 1.0  # seconds between two looks at the cluster's nodes
 _SILENT_SECONDS = 15.0  # seconds after which a node that does not answer is named
 # seconds that a node is not used after its actor has gone: Ray may list it for a while
 _DOUBT_SECONDS = 30.0
-_CLOCKS_SECONDS = 1.0  # seconds by which two nodes' clocks may differ before logs become confusing
 
 
 class NoFolder(Exception):
@@ -44,7 +44,7 @@ class Member:
     """The number of ranks that it has resources for."""
     actor: Any
     pending: Any = None
-    """Ray's reference to the actor's next answer: messages of the actor and its process."""
+    """Ray's reference to the actor's next answer: its messages."""
     admitted: bool = False
     ready: bool = False
     shift_ns: int = 0
@@ -75,7 +75,6 @@ class Members:
         self._head = cluster.Head()
         self._surveyed = 0.0
         self._excluded: dict[str, float] = {}  # by node: the time until which it is not used
-        self._warned: set[str] = set()  # nodes whose clocks differ; actors may be replaced
         self._members: dict[str, Member] = {}
         self._gone: list[Member] = []
         self._nodes: Sequence[ClusterNode] = ()
@@ -181,7 +180,7 @@ class Members:
         yield member, "gone", reason
 
     def _admit(self, member: Member, facts: NodeFacts) -> None:
-        """Start the process of a node that fits."""
+        """Start the fork server of a node that fits."""
         label = member.node.label
         for name, local in versions().items():
             remote = facts.versions[name]
@@ -195,13 +194,6 @@ class Members:
             path = str(self._job.code or self._job.folder)
             self._refuse(member, UsageError("code-differs", node=label, path=path))
             return
-        ahead = facts.seconds - time.time()
-        if abs(ahead) > _CLOCKS_SECONDS and member.node.id not in self._warned:
-            self._warned.add(member.node.id)
-            print_line(
-                f"warning: the clock of node {label} is {abs(ahead):.1f} s"
-                f" {'ahead' if ahead > 0 else 'behind'}: logs will be out of order"
-            )
         member.shift_ns = time.monotonic_ns() - facts.monotonic_ns
         member.admitted = True
         member.actor.start.remote(self._job, member.node.address)
@@ -246,7 +238,7 @@ class Members:
         cluster.kill(member.actor)
 
     def close(self) -> None:
-        """End the processes of all nodes, and wait until they have ended."""
+        """End the actors of all nodes, and the processes that they have started."""
         ends = [member.actor.end.remote() for member in self if member.admitted]
         cluster.wait(ends, _WAIT_SECONDS, all_of_them=True)
         for member in self:
