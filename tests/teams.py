@@ -114,11 +114,8 @@ class Team:
             handed_over = call.write(files[0], _serve, ([remote for _, remote in pipes],), {})
             ranks = stack.enter_context(Ranks(server, place))
             ranks.start(
-                lambda rank, variables: (
-                    Rank(rank=rank, work=call, records=str(records)),
-                    {**os.environ, **variables},
-                ),
-                call.beside(),
+                Rank(rank=0, work=call, records=str(records)),
+                lambda rank: {},
                 descriptors=lambda rank: (files[0], files[1 + rank], *handed_over),
             )
             for file in files:

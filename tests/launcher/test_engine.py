@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.launcher.engine import LocalRanks, Ranks
 from lockstep.launcher.failures import of_exit
+from lockstep.launcher.rank import Rank, Target
 
 
 class Stub:
@@ -75,7 +76,7 @@ def test_how_long_it_settles(
     monkeypatch.setattr(Ranks, "end", lambda self, grace: ended.append(server.seconds))
     place = LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
     ranks = Ranks(server, place, lambda: 100 + server.seconds)  # type: ignore[arg-type]
-    ranks.start(lambda rank, variables: (print, variables))
+    ranks.start(Rank(rank=0, work=Target(module="lockstep.program"), records=""), lambda number: {})
     known = [of_exit(1, 0, 10)] if explained else []
     result = ranks.run(failures=lambda now: known, stopping=lambda living: None)
     assert result.codes == dict(enumerate(codes))

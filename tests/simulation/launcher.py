@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from lockstep.launcher import failures
 from lockstep.launcher.engine import Ended, Farewell, Ranks, Stopped, alone
+from lockstep.launcher.rank import Rank, Target
 from lockstep.launcher.stop import Stop
 from lockstep.launcher.supervise import Outcome, Workers, conclude, run_with_restarts
 from lockstep.runtime import failure_record, processes
@@ -129,7 +130,10 @@ class Launcher:
             Ranks(server, place, machine.monotonic) as running,  # type: ignore[arg-type]
         ):
             try:
-                running.start(lambda rank, variables: (print, variables))
+                running.start(
+                    Rank(rank=0, work=Target(module="lockstep.program"), records=""),
+                    lambda number: {},
+                )
                 ended = running.run(
                     failures=known,
                     stopping=lambda living: Farewell() if stop.now(directory, living) else None,

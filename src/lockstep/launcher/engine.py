@@ -13,16 +13,17 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.launcher import fork_server
 from lockstep.launcher.failures import first
 from lockstep.launcher.fork_server import Variables
+from lockstep.launcher.rank import Rank
 from lockstep.launcher.start import ForkServer
 from lockstep.launcher.stop import print_line
 from lockstep.runtime import private, processes
-from lockstep.runtime.failure_record import Failure
+from lockstep.runtime.failure_record import DIRECTORY, Failure
 from lockstep.runtime.launched import LOOPBACK
 from lockstep.runtime.processes import Pids
 
@@ -133,27 +134,36 @@ class Ranks:
 
     def start(
         self,
-        process: Callable[[int, Variables], tuple[Callable[..., object], Variables]],
-        beside: Sequence[str] = (),
-        descriptors: Callable[[int], Sequence[int]] = lambda rank: (),
+        rank: Rank,
+        variables: Callable[[int], Variables],
         *,
+        descriptors: Callable[[int], Sequence[int]] = lambda number: (),
         streams: Mapping[int, Sequence[int]] | None = None,
         cold: bool = False,
     ) -> None:
-        """Start all ranks. `process(rank, variables)` returns a rank's work, which is called with
-        its copies of `descriptors(rank)`, and its environment. `streams`: each rank's standard
-        streams; default: this process's.
+        """Start all ranks.
+
+        Args:
+            rank: the work of each, except for its number.
+            variables: returns further environment variables of the rank with this number.
+            descriptors: returns this process's descriptors that the rank's program gets.
+            streams: each rank's standard streams. Default: this process's.
+            cold: each rank is a fresh interpreter.
 
         Raises:
             ServerGone: a rank cannot be started; the others are then ended.
         """
-        for local_rank, rank in enumerate(self._local_ranks.numbers):
-            work, environment = process(rank, self._local_ranks.variables(local_rank))
-            self._pids[rank] = self._server.fork(
-                work,
-                descriptors(rank),
+        beside = rank.work.beside()
+        for local_rank, number in enumerate(self._local_ranks.numbers):
+            placement = self._local_ranks.variables(local_rank)
+            environment = {**os.environ, **placement, **variables(number), DIRECTORY: rank.records}
+            # with it, libraries would take this process for one of torchrun's
+            environment.pop("TORCHELASTIC_RUN_ID", None)
+            self._pids[number] = self._server.fork(
+                replace(rank, rank=number),
+                descriptors(number),
                 environment,
-                streams=(0, 1, 2) if streams is None else streams[rank],
+                streams=(0, 1, 2) if streams is None else streams[number],
                 beside=beside,
                 cold=cold,
             )

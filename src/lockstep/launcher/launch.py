@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.config.knob import whole
+from lockstep.config.launching import Launch
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.call import FunctionCall, anonymous_file, is_complete, read_complete
@@ -28,10 +29,10 @@ from lockstep.launcher.engine import Ended, Farewell, LocalRanks, Ranks, Stopped
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.notebook import Cell, in_kernel
 from lockstep.launcher.rank import Rank
-from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
-from lockstep.launcher.stop import print_line
-from lockstep.runtime.failure_record import DIRECTORY, Failure
+from lockstep.launcher.stop import Stop
+from lockstep.launcher.supervise import Watch
+from lockstep.runtime.failure_record import Failure
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.processes import Pids
 
@@ -124,26 +125,16 @@ def start_ranks(
         if local_ranks is None:
             local_ranks = at_end.enter_context(alone(server, workers))
         results = _Results(records, dict(zip(local_ranks.numbers, answers, strict=True)))
-        watch = _Watch(records, timeout, began)
+        watch = _Deadline(records, timeout, began)
         streams = None
         if in_kernel():
             streams = at_end.enter_context(forwarded(local_ranks.numbers, cell=Cell()))
-
-        def process(rank: int, placement: Variables) -> tuple[Rank, Variables]:
-            environment = {**os.environ, **placement}
-            if variables is not None:
-                environment.update(variables(rank))
-            environment[DIRECTORY] = str(records)
-            # with it, libraries would take this process for one of torchrun's
-            environment.pop("TORCHELASTIC_RUN_ID", None)
-            return Rank(rank=rank, work=call, records=str(records)), environment
-
         ranks = at_end.enter_context(Ranks(server, local_ranks))
         try:
             ranks.start(
-                process,
-                call.beside(),
-                descriptors=lambda rank: (question, results.files[rank], *handed_over),
+                Rank(rank=0, work=call, records=str(records)),
+                variables or (lambda number: {}),
+                descriptors=lambda number: (question, results.files[number], *handed_over),
                 streams=streams,
             )
             ended = ranks.run(
@@ -172,26 +163,22 @@ def _open_file(at_end: ExitStack) -> int:
     return file
 
 
-class _Watch:
-    """Prints stalls of the ranks, and ends the ranks at the deadline."""
+class _Deadline:
+    """Watches the ranks, and ends them when the time is over."""
 
     def __init__(self, records: Path, timeout: timedelta | None, began: float) -> None:
-        self._watcher = Watcher(records)
+        self._watch = Watch(records, Stop(speaks=False), Launch(on_stall="wait"))
         self._seconds = math.inf if timeout is None else timeout.total_seconds()
-        self._deadline = began + self._seconds
+        self._time = began + self._seconds
         self._late: list[int] = []
         self._waiting = ""
 
     def must_end(self, living: Pids) -> Farewell | None:
-        stall = self._watcher.look(living)
-        if stall is not None:
-            print_line(stall.message)
-        if time.monotonic() < self._deadline:
-            return None
+        farewell = self._watch.must_end(living)
+        if time.monotonic() < self._time:
+            return farewell
         self._late = sorted(living)
-        stall = self._watcher.present(living)
-        if stall is not None:
-            self._waiting = stall.message
+        self._waiting = self._watch.present(living)
         return _AT_ONCE
 
     def timed_out(self, size: int) -> LaunchTimeout:

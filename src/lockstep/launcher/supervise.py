@@ -30,7 +30,7 @@ from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpu
 from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.runtime import processes
 from lockstep.runtime.environment import timeout_for_ranks
-from lockstep.runtime.failure_record import DIRECTORY, Failure, rank_file
+from lockstep.runtime.failure_record import Failure, rank_file
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.processes import Pids
 
@@ -203,6 +203,11 @@ class Watch:
             print_line(slow)
         return None
 
+    def present(self, pids: Pids) -> str:
+        """Return where the ranks are, as if it were a stall; "" if they progress."""
+        stall = self._watcher.present(pids)
+        return "" if stall is None else stall.message
+
     def _farewell(self) -> Farewell:
         """Return how ranks that do not stop by themselves are ended: their own handlers have the
         launch's grace period, until a second signal.
@@ -270,15 +275,12 @@ def _run_ranks(
         Ranks(server, local_ranks) as ranks,
     ):
 
-        def process(number: int, placement: Variables) -> tuple[Rank, Variables]:
-            environment = {**os.environ, **placement, **variables}
-            environment[DIRECTORY] = str(directory)
-            return replace(rank, rank=number), environment
-
         def known(ended: Ended) -> Sequence[Failure]:
             return failures.of_ranks(directory, ended.codes, ended.pids)
 
-        ranks.start(process, rank.work.beside(), streams=streams, cold=_sets_variables(rank.work))
+        ranks.start(
+            rank, lambda number: variables, streams=streams, cold=_sets_variables(rank.work)
+        )
         ended = ranks.run(failures=known, stopping=watch.must_end, called_off=called_off)
     failed = known(ended)
     cause = failures.first(failed)
