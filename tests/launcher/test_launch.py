@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -191,6 +192,21 @@ def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_child
     assert isinstance(caught.value, LaunchTimeout)
     assert caught.value.running == (0, 1)
     wait_gone([int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()])
+
+
+def _leaves_a_thread() -> str:
+    threading.Thread(target=time.sleep, args=(7.0,), name="uploader").start()
+    return "done"
+
+
+@pytest.mark.rest
+def test_a_rank_that_waits_at_its_end_says_for_which_thread(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launch(_leaves_a_thread, 1) == ["done"]
+    report = capsys.readouterr().err
+    assert "rank 0" in report
+    assert "its process does not end: it waits for the thread 'uploader'" in report
 
 
 def test_what_cannot_be_launched_is_refused() -> None:

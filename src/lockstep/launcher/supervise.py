@@ -45,6 +45,8 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None
+    results: Sequence[bytes] = ()
+    """What the ranks have returned, if they called a function on a Ray cluster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ were started together are a WorkerGroup; a restart creates a new WorkerGroup.
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 import signal
@@ -75,8 +74,6 @@ class WorkerGroup:
         """
         if kind == "store":
             member.store = content
-        elif kind == "results":
-            member.results = content
         elif member not in self.members or member.outcome is not None:
             return
         elif kind == "gone":
@@ -124,7 +121,8 @@ class WorkerGroup:
     def outcome(self) -> Outcome:
         """Return the outcome of the group, after all have ended: that of the first failure."""
         reported = list(self.lost)
-        first_exit = Outcome(ExitCode.OK)
+        results: list[bytes] = []
+        exit_code = ExitCode.OK.value
         for member in self.members:
             outcome = member.outcome
             if outcome is None:
@@ -133,10 +131,12 @@ class WorkerGroup:
                 on_our_clock = outcome.failure.monotonic_ns + member.shift_ns
                 host = member.node.label
                 reported.append(replace(outcome.failure, monotonic_ns=on_our_clock, host=host))
-            if outcome.exit_code and not first_exit.exit_code:
-                first_exit = outcome
+            exit_code = exit_code or outcome.exit_code
+            results += outcome.results
         cause = failures.first(reported)
-        return first_exit if cause is None else Outcome(cause.code, cause)
+        if cause is None:
+            return Outcome(exit_code, results=results)
+        return Outcome(cause.code, cause)
 
 
 _LOOK_SECONDS = 0.2
@@ -283,7 +283,9 @@ class Driver:
         if self._stop.number is not None:
             return None
         job = self._job
-        if self.group.leaving and outcome.exit_code == ExitCode.PREEMPTED:
+        # the signal ends a rank that does not heed it yet
+        stopped = outcome.exit_code in (ExitCode.PREEMPTED, 128 + signal.SIGUSR1)
+        if self.group.leaving and stopped:
             for member in self.members:
                 if member.node.id in self.members.leaving:
                     self.members.dismiss(member)
@@ -331,12 +333,6 @@ class Driver:
                 self._streams[kind].buffer.write(content)
                 self._streams[kind].flush()
                 continue
-            if kind == "ended" and content.failure is None and not self._signals:
-                number = content.exit_code - 128
-                if number > 0:
-                    self.members.exclude(member)
-                    kind = "gone"
-                    content = f"was stopped by {failures.signal_name(number)}"
             self.group.handle(member, kind, content)
 
 
@@ -344,13 +340,12 @@ def call_on_cluster(job: Job) -> list[Any]:
     """Make all ranks call the job's function, and return the results by rank. Raises WorkerFailed
     for the first rank that failed.
     """
-    outcome, group = _run(job, lambda size: None, reports=False)
+    outcome = _run(job, lambda size: None, reports=False)
     if outcome.failure is not None:
         raise failures.worker_failed(outcome.failure)
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
-    results = itertools.chain.from_iterable(member.results for member in group.members)
-    return [pickle.loads(result) for result in results]
+    return [pickle.loads(result) for result in outcome.results]
 
 
 def run_on_cluster(
@@ -363,21 +358,17 @@ def run_on_cluster(
     nodes.
     """
     try:
-        return _run(job, prepare, reports=reports)[0]
+        return _run(job, prepare, reports=reports)
     except NoFolder:
-        return _run(job.without_folder(), prepare, reports=reports, brought=job.brought)[0]
+        return _run(job.without_folder(), prepare, reports=reports, brought=job.brought)
 
 
-def _run(
-    job: Job, prepare: Prepare, *, reports: bool, brought: Path | None = None
-) -> tuple[Outcome, WorkerGroup]:
+def _run(job: Job, prepare: Prepare, *, reports: bool, brought: Path | None = None) -> Outcome:
     out = sys.stdout
     with cluster.connected(job.cluster, brought), note_signals() as stop:
         driver = Driver(job, prepare, stop, out)
         try:
             outcome = driver.work()
-            if reports:
-                outcome = conclude(outcome, stop, heeds=job.heeds)
-            return outcome, driver.group
+            return conclude(outcome, stop, heeds=job.heeds) if reports else outcome
         finally:
             driver.members.close()

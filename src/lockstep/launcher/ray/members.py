@@ -52,8 +52,6 @@ class Member:
     ranks: LocalRanks | None = None
     store: tuple[str, int] | None = None
     outcome: Outcome | None = None
-    results: Sequence[bytes] = ()
-    """What its ranks have returned, if they call a function."""
 
     def send(self, kind: str, content: object = None) -> None:
         self.actor.send.remote(kind, content)
@@ -76,7 +74,6 @@ class Members:
         self._surveyed = 0.0
         self._excluded: dict[str, float] = {}  # by node: the time until which it is not used
         self._members: dict[str, Member] = {}
-        self._gone: list[Member] = []
         self._nodes: Sequence[ClusterNode] = ()
         self.leaving: set[str] = set()
         """Nodes that Ray is draining: their machines are about to be taken away."""
@@ -99,8 +96,6 @@ class Members:
         for node in cluster.nodes(gpus=self.gpus):
             if self._excluded.get(node.id, 0.0) < now:
                 nodes.append(node)
-        ids = {node.id for node in nodes}
-        self._gone += [member for member in self if member.node.id not in ids]
         self.leaving = {node.id for node in nodes if node.leaves}
         # Nodes that take part already come first, and keep their ranks; then the largest nodes.
         nodes.sort(key=lambda node: node.slots, reverse=True)
@@ -143,10 +138,8 @@ class Members:
 
     def messages(self, seconds: float) -> Iterator[Message]:
         """Yield what nodes report, after at most `seconds`, and ("gone", reason) for nodes that
-        have gone.
+        have gone: Ray then answers for their actors.
         """
-        while self._gone:
-            yield from self._lost(self._gone.pop(), "has gone")
         pending = {member.pending: member for member in self}
         for reference in cluster.wait(list(pending), seconds):
             member = pending[reference]

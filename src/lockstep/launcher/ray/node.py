@@ -181,8 +181,7 @@ class Node:
                     variables=None if variables is None else variables.__getitem__,
                     local_ranks=ranks,
                 )
-                self._report("results", results)
-                return Outcome(ExitCode.OK)
+                return Outcome(ExitCode.OK, results=results)
             if job.mark is not None:
                 _check_shared(Path(job.mark[0]), job.mark[1])
             share = Share(
