@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.integrations.ray import cluster
+from lockstep.integrations.ray.cluster import ClusterNode
+from lockstep.integrations.ray.job import Job, NodeFacts, digest, versions
+from lockstep.integrations.ray.node import Node
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.cluster import ClusterNode
-from lockstep.launcher.ray.job import Job, NodeFacts, digest, versions
-from lockstep.launcher.ray.node import Node
 from lockstep.launcher.stop import print_line
 from lockstep.launcher.supervise import Outcome
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.errors import ExitCode
+from lockstep.integrations.ray import cluster
+from lockstep.integrations.ray.job import Job
+from lockstep.integrations.ray.members import Member, Members, NoFolder
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.job import Job
-from lockstep.launcher.ray.members import Member, Members, NoFolder
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.launcher.supervise import Outcome, conclude

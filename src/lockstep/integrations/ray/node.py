@@ -25,10 +25,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep.errors import ExitCode, UsageError
+from lockstep.integrations.ray.job import Job, NodeFacts, digest, versions
 from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.ray.job import Job, NodeFacts, digest, versions
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server
 from lockstep.launcher.stop import Stop
