@@ -68,7 +68,7 @@ _OFTEN_IMPORTED = (
 _FIRST = (
     "docs/test_readme.py",
     "docs/test_how_to.py",
-    "integrations/ray/test_driver.py",
+    "integrations/ray_cluster/test_driver.py",
     "integrations/test_ray_train.py",
     "docs/test_course.py",
     "docs/test_site.py",

@@ -127,7 +127,7 @@ def test_the_pytorch_jobs_command_in_two_pods(tmp_path: Path, port: int) -> None
 
 def test_the_ray_jobs_cluster_has_room_for_its_ranks(tmp_path: Path) -> None:
     """Its entrypoint is a command that looks for a cluster, as far as it gets without one.
-    tests/integrations/ray has what it does there.
+    tests/integrations/ray_cluster has what it does there.
     """
     job = manifests()["RayJob"]["spec"]
     (group,) = job["rayClusterSpec"]["workerGroupSpecs"]

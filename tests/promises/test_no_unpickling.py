@@ -19,8 +19,8 @@ ALLOWED = {
     "launcher/call.py",
     "launcher/fork_server.py",
     "launcher/launch.py",
-    "integrations/ray/driver.py",
-    "integrations/ray/node.py",
+    "integrations/ray_cluster/driver.py",
+    "integrations/ray_cluster/node.py",
     "data/keyed.py",
 }
 """What a launcher gives to its ranks and gets back, and loader workers' batches."""

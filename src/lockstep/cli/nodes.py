@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.cli.choices import Cluster
     from lockstep.config.settings import Settings
-    from lockstep.integrations.ray.job import Job
+    from lockstep.integrations.ray_cluster.job import Job
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.rank import Target
     from lockstep.launcher.supervise import Outcome, Share, Workers
@@ -68,7 +68,7 @@ def run_on_ray(
     """Run `target` on a Ray cluster, on `workers` ranks or on as many as fit. `more` are fields of
     Job.
     """
-    from lockstep.integrations.ray.driver import run_on_cluster
+    from lockstep.integrations.ray_cluster.driver import run_on_cluster
 
     ranks = {"least": workers or 1, "most": workers or sys.maxsize}
     return run_on_cluster(_job(address, target, **ranks, **more), reports=reports)
@@ -95,8 +95,8 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
         imports: Sequence[str] = (),
         variables: Callable[[int], Mapping[str, str]] | None = None,
     ) -> list[Any]:
-        from lockstep.integrations.ray.driver import call_on_cluster
-        from lockstep.integrations.ray.job import PickledCall
+        from lockstep.integrations.ray_cluster.driver import call_on_cluster
+        from lockstep.integrations.ray_cluster.job import PickledCall
 
         own = None if variables is None else [variables(rank) for rank in range(workers)]
         call = PickledCall(pickled=pickle.dumps((fn, args)), imports=imports, variables=own)
@@ -120,7 +120,7 @@ def train_on_ray(
     restarts: int,
 ) -> Outcome:
     """Train on a Ray cluster. All its nodes must see the run directory."""
-    from lockstep.integrations.ray.driver import run_on_cluster
+    from lockstep.integrations.ray_cluster.driver import run_on_cluster
     from lockstep.launcher.rank import Target
 
     path = directory.path.absolute()
@@ -155,7 +155,7 @@ def _job(address: str, target: Target, **more: Any) -> Job:
     """Return a job with one rank that runs `target` in the current folder; `more` replaces fields.
     Ranks get the variables of this process, except those about its host.
     """
-    from lockstep.integrations.ray.job import Job
+    from lockstep.integrations.ray_cluster.job import Job
 
     code = target.script or target.task
     environment = {name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)}

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.errors import ExitCode
-from lockstep.integrations.ray import cluster
-from lockstep.integrations.ray.job import Job
-from lockstep.integrations.ray.members import Member, Members, NoFolder
+from lockstep.integrations.ray_cluster import cluster
+from lockstep.integrations.ray_cluster.job import Job
+from lockstep.integrations.ray_cluster.members import Member, Members, NoFolder
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep.errors import ExitCode, UsageError
-from lockstep.integrations.ray.job import Job, NodeFacts, digest, versions
+from lockstep.integrations.ray_cluster.job import Job, NodeFacts, digest, versions
 from lockstep.launcher.engine import LocalRanks, store
 from lockstep.launcher.fork_server import Variables
 from lockstep.launcher.launch import start_ranks

@@ -8,8 +8,8 @@ from typer.main import get_command
 
 from lockstep.cli import nodes, run
 from lockstep.cli.options import spread
-from lockstep.integrations.ray.cluster import connected
-from lockstep.integrations.ray.members import shared
+from lockstep.integrations.ray_cluster.cluster import connected
+from lockstep.integrations.ray_cluster.members import shared
 from tests.refused import refused
 
 

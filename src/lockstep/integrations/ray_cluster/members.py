@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.integrations.ray import cluster
-from lockstep.integrations.ray.cluster import ClusterNode
-from lockstep.integrations.ray.job import Job, NodeFacts, digest, versions
-from lockstep.integrations.ray.node import Node
+from lockstep.integrations.ray_cluster import cluster
+from lockstep.integrations.ray_cluster.cluster import ClusterNode
+from lockstep.integrations.ray_cluster.job import Job, NodeFacts, digest, versions
+from lockstep.integrations.ray_cluster.node import Node
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.stop import print_line
 from lockstep.launcher.supervise import Outcome
