@@ -3,7 +3,7 @@ slices.
 
     layout      the parameters one after another in flat tensors (gradients/layout.py), which
                 become their memory
-    slice       a rank's part of a flat tensor (schedules/schedule.py)
+    slice       a rank's part of a flat tensor (collectives/addition_order.py)
     piece       the part of one parameter in a slice: a view, which the user's optimizer treats as
                 a parameter
 
