@@ -316,6 +316,37 @@ def test_the_update_of_a_slice_is_repeated_by_another_rank(world_size: int) -> N
             assert values["back"] == "does not come back"
 
 
+def costs(world: lockstep.World, witness: float | None) -> list[tuple[int, int]]:
+    """For each of 12 steps the micro-batches that this rank computed, and the bytes it sent."""
+    options = {"update": "sharded", "reduce": "native", "checks": "start"}
+    training = Training(world, witness=witness, **options)
+    of_steps = []
+    sent = training.stepper.bytes_sent
+
+    def note(training: Training) -> None:
+        nonlocal sent
+        of_steps.append((training.passes, training.stepper.bytes_sent - sent))
+        sent = training.stepper.bytes_sent
+
+    training.run(after=note, steps=12)
+    return of_steps
+
+
+def test_only_a_witnessed_step_repeats_the_update() -> None:
+    """The others send what they send without a witness."""
+    without = on_team(costs, 2, (None,))
+    some = on_team(costs, 2, (0.3,))
+    computed_more, sent_more = set(), set()
+    for rank in range(2):
+        for step, (now, before) in enumerate(zip(some[rank], without[rank], strict=True)):
+            if now[0] > before[0]:
+                computed_more.add(step)
+            if now[1] > before[1]:
+                sent_more.add(step)
+    assert sent_more == computed_more
+    assert 0 < len(sent_more) < 12
+
+
 def change(training: Training) -> None:
     """Code of the user, which autograd's counters do not see."""
     training.model.last.weight.data.mul_(0.5)
