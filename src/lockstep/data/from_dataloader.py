@@ -133,7 +133,9 @@ class DrawnOrder:
         return digest(self._at(epoch))
 
     def fingerprint(self) -> str:
-        return f"generator of {self._name}, {self.samples} samples, epoch 0 {self._first_digest[:16]}"
+        return (
+            f"generator of {self._name}, {self.samples} samples, epoch 0 {self._first_digest[:16]}"
+        )
 
     def _at(self, epoch: int) -> Indices:
         if epoch < self._epoch:
@@ -178,7 +180,9 @@ class SamplesOfBatches:
         last: Sequence[int] | None = None
         for batch in self.sampler:
             if last is not None and len(last) != self.size:
-                raise UsageError("global-batches-of-different-size", first=self.size, size=len(last))
+                raise UsageError(
+                    "global-batches-of-different-size", first=self.size, size=len(last)
+                )
             yield from batch
             last = batch
         if last is not None and len(last) > self.size:
