@@ -47,7 +47,6 @@ def from_dataloader(
         "num_workers": dataloader.num_workers,
         "collate_fn": dataloader.collate_fn,
         "pin_memory": dataloader.pin_memory or None,
-        "worker_init_fn": dataloader.worker_init_fn,
         "device": device,
     }
     batch_sampler: Any = dataloader.batch_sampler

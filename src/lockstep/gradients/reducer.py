@@ -116,6 +116,9 @@ class Reducer:
         self.expecting = True
         """Whether a backward whose gradients count is running."""
         self._unexpected = False  # whether an unexpected gradient was delivered
+        self.reached = False
+        """Whether a gradient was delivered since this was last set to False."""
+        self._hidden: Sequence[Tensor | None] | None = None
         self.unfinished = 0
         """Backwards of this window that an exception ended. A part of the gradients of such a
         micro-batch is ready.
@@ -276,6 +279,7 @@ class Reducer:
         else:
             self._arm()
         self._unexpected = False
+        self._hidden = None
         self.unfinished = 0
 
     @contextmanager
@@ -389,6 +393,36 @@ class Reducer:
             self.expecting = before
         self.unfinished -= 1
 
+    def hide(self) -> None:
+        """Set every `.grad` to None until `show`, so that nobody reads a part of a sum."""
+        self._hidden = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def show(self) -> None:
+        """Undo `hide`. Raises UsageError if a gradient was written meanwhile."""
+        if self._hidden is None:
+            return
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None:
+                raise UsageError("partial-gradient-written", parameter=name)
+        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
+            parameter.grad = gradient
+        self._hidden = None
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Drop the gradients that are delivered in this block. They must be hidden."""
+        before = self._unexpected
+        try:
+            yield
+        finally:
+            self.reached = self.reached or self.unexpected
+            self._unexpected = before
+            self._uncounted.clear()
+            for parameter in self.parameters:
+                parameter.grad = None
+
     def _delivered(self, number: int, parameter: Tensor) -> None:
         """Handle a gradient: the parameter's hook, which autograd calls."""
         if not self.expecting:
@@ -402,6 +436,7 @@ class Reducer:
 
     def _count_small(self) -> None:
         """Count the small gradients that were delivered, in their order."""
+        self.reached = True
         delivered = self._uncounted.copy()
         self._uncounted.clear()
         if self.on_ready is not None or not self.fold.all_in_place(delivered):
@@ -417,7 +452,7 @@ class Reducer:
         if not self.closing:
             self.state = State.ACCUMULATING
             return
-        self.state = State.SENDING
+        self._begin_sending()
         full = False
         for number in delivered:
             if self._final[number]:
@@ -434,6 +469,7 @@ class Reducer:
         between the last backward and `finish`.
         """
         bucket, static = self._bucket_of[number], self.static_graph
+        self.reached = True
         if self._guarded and self.ready[number] and self.fold.cleared(number, adding=True):
             raise UsageError("gradient-cleared", parameter=self.names[number])
         had_all = self._final[number] or (static.on and static.has_all(number))
@@ -445,10 +481,8 @@ class Reducer:
             gradient = parameter.grad = gradient.detach()
         if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
             self._warn_once(_DENSE, number)
-        if self.closing and self.state is not State.SENDING:
-            self.state = State.SENDING
-            if self.on_first is not None:
-                self.on_first()
+        if self.closing:
+            self._begin_sending()
         if gradient is None and not self._guarded:  # autograd has called without a gradient
             return
         if self.on_ready is not None and gradient is not None:
@@ -467,6 +501,13 @@ class Reducer:
                 self._launch_full()
         elif self.state is State.IDLE:
             self.state = State.ACCUMULATING
+
+    def _begin_sending(self) -> None:
+        """Note the first gradient of a closing backward."""
+        if self.state is not State.SENDING:
+            self.state = State.SENDING
+            if self.on_first is not None:
+                self.on_first()
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:

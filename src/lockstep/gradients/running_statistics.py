@@ -240,6 +240,16 @@ class MovingBuffers:
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         self._moved = torch.empty(0)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Within a step, undo what forwards between two micro-batches have done."""
+        if self._agreed and self._same():
+            for kind in self._kinds:
+                torch._foreach_copy_(kind.flats, kind.starts)
+        else:
+            for kind in self._kinds:
+                self._write(kind, kind.starts)
+
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch. Not needed if no buffer is `watched`."""
         self._seen = self._marks()

@@ -118,6 +118,8 @@ class WindowRun:
         self.facts = FactsMessage(parts.facts_group, world.device, self._slots)
         self.stops = False
         """Whether this rank asks to stop. The facts tell all ranks."""
+        self.enters_streams = True
+        """Whether `begin` enters the random stream of the micro-batch: not if the caller does."""
         self.micro_batch: int | None = None
         """This rank's number of the micro-batch that is being computed; None between two."""
         self.counted = False
@@ -180,9 +182,10 @@ class WindowRun:
             self._buffers.begin_micro_batch()
         self._parts.trace.micro_batch = index
         self._reducer.begin_micro_batch()
-        if self._random_state is None:
-            self._random_state = randomness.get_state()
-        randomness.step(self._seed, self.step, slot)
+        if self.enters_streams:
+            if self._random_state is None:
+                self._random_state = randomness.get_state()
+            randomness.step(self._seed, self.step, slot)
         status.enter("forward")
 
     def count(self, loss: Tensor, weight: float | Tensor) -> float:
@@ -224,7 +227,7 @@ class WindowRun:
             return
         status.enter("data")
         # loading the next batch of a plain list may draw random numbers
-        if self._last or self.window is None:
+        if self._random_state is not None and (self._last or self.window is None):
             self._leave_stream()
 
     def _leave_stream(self) -> None:
@@ -350,6 +353,19 @@ class WindowRun:
         if self.record is not None:
             self.record.summed(facts, self._buffers.moved())
         return self._summed
+
+    def average(self) -> Facts:
+        """Complete the sum and divide it: every `.grad` is then the mean over all ranks."""
+        facts, divisor = self.complete()
+        if divisor not in (0, 1):
+            for flat in self._reducer.sums:
+                flat.mul_(1 / divisor)
+        self._summed = facts, 1.0
+        return facts
+
+    def restart_buffers(self) -> None:
+        """Undo what forwards since the last micro-batch have done to moving buffers."""
+        self._buffers.restart()
 
     def check_can_end(self) -> None:
         """Raise UsageError if `step()` is not allowed now."""

@@ -1,0 +1,292 @@
+"""A model, its optimizer and its scheduler in a loop of the user's own, as `lockstep.prepare` gives
+them back.
+
+    for x, y in loader:                  # this rank's micro-batches; all ranks have equally many
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()                  # torch's own: the root's gradient is the weight
+        optimizer.step()                 # acts at the last micro-batch of a window
+        optimizer.zero_grad()
+
+Until the last backward of a window every `.grad` is None; after it, it is the mean over all ranks.
+`torch.autograd.backward` is replaced while a prepared loop runs: it multiplies the loss by the
+micro-batch's weight, which costs nothing, and sees which models a backward has reached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.windows import Window
+from lockstep.errors import UsageError
+from lockstep.step.step_result import StepResult
+from lockstep.step.stepper import Stepper
+from lockstep.step.window_run import WindowRun
+
+
+class MicroBatch:
+    """The micro-batch that the loop computes now.
+
+    Args:
+        index: its number among this rank's of the window; None for a copy that pads the window.
+        weight: its number of samples.
+        last: whether it is this rank's last of the window.
+        reduction: what a loss is: the "mean" over the micro-batch, its "sum", or a sum that must
+            not be divided ("as is").
+    """
+
+    def __init__(self, index: int | None, weight: float, *, last: bool, reduction: str) -> None:
+        self.index = index
+        self.weight = weight
+        self.last = last
+        self.reduction = reduction
+
+    def root(self) -> float:
+        """Return the gradient of a loss: what it is multiplied by in the step's sum."""
+        return self.weight if self.reduction == "mean" else 1.0
+
+
+class Trained:
+    """One Stepper in a loop of the user's own.
+
+    `optimizer.step`, `zero_grad` and the scheduler's `step` act at the last micro-batch of a window
+    and do nothing before.
+
+    Args:
+        stepper: trains the model.
+        backwards: the backwards of a micro-batch that reach the model.
+    """
+
+    def __init__(self, stepper: Stepper, backwards: int = 1) -> None:
+        self.stepper = stepper
+        self.backwards = backwards
+        self.result: StepResult | None = None
+        """Of the last window."""
+        self.skipped = False
+        """Whether the loop has left out the last micro-batch."""
+        self._run: WindowRun | None = None
+        self._micro_batch: MicroBatch | None = None
+        self._done = 0  # backwards of this micro-batch that have reached the model
+        self._loss = 0.0
+        self._applies = False
+        self._gate_optimizer()
+
+    # -- the window -------------------------------------------------------------------------------
+
+    def open(self, window: Window) -> None:
+        """Begin a window. Every rank calls it."""
+        self._run = self.stepper.open(window)
+        self._run.enters_streams = False
+        self.stepper.reducer.hide()
+
+    def begin(self, micro_batch: MicroBatch, batch: object) -> None:
+        """Begin a micro-batch."""
+        self._micro_batch = micro_batch
+        self._done = 0
+        self._loss = 0.0
+        if self._run is not None and micro_batch.index is not None:
+            self._run.begin(micro_batch.index, batch, last=micro_batch.last)
+
+    @property
+    def root(self) -> float:
+        """The gradient of a loss now."""
+        assert self._micro_batch is not None
+        return self._micro_batch.root()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward that reaches the model now belongs to this micro-batch."""
+        return self._run is not None and self._done < self.backwards
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """In this block autograd computes gradients; those of the model count."""
+        run = self._run
+        micro_batch = self._micro_batch
+        assert run is not None
+        assert micro_batch is not None
+        reducer = self.stepper.reducer
+        reducer.reached = False
+        if micro_batch.index is None:
+            with reducer.discarding():
+                yield
+            if reducer.reached:
+                self._end_backward(run, micro_batch)
+            return
+        reducer.show()
+        closes = micro_batch.last and self._done + 1 == self.backwards
+        value = loss.detach().sum().double() * micro_batch.root()
+
+        def count() -> None:
+            run.count(value + self._loss, micro_batch.weight)
+
+        if closes:
+            reducer.closing = True
+            reducer.on_first = count
+        with reducer.backward():
+            yield
+        reducer.on_first = None
+        if not reducer.reached:
+            reducer.closing = False
+            reducer.hide()
+            return
+        self._loss += value.item()
+        if self._done + 1 == self.backwards and not closes:
+            run.count(self._loss, micro_batch.weight)
+        self._end_backward(run, micro_batch)
+
+    def _end_backward(self, run: WindowRun, micro_batch: MicroBatch) -> None:
+        """After a backward that has reached the model."""
+        self._done += 1
+        if self._done == self.backwards:
+            if micro_batch.index is not None:
+                run.end()
+            if micro_batch.last:
+                self.stepper.reducer.show()
+                run.average()
+                return
+        if micro_batch.index is not None:
+            self.stepper.reducer.hide()
+
+    def end(self) -> None:
+        """End the micro-batch, after the loop's body."""
+        run = self._run
+        micro_batch = self._micro_batch
+        self._micro_batch = None
+        if micro_batch is None:
+            return
+        if run is None:  # the step is done
+            return
+        reducer = self.stepper.reducer
+        left_out = self._done == 0
+        if 0 < self._done < self.backwards:
+            raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
+        if run.micro_batch is not None:
+            run.discard()
+        if micro_batch.last:
+            if not left_out and not run.completed:
+                raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
+            if not left_out:
+                raise UsageError("window-without-step")
+            self._finish(run)
+            return
+        if reducer.unexpected:
+            with reducer.discarding():
+                pass
+        run.restart_buffers()
+
+    def _finish(self, run: WindowRun) -> None:
+        """Complete a window whose last micro-batch the loop has left out."""
+        self.stepper.reducer.show()
+        run.average()
+        self._step()
+
+    def abandon(self) -> None:
+        """Drop the window: the loop was left inside it."""
+        self._run = None
+        self._micro_batch = None
+
+    # -- what the loop calls ----------------------------------------------------------------------
+
+    def _gate_optimizer(self) -> None:
+        optimizer: Any = self.stepper.optimizer
+        original = optimizer.step
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(original)
+        def step(*args: Any, **options: Any) -> Any:
+            if self._applies:
+                return original(*args, **options)
+            if self._run is None and self._micro_batch is None:
+                raise UsageError("step-outside-loop")
+            if self._run is not None and self._acts:
+                if not self._run.completed:
+                    self._complete()
+                self._step()
+            return None
+
+        @functools.wraps(zero_grad)
+        def gated_zero_grad(*args: Any, **options: Any) -> None:
+            if self._run is None:
+                zero_grad(*args, **options)
+
+        optimizer.step = step
+        optimizer.zero_grad = gated_zero_grad
+
+    @property
+    def _acts(self) -> bool:
+        """Whether this is the last micro-batch of the window."""
+        return self._micro_batch is not None and self._micro_batch.last
+
+    def _complete(self) -> None:
+        run = self._run
+        assert run is not None
+        if run.micro_batch is not None:
+            run.discard()
+        self.stepper.reducer.show()
+        run.average()
+
+    def _step(self) -> None:
+        self._applies = True
+        try:
+            self.result = self.stepper.step()
+        finally:
+            self._applies = False
+        self._run = None
+
+    def gate(self, scheduler: Any) -> None:
+        """Have a scheduler step once a window where the loop steps it inside its body."""
+        original = scheduler.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **options: Any) -> None:
+            if self._micro_batch is None or self._micro_batch.last:
+                original(*args, **options)
+
+        scheduler.step = step
+
+
+_open: list[Sequence[Trained]] = []
+"""The models of the loops that are inside an iteration."""
+_engine: Callable[..., Any] = torch.autograd.backward
+_inside = False
+
+
+@contextmanager
+def backwards_of(trained: Sequence[Trained]) -> Iterator[None]:
+    """In this block `backward` counts for these models."""
+    if not _open:
+        torch.autograd.backward = _backward
+    _open.append(trained)
+    try:
+        yield
+    finally:
+        _open.remove(trained)
+        if not _open:
+            torch.autograd.backward = _engine
+
+
+@functools.wraps(_engine)
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+    global _inside
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    active = [one for trained in _open for one in trained if one.awaits_backward]
+    if _inside or not active:
+        _engine(tensors, grad_tensors, *args, **options)
+        return
+    if grad_tensors is not None or len(roots) != 1 or roots[0].numel() != 1:
+        raise UsageError("loss-not-one-number", what="the loss", shape=list(roots[0].shape))
+    _inside = True
+    try:
+        with ExitStack() as stack:
+            for one in active:
+                stack.enter_context(one.backward(roots[0]))
+            seed = torch.full_like(roots[0], active[0].root)
+            _engine(roots, [seed], *args, **options)
+    finally:
+        _inside = False

@@ -1,0 +1,200 @@
+"""`lockstep.prepare`: the loop that people have becomes data-parallel.
+
+    model, optimizer, loader, scheduler = lockstep.prepare(
+        model, optimizer, loader, scheduler, micro_batch=32
+    )
+    for epoch in loader.epochs(10):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from lockstep.data.from_dataloader import from_dataloader
+from lockstep.data.loader import Loader
+from lockstep.data.windows import Window
+from lockstep.errors import UsageError
+from lockstep.runtime import randomness
+from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
+from lockstep.step.stepper import Stepper
+
+Reduction = Literal["mean", "sum", "as is"]
+_PADDING = 2**47  # slots of padding's random streams begin here
+
+
+class PreparedLoader:
+    """This rank's micro-batches; each iteration is one epoch. All ranks get equally many in a
+    window: a rank with fewer gets copies first, whose gradients are dropped.
+
+    Args:
+        loader: the Loader.
+        trained: the models that its windows train.
+        seed: of the random streams of the forwards.
+        reduction: what a loss is.
+    """
+
+    def __init__(
+        self, loader: Loader, trained: Sequence[Trained], *, seed: int, reduction: Reduction
+    ) -> None:
+        self.loader = loader
+        self._trained = trained
+        self._seed = seed
+        self._reduction = reduction
+        self._epochs: Iterator[Any] | None = None
+        self._epoch: Any = None
+        self._number = 0
+        self.micro_batch: MicroBatch | None = None
+        """The one that the loop computes now."""
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Iterate over the numbers of epochs up to `count`, from where the training is.
+
+        Args:
+            count: epochs of the whole training.
+        """
+        for epoch in self.loader.epochs(count):
+            self._epoch = epoch
+            self._number = epoch.number
+            yield epoch.number
+            if self._epoch is not None:
+                self._epoch = None
+                self._number += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch
+        self._epoch = None
+        if epoch is None:
+            epoch = next(self.loader.epochs(self._number + 1, self._number))
+        self._number = epoch.number + 1
+        for window in epoch:
+            yield from self._micro_batches(window)
+
+    def __len__(self) -> int:
+        """Return the number of iterations of an epoch."""
+        plan = self.loader.plan
+        count = 0
+        for index in range(plan.steps_per_epoch):
+            count += self._most(plan.at(index, 0, index, self.loader.by_rank))
+        return count
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps of an epoch."""
+        return len(self.loader)
+
+    @property
+    def step(self) -> int:
+        """The steps that the training has taken."""
+        return self._trained[0].stepper.steps
+
+    def _most(self, cut: Any) -> int:
+        size = self.loader.size
+        return max(len(cut.filled(rank, size)) for rank in range(size))
+
+    def _micro_batches(self, window: Window) -> Iterator[Any]:
+        for one in self._trained:
+            one.open(window)
+        own = len(window)
+        state = randomness.get_state()
+        left = True
+        try:
+            with backwards_of(self._trained):
+                for index in range(own - self._most(window.cut), own):
+                    yield self._begin(window, index, last=index == own - 1)
+                    for one in self._trained:
+                        one.end()
+            left = False
+        finally:
+            self.micro_batch = None
+            randomness.set_state(state)
+            if left:
+                for one in self._trained:
+                    one.abandon()
+
+    def _begin(self, window: Window, index: int, *, last: bool) -> Any:
+        """Begin micro-batch `index` of this rank, and return its batch; a copy if it is negative."""
+        rank, size = self.loader.rank, self.loader.size
+        if index >= 0:
+            batch = window[index]
+            slot = window.slots[index]
+        elif len(window):
+            batch = window[0]
+            slot = _PADDING + rank
+        else:
+            batch = window.turned(size - rank, rank, size)[0]
+            slot = _PADDING + rank
+        self.micro_batch = MicroBatch(
+            index if index >= 0 else None,
+            float(window.counts[index]) if index >= 0 else 0.0,
+            last=last,
+            reduction=self._reduction,
+        )
+        for one in self._trained:
+            one.begin(self.micro_batch, batch)
+        randomness.step(self._seed, window.step, slot)
+        return batch
+
+
+def prepare(
+    *objects: Any,
+    micro_batch: int | None = None,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+    backwards: int = 1,
+    **options: Any,
+) -> Any:
+    """Make the loop that you have data-parallel.
+
+    Args:
+        objects: models, optimizers, a DataLoader, schedulers, in any order.
+        micro_batch: samples of a forward.
+        seed: of the shuffle, of samples and of forwards.
+        reduction: what a loss is.
+        backwards: backwards of a micro-batch that reach the model.
+        options: those of `lockstep.Stepper`.
+
+    Returns:
+        The same objects, in the order given; the DataLoader as a `PreparedLoader`.
+    """
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
+    schedulers = [one for one in objects if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
+    trained = []
+    for optimizer in optimizers:
+        model = _model_of(optimizer, models)
+        trained.append(Trained(Stepper(model, optimizer, seed=seed, **options), backwards))
+    for scheduler in schedulers:
+        for one in trained:
+            if one.stepper.optimizer is scheduler.optimizer:
+                one.gate(scheduler)
+    prepared = []
+    for one in objects:
+        if isinstance(one, DataLoader):
+            loader = from_dataloader(one, micro_batch=micro_batch, seed=seed)
+            one = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
+        prepared.append(one)
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model, or the models together, whose parameters the optimizer has."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = []
+    for model in models:
+        if any(id(parameter) in own for parameter in model.parameters()):
+            found.append(model)
+    if not found:
+        raise UsageError("optimizer-of-other-parameters")
+    return found[0] if len(found) == 1 else nn.ModuleList(found)
