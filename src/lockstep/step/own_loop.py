@@ -74,6 +74,8 @@ class Trained:
         self._done = 0  # backwards of this micro-batch that have reached the model
         self._loss = 0.0
         self._applies = False
+        self._withholds = False
+        self._scaler: Any = None
         self._gate_optimizer()
 
     # -- the window -------------------------------------------------------------------------------
@@ -121,6 +123,8 @@ class Trained:
         reducer.show()
         closes = micro_batch.last and self._done + 1 == self.backwards
         value = loss.detach().sum().double() * micro_batch.root()
+        if self._scaler is not None:
+            value = value / self._scaler.scale(torch.ones((), device=value.device))
 
         def count() -> None:
             run.count(value + self._loss, micro_batch.weight)
@@ -200,6 +204,8 @@ class Trained:
 
         @functools.wraps(original)
         def step(*args: Any, **options: Any) -> Any:
+            if self._withholds:
+                return None
             if self._applies:
                 return original(*args, **options)
             if self._run is None and self._micro_batch is None:
@@ -238,6 +244,41 @@ class Trained:
         finally:
             self._applies = False
         self._run = None
+
+    def gate_scaler(self, scaler: Any) -> None:
+        """Have a GradScaler act at the last micro-batch. An overflow ends the window without a
+        step.
+        """
+        self._scaler = scaler
+        unscale, scaled_step, update = scaler.unscale_, scaler.step, scaler.update
+        optimizer = self.stepper.optimizer
+
+        @functools.wraps(unscale)
+        def gated_unscale(other: Any) -> None:
+            if other is not optimizer or self._acts:
+                unscale(other)
+
+        @functools.wraps(scaled_step)
+        def gated_step(other: Any, *args: Any, **options: Any) -> Any:
+            if other is not optimizer:
+                return scaled_step(other, *args, **options)
+            if not self._acts:
+                return None
+            result = scaled_step(other, *args, **options)
+            if self._run is not None:  # the gradients have overflowed
+                self._withholds = True
+                try:
+                    self._step()
+                finally:
+                    self._withholds = False
+            return result
+
+        @functools.wraps(update)
+        def gated_update(*args: Any, **options: Any) -> None:
+            if self._acts:
+                update(*args, **options)
+
+        scaler.unscale_, scaler.step, scaler.update = gated_unscale, gated_step, gated_update
 
     def gate(self, scheduler: Any) -> None:
         """Have a scheduler step once a window where the loop steps it inside its body."""

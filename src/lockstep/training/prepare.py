@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -152,7 +153,7 @@ def prepare(
     micro_batch: int | None = None,
     seed: int = 0,
     reduction: Reduction = "mean",
-    backwards: int = 1,
+    backwards: int | Sequence[int] = 1,
     **options: Any,
 ) -> Any:
     """Make the loop that you have data-parallel.
@@ -162,7 +163,8 @@ def prepare(
         micro_batch: samples of a forward.
         seed: of the shuffle, of samples and of forwards.
         reduction: what a loss is.
-        backwards: backwards of a micro-batch that reach the model.
+        backwards: backwards of a micro-batch that reach the model; with several optimizers one
+            number for each, in their order.
         options: those of `lockstep.Stepper`.
 
     Returns:
@@ -172,9 +174,14 @@ def prepare(
     optimizers = [one for one in objects if isinstance(one, Optimizer)]
     schedulers = [one for one in objects if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
     trained = []
-    for optimizer in optimizers:
+    counts = [backwards] * len(optimizers) if isinstance(backwards, int) else backwards
+    for optimizer, count in zip(optimizers, counts, strict=True):
         model = _model_of(optimizer, models)
-        trained.append(Trained(Stepper(model, optimizer, seed=seed, **options), backwards))
+        trained.append(Trained(Stepper(model, optimizer, seed=seed, **options), count))
+    for one in objects:
+        if isinstance(one, torch.amp.GradScaler):
+            for trainee in trained:
+                trainee.gate_scaler(one)
     for scheduler in schedulers:
         for one in trained:
             if one.stepper.optimizer is scheduler.optimizer:
