@@ -411,17 +411,41 @@ class Reducer:
         self._hidden = None
 
     @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Drop the gradients that are delivered in this block. They must be hidden."""
+    def apart(self) -> Iterator[list[Tensor | None]]:
+        """Keep the gradients that are delivered in this block out of the sum. They must be hidden.
+        The list has them afterwards, by number.
+        """
         before = self._unexpected
+        delivered: list[Tensor | None] = []
         try:
-            yield
+            yield delivered
         finally:
             self.reached = self.reached or self.unexpected
             self._unexpected = before
             self._uncounted.clear()
             for parameter in self.parameters:
+                delivered.append(parameter.grad)
                 parameter.grad = None
+
+    def add_to_next(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients of an earlier backward of this micro-batch to those that the next backward
+        delivers.
+        """
+        for number, gradient in enumerate(gradients):
+            parameter = self.parameters[number]
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+                self.ready[number] = True
+
+    def count_rest(self, gradients: Sequence[Tensor | None]) -> None:
+        """Count those of `add_to_next` whose parameters the backward has not reached."""
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and self.parameters[number].grad is gradient:
+                self.gradient_ready(number, self.parameters[number])
 
     def _delivered(self, number: int, parameter: Tensor) -> None:
         """Handle a gradient: the parameter's hook, which autograd calls."""

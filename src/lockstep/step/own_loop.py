@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
+from lockstep.gradients.reducer import Reducer
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.step.window_run import WindowRun
@@ -73,15 +74,27 @@ class Trained:
         self._micro_batch: MicroBatch | None = None
         self._done = 0  # backwards of this micro-batch that have reached the model
         self._loss = 0.0
+        self._early: list[Sequence[Tensor | None]] = []
+        """The gradients of this micro-batch's backwards so far."""
         self._applies = False
         self._withholds = False
+        self._defers = False
+        self._deferred = False
         self._scaler: Any = None
         self._gate_optimizer()
 
     # -- the window -------------------------------------------------------------------------------
 
-    def open(self, window: Window) -> None:
-        """Begin a window. Every rank calls it."""
+    def open(self, window: Window, *, defers: bool = False) -> None:
+        """Begin a window. Every rank calls it.
+
+        Args:
+            window: the Loader's.
+            defers: step when the loop's body is over. So another model's losses of the last
+                micro-batch meet the same weights as those of the others, on any number of ranks.
+        """
+        self._defers = defers
+        self._deferred = False
         self._run = self.stepper.open(window)
         self._run.enters_streams = False
         self.stepper.reducer.hide()
@@ -91,6 +104,7 @@ class Trained:
         self._micro_batch = micro_batch
         self._done = 0
         self._loss = 0.0
+        self._early.clear()
         if self._run is not None and micro_batch.index is not None:
             self._run.begin(micro_batch.index, batch, last=micro_batch.last)
 
@@ -114,47 +128,56 @@ class Trained:
         assert micro_batch is not None
         reducer = self.stepper.reducer
         reducer.reached = False
-        if micro_batch.index is None:
-            with reducer.discarding():
-                yield
-            if reducer.reached:
-                self._end_backward(run, micro_batch)
-            return
-        reducer.show()
-        closes = micro_batch.last and self._done + 1 == self.backwards
         value = loss.detach().sum().double() * micro_batch.root()
         if self._scaler is not None:
             value = value / self._scaler.scale(torch.ones((), device=value.device))
+        if micro_batch.index is None or self._done + 1 < self.backwards:
+            with reducer.apart() as gradients:
+                yield
+            if reducer.reached and micro_batch.index is not None:
+                self._loss += value.item()
+                self._early.append(gradients)
+        else:
+            yield from self._final(run, reducer, micro_batch, value)
+        if reducer.reached:
+            self._end_backward(run, micro_batch)
+
+    def _final(
+        self, run: WindowRun, reducer: Reducer, micro_batch: MicroBatch, value: Tensor
+    ) -> Iterator[None]:
+        """The micro-batch's last backward: its gradients, and those before, go into the sum."""
 
         def count() -> None:
             run.count(value + self._loss, micro_batch.weight)
 
-        if closes:
+        reducer.show()
+        for gradients in self._early:
+            reducer.add_to_next(gradients)
+        if micro_batch.last:
             reducer.closing = True
             reducer.on_first = count
         with reducer.backward():
             yield
+            for gradients in self._early:
+                reducer.count_rest(gradients)
         reducer.on_first = None
         if not reducer.reached:
             reducer.closing = False
             reducer.hide()
-            return
-        self._loss += value.item()
-        if self._done + 1 == self.backwards and not closes:
-            run.count(self._loss, micro_batch.weight)
-        self._end_backward(run, micro_batch)
+        elif not micro_batch.last:
+            count()
 
     def _end_backward(self, run: WindowRun, micro_batch: MicroBatch) -> None:
         """After a backward that has reached the model."""
         self._done += 1
-        if self._done == self.backwards:
-            if micro_batch.index is not None:
-                run.end()
-            if micro_batch.last:
-                self.stepper.reducer.show()
-                run.average()
-                return
+        if self._done < self.backwards:
+            return
         if micro_batch.index is not None:
+            run.end()
+        if micro_batch.last:
+            self.stepper.reducer.show()
+            run.average()
+        elif micro_batch.index is not None:
             self.stepper.reducer.hide()
 
     def end(self) -> None:
@@ -167,6 +190,12 @@ class Trained:
         if run is None:  # the step is done
             return
         reducer = self.stepper.reducer
+        if self._deferred:
+            with reducer.apart():
+                pass
+            reducer.show()
+            self._step()
+            return
         left_out = self._done == 0
         if 0 < self._done < self.backwards:
             raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
@@ -180,7 +209,7 @@ class Trained:
             self._finish(run)
             return
         if reducer.unexpected:
-            with reducer.discarding():
+            with reducer.apart():
                 pass
         run.restart_buffers()
 
@@ -213,7 +242,11 @@ class Trained:
             if self._run is not None and self._acts:
                 if not self._run.completed:
                     self._complete()
-                self._step()
+                if self._defers:
+                    self._deferred = True
+                    self.stepper.reducer.hide()
+                else:
+                    self._step()
             return None
 
         @functools.wraps(zero_grad)

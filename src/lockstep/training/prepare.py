@@ -1,15 +1,15 @@
 """`lockstep.prepare`: the loop that people have becomes data-parallel.
 
-    model, optimizer, loader, scheduler = lockstep.prepare(
-        model, optimizer, loader, scheduler, micro_batch=32
-    )
-    for epoch in loader.epochs(10):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+model, optimizer, loader, scheduler = lockstep.prepare(
+    model, optimizer, loader, scheduler, micro_batch=32
+)
+for epoch in loader.epochs(10):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class PreparedLoader:
         return max(len(cut.filled(rank, size)) for rank in range(size))
 
     def _micro_batches(self, window: Window) -> Iterator[Any]:
+        defers = len(self._trained) > 1 and window.cut.slots > 1
         for one in self._trained:
-            one.open(window)
+            one.open(window, defers=defers)
         own = len(window)
         state = randomness.get_state()
         left = True
