@@ -56,7 +56,7 @@ def from_dataloader(
         options.update(global_batch=dataloader.batch_size, drop_last=dataloader.drop_last)
         return Loader(dataloader.dataset, **options)
     if type(batch_sampler) is not BatchSampler:
-        batches = SamplesOfBatches(batch_sampler)
+        batches: Any = SamplesOfBatches(batch_sampler)
         return Loader(dataloader.dataset, order=batches, global_batch=batches.size, **options)
     order = _order(dataloader, batch_sampler.sampler)
     if order is None:

@@ -15,7 +15,7 @@ micro-batch's weight, which costs nothing, and sees which models a backward has 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,13 +39,33 @@ class MicroBatch:
         last: whether it is this rank's last of the window.
         reduction: what a loss is: the "mean" over the micro-batch, its "sum", or a sum that must
             not be divided ("as is").
+        logged: for each name the sum of weight times value, and of weights, in this window.
     """
 
-    def __init__(self, index: int | None, weight: float, *, last: bool, reduction: str) -> None:
+    def __init__(
+        self,
+        index: int | None,
+        weight: float,
+        *,
+        last: bool,
+        reduction: str,
+        logged: dict[str, tuple[float, float]],
+    ) -> None:
         self.index = index
         self.weight = weight
         self.last = last
         self.reduction = reduction
+        self.counted = False
+        """Whether a loss was counted with this weight."""
+        self._logged = logged
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Count values of this micro-batch; those of a copy count nothing."""
+        weight = 0.0 if self.index is None else self.weight
+        for name, value in values.items():
+            total, weights = self._logged.get(name, (0.0, 0.0))
+            number = float(value) if weight else 0.0
+            self._logged[name] = total + weight * number, weights + weight
 
     def root(self) -> float:
         """Return the gradient of a loss: what it is multiplied by in the step's sum."""
@@ -71,7 +91,8 @@ class Trained:
         self.skipped = False
         """Whether the loop has left out the last micro-batch."""
         self._run: WindowRun | None = None
-        self._micro_batch: MicroBatch | None = None
+        self.micro_batch: MicroBatch | None = None
+        """The one that the loop computes now; None outside of the loop's body."""
         self._done = 0  # backwards of this micro-batch that have reached the model
         self._loss = 0.0
         self._early: list[Sequence[Tensor | None]] = []
@@ -85,11 +106,12 @@ class Trained:
 
     # -- the window -------------------------------------------------------------------------------
 
-    def open(self, window: Window, *, defers: bool = False) -> None:
+    def open(self, window: Window, *, divides: bool = True, defers: bool = False) -> None:
         """Begin a window. Every rank calls it.
 
         Args:
             window: the Loader's.
+            divides: divide the sum by the weights.
             defers: step when the loop's body is over. So another model's losses of the last
                 micro-batch meet the same weights as those of the others, on any number of ranks.
         """
@@ -97,11 +119,12 @@ class Trained:
         self._deferred = False
         self._run = self.stepper.open(window)
         self._run.enters_streams = False
+        self._run.divides = divides
         self.stepper.reducer.hide()
 
     def begin(self, micro_batch: MicroBatch, batch: object) -> None:
         """Begin a micro-batch."""
-        self._micro_batch = micro_batch
+        self.micro_batch = micro_batch
         self._done = 0
         self._loss = 0.0
         self._early.clear()
@@ -111,8 +134,8 @@ class Trained:
     @property
     def root(self) -> float:
         """The gradient of a loss now."""
-        assert self._micro_batch is not None
-        return self._micro_batch.root()
+        assert self.micro_batch is not None
+        return self.micro_batch.root()
 
     @property
     def awaits_backward(self) -> bool:
@@ -123,7 +146,7 @@ class Trained:
     def backward(self, loss: Tensor) -> Iterator[None]:
         """In this block autograd computes gradients; those of the model count."""
         run = self._run
-        micro_batch = self._micro_batch
+        micro_batch = self.micro_batch
         assert run is not None
         assert micro_batch is not None
         reducer = self.stepper.reducer
@@ -148,6 +171,7 @@ class Trained:
         """The micro-batch's last backward: its gradients, and those before, go into the sum."""
 
         def count() -> None:
+            micro_batch.counted = True
             run.count(value + self._loss, micro_batch.weight)
 
         reducer.show()
@@ -183,8 +207,8 @@ class Trained:
     def end(self) -> None:
         """End the micro-batch, after the loop's body."""
         run = self._run
-        micro_batch = self._micro_batch
-        self._micro_batch = None
+        micro_batch = self.micro_batch
+        self.micro_batch = None
         if micro_batch is None:
             return
         if run is None:  # the step is done
@@ -222,7 +246,7 @@ class Trained:
     def abandon(self) -> None:
         """Drop the window: the loop was left inside it."""
         self._run = None
-        self._micro_batch = None
+        self.micro_batch = None
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -237,7 +261,7 @@ class Trained:
                 return None
             if self._applies:
                 return original(*args, **options)
-            if self._run is None and self._micro_batch is None:
+            if self._run is None and self.micro_batch is None:
                 raise UsageError("step-outside-loop")
             if self._run is not None and self._acts:
                 if not self._run.completed:
@@ -260,7 +284,7 @@ class Trained:
     @property
     def _acts(self) -> bool:
         """Whether this is the last micro-batch of the window."""
-        return self._micro_batch is not None and self._micro_batch.last
+        return self.micro_batch is not None and self.micro_batch.last
 
     def _complete(self) -> None:
         run = self._run
@@ -315,14 +339,21 @@ class Trained:
 
     def gate(self, scheduler: Any) -> None:
         """Have a scheduler step once a window where the loop steps it inside its body."""
-        original = scheduler.step
+        kind = type(scheduler)
 
-        @functools.wraps(original)
-        def step(*args: Any, **options: Any) -> None:
-            if self._micro_batch is None or self._micro_batch.last:
-                original(*args, **options)
+        @functools.wraps(kind.step)
+        def step(stepped: Any, *args: Any, **options: Any) -> None:
+            if self.micro_batch is None or self.micro_batch.last:
+                kind.step(stepped, *args, **options)
 
-        scheduler.step = step
+        # a subclass, because an attribute of the scheduler would be part of its state_dict
+        members = {"step": step, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        scheduler.__class__ = type(kind.__name__, (kind,), members)
+
+
+def current() -> MicroBatch | None:
+    """Return the micro-batch that a loop computes now; None outside of loops."""
+    return _open[-1][0].micro_batch if _open else None
 
 
 _open: list[Sequence[Trained]] = []

@@ -118,6 +118,8 @@ class WindowRun:
         self.facts = FactsMessage(parts.facts_group, world.device, self._slots)
         self.stops = False
         """Whether this rank asks to stop. The facts tell all ranks."""
+        self.divides = True
+        """Whether the sum is to be divided by the weights."""
         self.enters_streams = True
         """Whether `begin` enters the random stream of the micro-batch: not if the caller does."""
         self.micro_batch: int | None = None
@@ -340,10 +342,10 @@ class WindowRun:
         if reduction.divisor is None:
             reducer.finish(self._buffers.send)
             facts = self.facts.wait()
-            divisor = facts.weight * self._factor
+            divisor = self._divisor(facts)
         else:
             facts = self.facts.wait()
-            reduction.divisor = facts.weight * self._factor or 1.0
+            reduction.divisor = self._divisor(facts) or 1.0
             try:
                 reducer.finish(self._buffers.send)
             finally:
@@ -353,6 +355,10 @@ class WindowRun:
         if self.record is not None:
             self.record.summed(facts, self._buffers.moved())
         return self._summed
+
+    def _divisor(self, facts: Facts) -> float:
+        assert self._factor is not None
+        return (facts.weight if self.divides else 1.0) * self._factor
 
     def average(self) -> Facts:
         """Complete the sum and divide it: every `.grad` is then the mean over all ranks."""

@@ -14,7 +14,9 @@ for epoch in loader.epochs(10):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,6 +32,8 @@ from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
 from lockstep.step.stepper import Stepper
+from lockstep.training.loop_functions import total
+from lockstep.training.script_run import ScriptRun
 
 Reduction = Literal["mean", "sum", "as is"]
 _PADDING = 2**47  # slots of padding's random streams begin here
@@ -53,11 +57,11 @@ class PreparedLoader:
         self._trained = trained
         self._seed = seed
         self._reduction = reduction
-        self._epochs: Iterator[Any] | None = None
+        self.run: ScriptRun | None = None
+        self._logged: dict[str, tuple[float, float]] = {}
         self._epoch: Any = None
+        self._resumed = False
         self._number = 0
-        self.micro_batch: MicroBatch | None = None
-        """The one that the loop computes now."""
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the numbers of epochs up to `count`, from where the training is.
@@ -65,22 +69,52 @@ class PreparedLoader:
         Args:
             count: epochs of the whole training.
         """
+        self._resumed = False
         for epoch in self.loader.epochs(count):
             self._epoch = epoch
-            self._number = epoch.number
             yield epoch.number
-            if self._epoch is not None:
-                self._epoch = None
-                self._number += 1
+            self._epoch = None
+            if self.run is not None:
+                self.run.go_on()
+        if self.run is not None:
+            self.run.finish()
 
     def __iter__(self) -> Iterator[Any]:
+        if self._resumed:
+            raise UsageError("epochs-after-resume")
         epoch = self._epoch
         self._epoch = None
         if epoch is None:
             epoch = next(self.loader.epochs(self._number + 1, self._number))
         self._number = epoch.number + 1
         for window in epoch:
+            if self.run is not None:
+                self.run.go_on()
             yield from self._micro_batches(window)
+            self._record(window)
+
+    def _record(self, window: Window) -> None:
+        result = self._trained[0].result
+        metrics = self._means()
+        if self.run is not None and result is not None:
+            self.run.after_window(window, result, metrics)
+
+    def _means(self) -> dict[str, float]:
+        """Return the means of what the window has logged, over all ranks."""
+        logged = dict(self._logged)
+        self._logged.clear()
+        means = {}
+        if logged:
+            sums = total(**{name: value for name, (value, _) in logged.items()})
+            weights = total(**{name: weight for name, (_, weight) in logged.items()})
+            for name, weight in weights.items():
+                means[name] = sums[name] / weight if weight else math.nan
+        return means
+
+    def save_in(self, run: ScriptRun) -> None:
+        """Save the training in this run directory from now on."""
+        self.run = run
+        self._resumed = run.resumed
 
     def __len__(self) -> int:
         """Return the number of iterations of an epoch."""
@@ -107,7 +141,7 @@ class PreparedLoader:
     def _micro_batches(self, window: Window) -> Iterator[Any]:
         defers = len(self._trained) > 1 and window.cut.slots > 1
         for one in self._trained:
-            one.open(window, defers=defers)
+            one.open(window, divides=self._reduction != "as is", defers=defers)
         own = len(window)
         state = randomness.get_state()
         left = True
@@ -119,7 +153,6 @@ class PreparedLoader:
                         one.end()
             left = False
         finally:
-            self.micro_batch = None
             randomness.set_state(state)
             if left:
                 for one in self._trained:
@@ -137,14 +170,15 @@ class PreparedLoader:
         else:
             batch = window.turned(size - rank, rank, size)[0]
             slot = _PADDING + rank
-        self.micro_batch = MicroBatch(
+        micro_batch = MicroBatch(
             index if index >= 0 else None,
             float(window.counts[index]) if index >= 0 else 0.0,
             last=last,
             reduction=self._reduction,
+            logged=self._logged,
         )
         for one in self._trained:
-            one.begin(self.micro_batch, batch)
+            one.begin(micro_batch, batch)
         randomness.step(self._seed, window.step, slot)
         return batch
 
@@ -155,6 +189,9 @@ def prepare(
     seed: int = 0,
     reduction: Reduction = "mean",
     backwards: int | Sequence[int] = 1,
+    run: Path | str | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
     **options: Any,
 ) -> Any:
     """Make the loop that you have data-parallel.
@@ -166,6 +203,10 @@ def prepare(
         reduction: what a loss is.
         backwards: backwards of a micro-batch that reach the model; with several optimizers one
             number for each, in their order.
+        run: a folder for checkpoints and metrics. A training that is there is resumed.
+        checkpoint_every: steps between two checkpoints. Default: as often as costs less than 2 % of
+            the time.
+        keep: the newest checkpoints to keep.
         options: those of `lockstep.Stepper`.
 
     Returns:
@@ -192,6 +233,17 @@ def prepare(
         if isinstance(one, DataLoader):
             loader = from_dataloader(one, micro_batch=micro_batch, seed=seed)
             one = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
+            if run is not None:
+                one.save_in(
+                    ScriptRun(
+                        run,
+                        trained[0].stepper,
+                        loader,
+                        schedulers,
+                        every=checkpoint_every,
+                        keep=keep,
+                    )
+                )
         prepared.append(one)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
