@@ -26,14 +26,19 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "benchmark_scaling": "lockstep.tools.bench.scaling",
     "communication_ratio": "lockstep.tools.bench.ratio",
     "evaluate": "lockstep.training.inference.evaluation",
+    "evaluating": "lockstep.training.loop_functions",
     "init": "lockstep.world.world",
     "launch": "lockstep.launcher.launch",
+    "log": "lockstep.training.loop_functions",
     "predict": "lockstep.training.inference.prediction",
+    "prepare": "lockstep.training.prepare",
     "scale_lr": "lockstep.step.learning_rate",
     "seed": "lockstep.runtime.randomness",
     "shared_memory_hook": "lockstep.step.comm_hook",
     "stream": "lockstep.runtime.randomness",
+    "total": "lockstep.training.loop_functions",
     "train": "lockstep.training.train",
+    "weigh": "lockstep.training.loop_functions",
 }
 _MODULES = ("backend", "collectives", "errors", "testing")
 
@@ -54,15 +59,20 @@ __all__ = [
     "communication_ratio",
     "errors",
     "evaluate",
+    "evaluating",
     "init",
     "launch",
+    "log",
     "predict",
+    "prepare",
     "scale_lr",
     "seed",
     "shared_memory_hook",
     "stream",
     "testing",
+    "total",
     "train",
+    "weigh",
 ]
 
 if TYPE_CHECKING:
@@ -83,6 +93,8 @@ if TYPE_CHECKING:
     from lockstep.tools.bench.scaling import benchmark_scaling
     from lockstep.training.inference.evaluation import evaluate
     from lockstep.training.inference.prediction import predict
+    from lockstep.training.loop_functions import evaluating, log, total, weigh
+    from lockstep.training.prepare import prepare
     from lockstep.training.train import train
     from lockstep.world.world import World, init
 

@@ -99,9 +99,11 @@ class Trained:
         """The gradients of this micro-batch's backwards so far."""
         self._applies = False
         self._withholds = False
+        self._left = False
         self._defers = False
         self._deferred = False
         self._scaler: Any = None
+        self._steps_of_schedulers: list[Callable[[], None]] = []
         self._gate_optimizer()
 
     # -- the window -------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ class Trained:
             defers: step when the loop's body is over. So another model's losses of the last
                 micro-batch meet the same weights as those of the others, on any number of ranks.
         """
+        if self._left:
+            raise UsageError("window-left")
         self._defers = defers
         self._deferred = False
         self._run = self.stepper.open(window)
@@ -242,11 +246,13 @@ class Trained:
         self.stepper.reducer.show()
         run.average()
         self._step()
+        for step in self._steps_of_schedulers:  # those that the body steps
+            step()
 
-    def abandon(self) -> None:
-        """Drop the window: the loop was left inside it."""
-        self._run = None
+    def leave(self) -> None:
+        """The loop was left inside the window."""
         self.micro_batch = None
+        self._left = self._run is not None
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -343,7 +349,10 @@ class Trained:
 
         @functools.wraps(kind.step)
         def step(stepped: Any, *args: Any, **options: Any) -> None:
-            if self.micro_batch is None or self.micro_batch.last:
+            in_body = self.micro_batch is not None
+            if in_body and not self._steps_of_schedulers:
+                self._steps_of_schedulers.append(lambda: kind.step(scheduler))
+            if not in_body or self._acts:
                 kind.step(stepped, *args, **options)
 
         # a subclass, because an attribute of the scheduler would be part of its state_dict

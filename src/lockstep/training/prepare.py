@@ -15,6 +15,7 @@ for epoch in loader.epochs(10):
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lockstep.data.from_dataloader import from_dataloader
+from lockstep.data.from_dataloader import from_dataloader, is_shuffled
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
@@ -34,8 +35,10 @@ from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
 from lockstep.step.stepper import Stepper
 from lockstep.training.loop_functions import total
 from lockstep.training.script_run import ScriptRun
+from lockstep.world.world import World
 
 Reduction = Literal["mean", "sum", "as is"]
+_SHUFFLED = "lockstep: shuffle=True: the order is the keyed permutation of seed={seed}, on any number of ranks"
 _PADDING = 2**47  # slots of padding's random streams begin here
 
 
@@ -156,7 +159,7 @@ class PreparedLoader:
             randomness.set_state(state)
             if left:
                 for one in self._trained:
-                    one.abandon()
+                    one.leave()
 
     def _begin(self, window: Window, index: int, *, last: bool) -> Any:
         """Begin micro-batch `index` of this rank, and return its batch; a copy if it is negative."""
@@ -214,36 +217,38 @@ def prepare(
     """
     models = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, Optimizer)]
-    schedulers = [one for one in objects if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
-    trained = []
+    loaders = [one for one in objects if isinstance(one, DataLoader)]
+    for given, what in ((models, "model"), (optimizers, "optimizer"), (loaders, "DataLoader")):
+        if not given:
+            raise UsageError("nothing-to-prepare", what=what)
     counts = [backwards] * len(optimizers) if isinstance(backwards, int) else backwards
+    trained = []
     for optimizer, count in zip(optimizers, counts, strict=True):
         model = _model_of(optimizer, models)
         trained.append(Trained(Stepper(model, optimizer, seed=seed, **options), count))
+    schedulers = []
     for one in objects:
         if isinstance(one, torch.amp.GradScaler):
             for trainee in trained:
                 trainee.gate_scaler(one)
-    for scheduler in schedulers:
-        for one in trained:
-            if one.stepper.optimizer is scheduler.optimizer:
-                one.gate(scheduler)
+        if isinstance(one, (LRScheduler, ReduceLROnPlateau)):
+            schedulers.append(one)
+            for trainee in trained:
+                if trainee.stepper.optimizer is one.optimizer:
+                    trainee.gate(one)
     prepared = []
     for one in objects:
         if isinstance(one, DataLoader):
+            if is_shuffled(one) and World.current().rank == 0:
+                print(_SHUFFLED.format(seed=seed), file=sys.stderr)
             loader = from_dataloader(one, micro_batch=micro_batch, seed=seed)
             one = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
             if run is not None:
-                one.save_in(
-                    ScriptRun(
-                        run,
-                        trained[0].stepper,
-                        loader,
-                        schedulers,
-                        every=checkpoint_every,
-                        keep=keep,
-                    )
-                )
+                if len(trained) > 1:
+                    raise UsageError("several-run-parts", count=len(trained), what="optimizer")
+                every = checkpoint_every
+                stepper = trained[0].stepper
+                one.save_in(ScriptRun(run, stepper, loader, schedulers, every=every, keep=keep))
         prepared.append(one)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -256,5 +261,5 @@ def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
         if any(id(parameter) in own for parameter in model.parameters()):
             found.append(model)
     if not found:
-        raise UsageError("optimizer-of-other-parameters")
+        raise UsageError("optimizer-of-other-models")
     return found[0] if len(found) == 1 else nn.ModuleList(found)

@@ -48,7 +48,7 @@ class ScriptRun:
         keep: int,
     ) -> None:
         if len(schedulers) > 1:
-            raise UsageError("several-schedulers")
+            raise UsageError("several-run-parts", count=len(schedulers), what="scheduler")
         world = stepper.world
         self._stepper = stepper
         self._open = world.own(ExitStack())

@@ -1,0 +1,406 @@
+"""`lockstep.prepare`: the loop that people have, on any number of ranks, against one process of plain
+torch that gets the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+
+import lockstep
+from lockstep.errors import UsageError
+from tests.teams import on_team
+
+RANKS = (1, 2, 3)
+SAMPLES = 100  # the last window has a full micro-batch and a short one
+
+
+def samples(count: int = SAMPLES, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator).to(dtype)
+    return TensorDataset(x, torch.randint(3, (count,), generator=generator))
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def noisy_net() -> nn.Module:
+    """With BatchNorm and dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
+
+
+def state_of(*models: nn.Module) -> list[Tensor]:
+    tensors = []
+    for model in models:
+        tensors += [tensor.detach().clone() for tensor in model.state_dict().values()]
+    return tensors
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_on_all(train: Callable[..., list[Tensor]], ranks: tuple[int, ...] = RANKS) -> list[Tensor]:
+    """Train on each of these numbers of ranks; all must have the same bits. Return them."""
+    results = [result for size in ranks for result in on_team(train, size)]
+    for result in results[1:]:
+        assert equal(results[0], result)
+    return results[0]
+
+
+# -- one model ------------------------------------------------------------------------------------
+
+
+def usual_loop(
+    world: lockstep.World, net: Callable[[], nn.Module] = noisy_net, **options: Any
+) -> list[Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    model, optimizer, loader, scheduler = lockstep.prepare(
+        model, optimizer, loader, scheduler, micro_batch=8, world=world, **options
+    )
+    iterations = 0
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            iterations += 1
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert iterations == 2 * len(loader)
+    assert loader.step == 2 * loader.steps == scheduler.last_epoch == 8
+    return state_of(model)
+
+
+def test_the_usual_loop_gives_the_same_bits_on_any_number_of_ranks() -> None:
+    same_on_all(partial(usual_loop, exact=True))
+
+
+def order_of(epochs: int, batch: int) -> list[list[int]]:
+    """The global batches of the keyed shuffle."""
+    loader = lockstep.Loader(range(SAMPLES), global_batch=batch, micro_batch=batch, rank=0, size=1)
+    return [list(map(int, b)) for epoch in loader.epochs(epochs) for w in epoch for b in w]
+
+
+def old_script(batches: list[list[int]]) -> list[Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    x, y = samples().tensors
+    for batch in batches:
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_it_trains_what_the_old_script_trains_on_the_same_order(ranks: int, exact: bool) -> None:
+    expected = old_script(order_of(2, 32))
+    for result in on_team(partial(usual_loop, net=plain_net, exact=exact), ranks):
+        for tensor, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-6)
+
+
+# -- several models, losses, a scaler -------------------------------------------------------------
+
+
+def gan(world: lockstep.World) -> list[Tensor]:
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+    d = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    of_g, of_d = torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    g, d, of_g, of_d, loader = lockstep.prepare(
+        g, d, of_g, of_d, loader, micro_batch=8, backwards=(1, 2), exact=True, world=world
+    )
+    loss = F.binary_cross_entropy_with_logits
+    for _ in loader.epochs(2):
+        for x, _ in loader:
+            real, fake = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+            d.zero_grad()
+            loss(d(x), real).backward()
+            made = g(torch.randn(len(x), 4))
+            loss(d(made.detach()), fake).backward()
+            of_d.step()
+            g.zero_grad()
+            loss(d(made), real).backward()  # reaches d too, whose step has its gradients already
+            of_g.step()
+    return state_of(g, d)
+
+
+def test_a_gan_gives_the_same_bits_on_any_number_of_ranks() -> None:
+    same_on_all(gan)
+
+
+def scaled(world: lockstep.World) -> list[Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    model, optimizer, loader, scaler = lockstep.prepare(
+        model, optimizer, loader, scaler, micro_batch=8, exact=True, world=world
+    )
+    for _ in loader.epochs(3):
+        for x, y in loader:
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() < 2.0**127
+    assert loader.step == 12
+    return [*state_of(model), torch.tensor(scaler.get_scale())]
+
+
+def test_a_grad_scaler_acts_once_a_window_and_an_overflow_skips_its_step() -> None:
+    same_on_all(scaled)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Sentences(Dataset[Tensor]):
+    """Row i has 1 + i % 5 tokens; others are -1."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = torch.full((5,), -1.0)
+        row[: 1 + index % 5] = float(index)
+        return row
+
+
+def by_tokens(world: lockstep.World, kind: str) -> list[Tensor]:
+    model = nn.Linear(1, 1).double()
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    reduction = {"tokens": "mean", "sum": "sum", "as is": "as is"}[kind]
+    model, optimizer, loader = lockstep.prepare(
+        model,
+        optimizer,
+        DataLoader(Sentences(), batch_size=12),
+        micro_batch=3,
+        reduction=reduction,
+        world=world,
+    )
+    for _ in loader.epochs(1):
+        for rows in loader:
+            tokens = rows[rows >= 0].double()[:, None]
+            squares = (model(tokens) - 1) ** 2
+            if kind == "tokens":
+                lockstep.weigh(len(tokens))
+                squares.mean().backward()
+            else:
+                squares.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sum", "as is"])
+def test_the_weight_is_what_the_loss_is_a_mean_over(kind: str) -> None:
+    model = nn.Linear(1, 1).double()
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    data = Sentences()
+    for begin in (0, 12):
+        rows = torch.stack([data[index] for index in range(begin, begin + 12)])
+        tokens = rows[rows >= 0].double()[:, None]
+        squares = (model(tokens) - 1) ** 2
+        divisor = {"tokens": len(tokens), "sum": 12, "as is": 1}[kind]
+        model.zero_grad()
+        (squares.sum() / divisor).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+    for ranks in RANKS:
+        for result in on_team(partial(by_tokens, kind=kind), ranks):
+            for tensor, expected in zip(result, state_of(model), strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=0)
+
+
+# -- what the loop may do -------------------------------------------------------------------------
+
+
+def counting(world: lockstep.World) -> tuple[float, float]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = samples()
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, DataLoader(data, batch_size=32), micro_batch=8, world=world
+    )
+    seen = 0.0
+    for _ in loader.epochs(1):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            seen += lockstep.total(count=len(x))["count"]
+    own = sum(len(x) for x, _ in lockstep.evaluating(DataLoader(data, batch_size=7, shuffle=True)))
+    return seen, lockstep.total(count=own)["count"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_padding_counts_nothing_and_an_evaluation_counts_once(ranks: int) -> None:
+    assert on_team(counting, ranks) == [(SAMPLES, SAMPLES)] * ranks
+
+
+def leaving_out(world: lockstep.World) -> list[Tensor]:
+    """Micro-batches whose first label is 0 are left out."""
+    model = noisy_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    model, optimizer, loader, scheduler = lockstep.prepare(
+        model, optimizer, loader, scheduler, micro_batch=8, exact=True, world=world
+    )
+    for _ in loader.epochs(3):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            if y[0] == 0:
+                continue
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert loader.step == 12
+    return state_of(model)
+
+
+def test_a_micro_batch_without_a_backward_is_left_out_on_any_number_of_ranks() -> None:
+    same_on_all(leaving_out)
+
+
+def own_generator(world: lockstep.World) -> list[int]:
+    data = DataLoader(
+        range(20),  # type: ignore[arg-type]
+        batch_size=8,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    )
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer, loader = lockstep.prepare(model, optimizer, data, micro_batch=8, world=world)
+    order: list[int] = []
+    for _ in loader.epochs(3):
+        for batch in loader:
+            order += batch.tolist()
+            model(torch.randn(len(batch), 6)).sum().backward()
+            optimizer.step()
+    return order
+
+
+def test_the_order_of_a_generator_is_that_of_the_old_script() -> None:
+    data = DataLoader(
+        range(20),  # type: ignore[arg-type]
+        batch_size=8,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    )
+    expected = [int(index) for _ in range(3) for batch in data for index in batch]
+    assert on_team(own_generator, 1) == [expected]
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def refusal(world: lockstep.World, mistake: str) -> str:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = samples()
+    options: dict[str, Any] = {"micro_batch": 8, "world": world}
+    loader: Any = DataLoader(data, batch_size=32)
+    if mistake == "no batches":
+        loader = DataLoader(data, batch_size=None)
+    if mistake == "unequal batches":
+        loader = DataLoader(data, batch_sampler=[[0, 1], [2], [3, 4]])
+    if mistake == "other parameters":
+        optimizer = torch.optim.SGD(plain_net().parameters(), lr=0.1)
+    try:
+        if mistake == "no optimizer":
+            lockstep.prepare(model, loader, **options)
+        model, optimizer, loader = lockstep.prepare(model, optimizer, loader, **options)
+        if mistake == "step outside":
+            optimizer.step()
+        if mistake == "weigh outside":
+            lockstep.weigh(1)
+        for _ in loader.epochs(2):
+            for number, (x, y) in enumerate(loader):
+                F.cross_entropy(model(x), y).backward()
+                if mistake == "second backward":
+                    F.cross_entropy(model(x), y).backward()
+                if mistake == "weigh late":
+                    lockstep.weigh(1)
+                if mistake == "no step":
+                    continue
+                if mistake == "written":
+                    parameter = next(model.parameters())
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                if mistake == "left" and number == 0:
+                    break
+    except UsageError as error:
+        return error.code
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [
+        ("no batches", "dataloader-without-batches"),
+        ("unequal batches", "global-batches-of-different-size"),
+        ("other parameters", "optimizer-of-other-models"),
+        ("no optimizer", "nothing-to-prepare"),
+        ("step outside", "step-outside-loop"),
+        ("weigh outside", "outside-prepared-loop"),
+        ("weigh late", "weigh-after-backward"),
+        ("no step", "window-without-step"),
+        ("written", "partial-gradient-written"),
+        ("left", "window-left"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_mistake_is_an_error_with_a_code_on_all_ranks(
+    mistake: str, code: str, ranks: int
+) -> None:
+    assert on_team(partial(refusal, mistake=mistake), ranks) == [code] * ranks
+
+
+def by_batch_sampler(world: lockstep.World) -> list[list[int]]:
+    batches = BatchSampler(SequentialSampler(range(10)), 4, drop_last=False)
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = DataLoader(range(10), batch_sampler=batches)  # type: ignore[arg-type]
+    _, optimizer, loader = lockstep.prepare(model, optimizer, data, micro_batch=4, world=world)
+    seen = []
+    for _ in loader.epochs(1):
+        for batch in loader:
+            seen.append(batch.tolist())
+            model(torch.randn(len(batch), 6)).sum().backward()
+            optimizer.step()
+    return seen
+
+
+def test_a_batch_sampler_gives_the_global_batches() -> None:
+    assert on_team(by_batch_sampler, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]
