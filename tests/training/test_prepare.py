@@ -374,6 +374,7 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("no optimizer", "nothing-to-prepare"),
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
+        ("second backward", "too-many-backwards"),
         ("weigh late", "weigh-after-backward"),
         ("no step", "window-without-step"),
         ("written", "partial-gradient-written"),

@@ -415,17 +415,21 @@ class Reducer:
         """Keep the gradients that are delivered in this block out of the sum. They must be hidden.
         The list has them afterwards, by number.
         """
-        before = self._unexpected
+        self.drop()
         delivered: list[Tensor | None] = []
         try:
             yield delivered
         finally:
             self.reached = self.reached or self.unexpected
-            self._unexpected = before
-            self._uncounted.clear()
-            for parameter in self.parameters:
-                delivered.append(parameter.grad)
-                parameter.grad = None
+            delivered += [parameter.grad for parameter in self.parameters]
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the gradients that were delivered while those of the sum were hidden."""
+        self._unexpected = False
+        self._uncounted.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def add_to_next(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients of an earlier backward of this micro-batch to those that the next backward

@@ -97,6 +97,7 @@ class Trained:
         self._loss = 0.0
         self._early: list[Sequence[Tensor | None]] = []
         """The gradients of this micro-batch's backwards so far."""
+        self._asked = False  # whether the loop has called the optimizer's step in it
         self._applies = False
         self._withholds = False
         self._left = False
@@ -132,6 +133,7 @@ class Trained:
         self._done = 0
         self._loss = 0.0
         self._early.clear()
+        self._asked = False
         if self._run is not None and micro_batch.index is not None:
             self._run.begin(micro_batch.index, batch, last=micro_batch.last)
 
@@ -145,6 +147,13 @@ class Trained:
     def awaits_backward(self) -> bool:
         """Whether a backward that reaches the model now belongs to this micro-batch."""
         return self._run is not None and self._done < self.backwards
+
+    def check_no_more(self) -> None:
+        """Raise UsageError if a backward has reached the model after its last one and before its
+        optimizer's step.
+        """
+        if self._run is not None and not self._asked and self.stepper.reducer.unexpected:
+            raise UsageError("too-many-backwards", count=self.backwards)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -161,7 +170,9 @@ class Trained:
         if micro_batch.index is None or self._done + 1 < self.backwards:
             with reducer.apart() as gradients:
                 yield
-            if reducer.reached and micro_batch.index is not None:
+            if reducer.reached and micro_batch.index is None:
+                micro_batch.counted = True
+            elif reducer.reached:
                 self._loss += value.item()
                 self._early.append(gradients)
         else:
@@ -219,8 +230,7 @@ class Trained:
             return
         reducer = self.stepper.reducer
         if self._deferred:
-            with reducer.apart():
-                pass
+            reducer.drop()  # what other models' losses have sent here since
             reducer.show()
             self._step()
             return
@@ -237,8 +247,7 @@ class Trained:
             self._finish(run)
             return
         if reducer.unexpected:
-            with reducer.apart():
-                pass
+            reducer.drop()
         run.restart_buffers()
 
     def _finish(self, run: WindowRun) -> None:
@@ -269,6 +278,7 @@ class Trained:
                 return original(*args, **options)
             if self._run is None and self.micro_batch is None:
                 raise UsageError("step-outside-loop")
+            self._asked = True
             if self._run is not None and self._acts:
                 if not self._run.completed:
                     self._complete()
@@ -325,6 +335,7 @@ class Trained:
         def gated_step(other: Any, *args: Any, **options: Any) -> Any:
             if other is not optimizer:
                 return scaled_step(other, *args, **options)
+            self._asked = True
             if not self._acts:
                 return None
             result = scaled_step(other, *args, **options)
@@ -392,6 +403,9 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
     active = [one for trained in _open for one in trained if one.awaits_backward]
     if _inside or not active:
         _engine(tensors, grad_tensors, *args, **options)
+        for trained in _open:
+            for one in trained:
+                one.check_no_more()
         return
     if grad_tensors is not None or len(roots) != 1 or roots[0].numel() != 1:
         raise UsageError("loss-not-one-number", what="the loss", shape=list(roots[0].shape))
