@@ -29,15 +29,20 @@ NAMES = [
     "communication_ratio",
     "errors",
     "evaluate",
+    "evaluating",
     "init",
     "launch",
+    "log",
     "predict",
+    "prepare",
     "scale_lr",
     "seed",
     "shared_memory_hook",
     "stream",
     "testing",
+    "total",
     "train",
+    "weigh",
 ]
 
 

@@ -341,6 +341,8 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         if mistake == "no optimizer":
             lockstep.prepare(model, loader, **options)
         model, optimizer, loader = lockstep.prepare(model, optimizer, loader, **options)
+        if mistake == "twice":
+            lockstep.prepare(model, optimizer, DataLoader(data, batch_size=32), **options)
         if mistake == "step outside":
             optimizer.step()
         if mistake == "weigh outside":
@@ -372,6 +374,7 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("unequal batches", "global-batches-of-different-size"),
         ("other parameters", "optimizer-of-other-models"),
         ("no optimizer", "nothing-to-prepare"),
+        ("twice", "prepared-twice"),
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
         ("second backward", "too-many-backwards"),

@@ -84,6 +84,8 @@ class Trained:
     """
 
     def __init__(self, stepper: Stepper, backwards: int = 1) -> None:
+        if hasattr(stepper.optimizer.step, "prepared"):
+            raise UsageError("prepared-twice")
         self.stepper = stepper
         self.backwards = backwards
         self.result: StepResult | None = None
@@ -294,6 +296,7 @@ class Trained:
             if self._run is None:
                 zero_grad(*args, **options)
 
+        step.prepared = True  # type: ignore[attr-defined]
         optimizer.step = step
         optimizer.zero_grad = gated_zero_grad
 
