@@ -156,7 +156,8 @@ class PreparedLoader:
                         one.end()
             left = False
         finally:
-            randomness.set_state(state)
+            if randomness is not None:  # None where a loop is left at the interpreter's end
+                randomness.set_state(state)
             if left:
                 for one in self._trained:
                     one.leave()
