@@ -395,19 +395,20 @@ class Reducer:
 
     def hide(self) -> None:
         """Set every `.grad` to None until `show`, so that nobody reads a part of a sum."""
-        self._hidden = [parameter.grad for parameter in self.parameters]
+        hidden = []
         for parameter in self.parameters:
+            hidden.append(parameter.grad)
             parameter.grad = None
+        self._hidden = hidden
 
     def show(self) -> None:
         """Undo `hide`. Raises UsageError if a gradient was written meanwhile."""
         if self._hidden is None:
             return
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                raise UsageError("partial-gradient-written", parameter=name)
-        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
-            parameter.grad = gradient
+                raise UsageError("partial-gradient-written", parameter=self.names[number])
+            parameter.grad = self._hidden[number]
         self._hidden = None
 
     @contextmanager

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
-from lockstep.gradients.reducer import Reducer
+from lockstep.runtime import status
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.step.window_run import WindowRun
@@ -96,7 +97,7 @@ class Trained:
         self.micro_batch: MicroBatch | None = None
         """The one that the loop computes now; None outside of the loop's body."""
         self._done = 0  # backwards of this micro-batch that have reached the model
-        self._loss = 0.0
+        self._loss: float | Tensor = 0.0
         self._early: list[Sequence[Tensor | None]] = []
         """The gradients of this micro-batch's backwards so far."""
         self._asked = False  # whether the loop has called the optimizer's step in it
@@ -157,48 +158,46 @@ class Trained:
         if self._run is not None and not self._asked and self.stepper.reducer.unexpected:
             raise UsageError("too-many-backwards", count=self.backwards)
 
-    @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
-        """In this block autograd computes gradients; those of the model count."""
+    def backward(self, loss: Tensor, engine: Callable[[], None]) -> None:
+        """Compute gradients of the loss by `engine`; those of the model count."""
         run = self._run
         micro_batch = self.micro_batch
         assert run is not None
         assert micro_batch is not None
         reducer = self.stepper.reducer
         reducer.reached = False
-        value = loss.detach().sum().double() * micro_batch.root()
+        status.enter("backward")
+        value = loss.detach() * micro_batch.root()
         if self._scaler is not None:
             value = value / self._scaler.scale(torch.ones((), device=value.device))
-        if micro_batch.index is None or self._done + 1 < self.backwards:
+        if micro_batch.index is not None and self._done + 1 == self.backwards:
+            self._final(run, micro_batch, value, engine)
+        else:
             with reducer.apart() as gradients:
-                yield
+                engine()
             if reducer.reached and micro_batch.index is None:
                 micro_batch.counted = True
             elif reducer.reached:
-                self._loss += value.item()
+                self._loss += value
                 self._early.append(gradients)
-        else:
-            yield from self._final(run, reducer, micro_batch, value)
         if reducer.reached:
             self._end_backward(run, micro_batch)
 
     def _final(
-        self, run: WindowRun, reducer: Reducer, micro_batch: MicroBatch, value: Tensor
-    ) -> Iterator[None]:
+        self, run: WindowRun, micro_batch: MicroBatch, value: Tensor, engine: Callable[[], None]
+    ) -> None:
         """The micro-batch's last backward: its gradients, and those before, go into the sum."""
-
-        def count() -> None:
-            micro_batch.counted = True
-            run.count(value + self._loss, micro_batch.weight)
-
+        reducer = self.stepper.reducer
+        if self._early:
+            value = value + self._loss
         reducer.show()
         for gradients in self._early:
             reducer.add_to_next(gradients)
         if micro_batch.last:
             reducer.closing = True
-            reducer.on_first = count
+            reducer.on_first = partial(self._count, run, micro_batch, value)
         with reducer.backward():
-            yield
+            engine()
             for gradients in self._early:
                 reducer.count_rest(gradients)
         reducer.on_first = None
@@ -206,7 +205,11 @@ class Trained:
             reducer.closing = False
             reducer.hide()
         elif not micro_batch.last:
-            count()
+            self._count(run, micro_batch, value)
+
+    def _count(self, run: WindowRun, micro_batch: MicroBatch, value: Tensor) -> None:
+        micro_batch.counted = True
+        run.count(value, micro_batch.weight)
 
     def _end_backward(self, run: WindowRun, micro_batch: MicroBatch) -> None:
         """After a backward that has reached the model."""
@@ -412,12 +415,13 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
         return
     if grad_tensors is not None or len(roots) != 1 or roots[0].numel() != 1:
         raise UsageError("loss-not-one-number", what="the loss", shape=list(roots[0].shape))
+    loss = roots[0]
+    seed = torch.full_like(loss, active[0].root)
+    call = partial(_engine, roots, [seed], *args, **options)
+    for one in active:
+        call = partial(one.backward, loss, call)
     _inside = True
     try:
-        with ExitStack() as stack:
-            for one in active:
-                stack.enter_context(one.backward(roots[0]))
-            seed = torch.full_like(roots[0], active[0].root)
-            _engine(roots, [seed], *args, **options)
+        call()
     finally:
         _inside = False
