@@ -4,8 +4,10 @@ torch that gets the same order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.testing import run_ranks
 from tests.teams import on_team
 
 RANKS = (1, 2, 3)
@@ -408,3 +411,185 @@ def by_batch_sampler(world: lockstep.World) -> list[list[int]]:
 
 def test_a_batch_sampler_gives_the_global_batches() -> None:
     assert on_team(by_batch_sampler, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]
+
+
+# -- closures -------------------------------------------------------------------------------------
+
+
+def regression() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randn(50, 1, generator=generator, dtype=torch.float64)
+
+
+def tanh_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=6, line_search_fn="strong_wolfe")
+
+
+def with_closures(
+    world: lockstep.World, micro_batch: int | None = 10, exact: bool = True, bound: bool = True
+) -> list[Tensor]:
+    model = tanh_net()
+    data = DataLoader(TensorDataset(*regression()), batch_size=25)
+    model, optimizer, loader = lockstep.prepare(
+        model, lbfgs(model), data, micro_batch=micro_batch, exact=exact, world=world
+    )
+    for _ in loader.epochs(3):
+        for x, y in loader:
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            def of_the_last_batch() -> Tensor:
+                return closure(x, y)  # noqa: B023 - that is the mistake
+
+            optimizer.step(closure if bound else of_the_last_batch)
+    return state_of(model)
+
+
+def old_lbfgs() -> list[Tensor]:
+    model = tanh_net()
+    optimizer = lbfgs(model)
+    x, y = regression()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x[rows]), y[rows])
+        loss.backward()
+        return loss
+
+    for rows in (slice(25), slice(25, 50)) * 3:  # noqa: B007 - the closure looks it up
+        optimizer.step(closure)
+    return state_of(model)
+
+
+def test_an_optimizer_may_evaluate_the_window_again() -> None:
+    for result in (same_on_all(with_closures), *on_team(partial(with_closures, exact=False), 2)):
+        for tensor, expected in zip(result, old_lbfgs(), strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_closure_may_look_its_batch_up_where_a_rank_has_one_micro_batch() -> None:
+    result = on_team(partial(with_closures, micro_batch=None, exact=False, bound=False), 3)
+    for tensor, expected in zip(result[0], old_lbfgs(), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
+
+
+def unbound(world: lockstep.World) -> str:
+    try:
+        with_closures(world, bound=False)
+    except UsageError as error:
+        return error.code
+    return ""
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_closure_that_may_mean_another_batch_is_refused(ranks: int) -> None:
+    assert on_team(unbound, ranks) == ["closure-not-bound"] * ranks
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def trained_in_a_run(
+    world: lockstep.World, folder: str, leave: int = 99, endless: bool = False
+) -> tuple[int, list[Tensor]]:
+    """A GAN with a GradScaler, schedulers and BatchNorm. The loop is left after `leave` steps."""
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+    d = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    of_g, of_d = torch.optim.AdamW(g.parameters(), 0.01), torch.optim.SGD(d.parameters(), 0.1, 0.9)
+    falling = torch.optim.lr_scheduler.StepLR(of_d, 1, 0.7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)
+    data = DataLoader(samples(), batch_size=32, shuffle=True)
+    g, d, of_g, of_d, loader, falling, _ = lockstep.prepare(
+        *(g, d, of_g, of_d, data, falling, scaler),
+        micro_batch=8,
+        backwards=(1, 2),
+        exact=True,
+        world=world,
+        run=folder,
+        checkpoint_every=3,
+    )
+    loss = F.binary_cross_entropy_with_logits
+
+    def body(x: Tensor) -> None:
+        real, fake = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+        made = g(x[:, :4])
+        scaler.scale(loss(d(x), real)).backward()
+        scaler.scale(loss(d(made.detach()), fake)).backward()
+        scaler.step(of_d)
+        scaler.scale(loss(d(made), real)).backward()
+        scaler.step(of_g)
+        scaler.update()
+        lockstep.log(weight=float(len(x)))
+
+    if endless:
+        for x, _ in loader.endless():
+            body(x)
+            if loader.step in (leave, 16):
+                break
+        return loader.step, state_of(g, d)
+    for _ in loader.epochs(4):
+        for x, _ in loader:
+            body(x)
+            if loader.step == leave:
+                return loader.step, state_of(g, d)
+        falling.step()
+    return loader.step, state_of(g, d)
+
+
+def test_a_loop_that_was_left_goes_on_with_the_same_bits_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    expected = run_ranks(trained_in_a_run, 1, (str(tmp_path / "whole"),))[0]
+    assert expected[0] == 16
+    for leave in (2, 7):  # before the first checkpoint, after it
+        folder = str(tmp_path / f"left{leave}")
+        assert run_ranks(trained_in_a_run, 2, (folder, leave))[0][0] == leave
+        for step, state in run_ranks(trained_in_a_run, 3, (folder,)):
+            assert step == 16
+            assert equal(state, expected[1])
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record["step"] for record in records if record["kind"] == "step"]
+    assert steps == list(range(1, 17))
+
+
+def test_a_loop_that_counts_steps_goes_on_too(tmp_path: Path) -> None:
+    whole = run_ranks(trained_in_a_run, 2, (str(tmp_path / "whole"), 16, True))[0]
+    folder = str(tmp_path / "left")
+    run_ranks(trained_in_a_run, 2, (folder, 7, True))
+    for step, state in run_ranks(trained_in_a_run, 3, (folder, 16, True)):
+        assert step == 16
+        assert equal(state, whole[1])
+
+
+def counted_again(world: lockstep.World, folder: str, loops: str) -> str:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, DataLoader(samples(), batch_size=32), run=folder, world=world
+    )
+    try:
+        for _ in loader.epochs(1) if loops == "epochs" else range(1):
+            for x, y in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    except UsageError as error:
+        return error.code
+    return ""
+
+
+def test_a_loop_that_counts_from_0_is_refused_after_a_resume(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    assert run_ranks(counted_again, 2, (folder, "range")) == [""] * 2
+    assert run_ranks(counted_again, 3, (folder, "range")) == ["epochs-after-resume"] * 3

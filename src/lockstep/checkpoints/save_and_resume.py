@@ -317,13 +317,23 @@ class Checkpoints:
         if self._lag is not None:
             self._warn_of_lag()
         self._extra = extra
-        steps = self._stepper.steps
-        if self._stepper.between_synchronizations:
-            return False
-        due = steps >= self._next if self._every is None else steps % self._every == 0
+        due = self.is_due
         if due:
             self.save(_evaluated(extra))
         return due
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `step` would save now."""
+        steps = self._stepper.steps
+        if self._stepper.between_synchronizations:
+            return False
+        return steps >= self._next if self._every is None else steps % self._every == 0
+
+    @property
+    def saved(self) -> int:
+        """The step that was saved last."""
+        return self._saved
 
     def save(
         self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None

@@ -39,8 +39,10 @@ def check_kinds(model: object, optimizer: object) -> None:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` cannot be called without arguments. The class is asked,
-    because a scheduler replaces the instance's `step`.
+    because a scheduler replaces the instance's `step`. `lockstep.prepare` gives it a closure.
     """
+    if hasattr(optimizer.step, "prepared"):
+        return False
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:

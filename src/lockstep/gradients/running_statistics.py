@@ -68,7 +68,7 @@ class _Kind:
         # in the next step), and its weight and slot.
         self._rows: list[Tensor] = []
         self._ended: list[tuple[float | Tensor, int]] = []
-        self._left: list[int] = []
+        self.left: list[int] = []
         """The versions of the buffers when the last micro-batch had ended."""
 
     def begin(self, *, restored: bool) -> None:
@@ -87,21 +87,13 @@ class _Kind:
             self._rows.append(torch.empty_like(self.start))
         torch.cat(self.flats, out=self._rows[len(self._ended)])
         torch._foreach_copy_(self.flats, self.starts)
-        self._left = self._versions()
+        self.left = self.versions()
         self._ended.append((weight, slot))
         if len(self._ended) == _ROWS:
             self.add_up()
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
         return [flat._version for flat in self.flats]
-
-    def restart(self) -> None:
-        """Undo what forwards have done since the micro-batch ended. One that has moved statistics
-        has counted itself too.
-        """
-        if self._versions() != self._left:
-            torch._foreach_copy_(self.flats, self.starts)
-            self._left = self._versions()
 
     def add_up(self) -> None:
         """Bring `moved` up to date."""
@@ -255,13 +247,15 @@ class MovingBuffers:
         self._moved = torch.empty(0)
 
     def restart(self) -> None:
-        """Within a step, undo what forwards between two micro-batches have done."""
-        if self._agreed and self._same():
-            for kind in self._kinds:
-                kind.restart()
-        else:
+        """Within a step, undo what forwards between two micro-batches have done. One that has moved
+        statistics has counted itself too.
+        """
+        if not (self._agreed and self._same()):
             for kind in self._kinds:
                 self._write(kind, kind.starts)
+        elif any(kind.versions() != kind.left for kind in self._kinds):
+            for kind in self._kinds:
+                torch._foreach_copy_(kind.flats, kind.starts)
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch. Not needed if no buffer is `watched`."""

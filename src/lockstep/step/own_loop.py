@@ -15,13 +15,15 @@ micro-batch's weight, which costs nothing, and sees which models a backward has 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
@@ -65,6 +67,8 @@ class MicroBatch:
         weight = 0.0 if self.index is None else self.weight
         for name, value in values.items():
             total, weights = self._logged.get(name, (0.0, 0.0))
+            if isinstance(value, Tensor):
+                value = value.detach()
             number = float(value) if weight else 0.0
             self._logged[name] = total + weight * number, weights + weight
 
@@ -74,25 +78,33 @@ class MicroBatch:
 
 
 class Trained:
-    """One Stepper in a loop of the user's own.
+    """One model in a loop of the user's own, with a Stepper.
 
     `optimizer.step`, `zero_grad` and the scheduler's `step` act at the last micro-batch of a window
     and do nothing before.
 
     Args:
-        stepper: trains the model.
+        model: to be trained.
+        optimizer: trains it.
         backwards: the backwards of a micro-batch that reach the model.
+        options: those of the Stepper.
     """
 
-    def __init__(self, stepper: Stepper, backwards: int = 1) -> None:
-        if hasattr(stepper.optimizer.step, "prepared"):
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, backwards: int = 1, **options: Any
+    ) -> None:
+        if hasattr(optimizer.step, "prepared"):
             raise UsageError("prepared-twice")
-        self.stepper = stepper
+        self.optimizer = optimizer
         self.backwards = backwards
+        self._closures: list[tuple[MicroBatch, object, Callable[[], Any]]] = []
+        """Of this window, with which the loop has called the optimizer's step."""
+        self._bound = True
+        self._batch: object = None
         self.result: StepResult | None = None
         """Of the last window."""
-        self.skipped = False
-        """Whether the loop has left out the last micro-batch."""
+        self.on_step: Callable[[StepResult], None] | None = None
+        """Called after each step."""
         self._run: WindowRun | None = None
         self.micro_batch: MicroBatch | None = None
         """The one that the loop computes now; None outside of the loop's body."""
@@ -103,21 +115,29 @@ class Trained:
         self._asked = False  # whether the loop has called the optimizer's step in it
         self._applies = False
         self._withholds = False
+        self._evaluated = False
         self._left = False
         self._defers = False
         self._deferred = False
         self._scaler: Any = None
         self._steps_of_schedulers: list[Callable[[], None]] = []
         self._gate_optimizer()
+        try:
+            self.stepper = Stepper(model, optimizer, **options)
+        except BaseException:
+            del optimizer.step, optimizer.zero_grad
+            raise
 
     # -- the window -------------------------------------------------------------------------------
 
-    def open(self, window: Window, *, divides: bool = True, defers: bool = False) -> None:
+    def open(self, window: Window, *, divides: bool, defers: bool, bound: bool) -> None:
         """Begin a window. Every rank calls it.
 
         Args:
             window: the Loader's.
             divides: divide the sum by the weights.
+            bound: whether a closure must keep its batch: one micro-batch may follow another before
+                it is called again.
             defers: step when the loop's body is over. So another model's losses of the last
                 micro-batch meet the same weights as those of the others, on any number of ranks.
         """
@@ -125,6 +145,8 @@ class Trained:
             raise UsageError("window-left")
         self._defers = defers
         self._deferred = False
+        self._bound = bound
+        self._closures.clear()
         self._run = self.stepper.open(window)
         self._run.enters_streams = False
         self._run.divides = divides
@@ -133,6 +155,7 @@ class Trained:
     def begin(self, micro_batch: MicroBatch, batch: object) -> None:
         """Begin a micro-batch."""
         self.micro_batch = micro_batch
+        self._batch = batch
         self._done = 0
         self._loss = 0.0
         self._early.clear()
@@ -271,18 +294,23 @@ class Trained:
     # -- what the loop calls ----------------------------------------------------------------------
 
     def _gate_optimizer(self) -> None:
-        optimizer: Any = self.stepper.optimizer
+        optimizer: Any = self.optimizer
         original = optimizer.step
         zero_grad = optimizer.zero_grad
 
         @functools.wraps(original)
-        def step(*args: Any, **options: Any) -> Any:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
             if self._withholds:
                 return None
             if self._applies:
-                return original(*args, **options)
-            if self._run is None and self.micro_batch is None:
+                return original(self._evaluate) if self._closures else original()
+            if self.micro_batch is None:
                 raise UsageError("step-outside-loop")
+            loss = None
+            if closure is not None and self._run is not None:
+                self._closures.append((self.micro_batch, self._batch, closure))
+                with torch.enable_grad():
+                    loss = closure()
             self._asked = True
             if self._run is not None and self._acts:
                 if not self._run.completed:
@@ -292,7 +320,7 @@ class Trained:
                     self.stepper.reducer.hide()
                 else:
                     self._step()
-            return None
+            return loss
 
         @functools.wraps(zero_grad)
         def gated_zero_grad(*args: Any, **options: Any) -> None:
@@ -316,13 +344,54 @@ class Trained:
         self.stepper.reducer.show()
         run.average()
 
+    def _evaluate(self) -> Tensor:
+        """Return the loss of the window at the current weights, for an optimizer that evaluates its
+        closure as often as it wants. The first time it has been computed already.
+        """
+        main = self._run
+        assert main is not None
+        assert main.window is not None
+        run = main
+        if self._evaluated:
+            run = self._run = main.again(main.window)
+            run.divides = main.divides
+            self.stepper.reducer.hide()
+            try:
+                self._compute_again(run)
+            finally:
+                self._run = main
+        self._evaluated = True
+        facts = run.average()
+        mean = facts.loss / facts.weight if run.divides else facts.loss
+        return torch.tensor(mean, dtype=torch.float64)
+
+    def _compute_again(self, run: WindowRun) -> None:
+        """Call all closures of the window once more."""
+        for micro_batch, batch, closure in self._closures:
+            if self._bound and inspect.isfunction(closure) and not closure.__defaults__:
+                raise UsageError("closure-not-bound")
+            self.begin(micro_batch, batch)
+            with torch.enable_grad():
+                closure()
+            if run.micro_batch is not None:
+                run.discard()
+            if not micro_batch.last:
+                run.restart_buffers()
+        if not run.completed:
+            self.stepper.reducer.show()
+            run.average()
+        run.finish_buffers()
+
     def _step(self) -> None:
+        self._evaluated = False
         self._applies = True
         try:
             self.result = self.stepper.step()
         finally:
             self._applies = False
         self._run = None
+        if self.on_step is not None:
+            self.on_step(self.result)
 
     def gate_scaler(self, scaler: Any) -> None:
         """Have a GradScaler act at the last micro-batch. An overflow ends the window without a
@@ -330,7 +399,7 @@ class Trained:
         """
         self._scaler = scaler
         unscale, scaled_step, update = scaler.unscale_, scaler.step, scaler.update
-        optimizer = self.stepper.optimizer
+        optimizer = self.optimizer
 
         @functools.wraps(unscale)
         def gated_unscale(other: Any) -> None:

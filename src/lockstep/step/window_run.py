@@ -369,6 +369,13 @@ class WindowRun:
         self._summed = facts, 1.0
         return facts
 
+    def finish_buffers(self) -> None:
+        """Move the buffers by what the micro-batches have moved them. `Stepper.step` does it for
+        the window that it ends.
+        """
+        facts, _ = self.complete()
+        self._buffers.finish(facts.weight, facts.newly_moving > 0)
+
     def restart_buffers(self) -> None:
         """Undo what forwards since the last micro-batch have done to moving buffers."""
         self._buffers.restart()

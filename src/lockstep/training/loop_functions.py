@@ -37,19 +37,26 @@ def weigh(count: float) -> None:
 
 
 def total(**sums: float | Tensor) -> dict[str, float]:
-    """Return each value summed over all ranks. In a loop over a prepared loader a copy that pads a
-    window counts nothing. Every rank calls it with the same names.
+    """Return each value summed over all ranks; of integers an int. In a loop over a prepared loader
+    a copy that pads a window counts nothing. Every rank calls it with the same names.
 
     Args:
         sums: a number or a tensor of one element for each name.
     """
     micro_batch = current()
     counts = micro_batch is None or micro_batch.index is not None
-    values = [float(value) if counts else 0.0 for value in sums.values()]
+    whole = []
+    values = []
+    for name, value in sums.items():
+        number = value.item() if isinstance(value, Tensor) else value
+        if isinstance(number, int):
+            whole.append(name)
+        values.append(float(number) if counts else 0.0)
     world = World.current()
     numbers = torch.tensor(values, dtype=torch.float64, device=world.device)
     world.group.all_reduce(numbers, place="in lockstep.total").wait()
-    return dict(zip(sums, numbers.tolist(), strict=True))
+    totals = dict(zip(sums, numbers.tolist(), strict=True))
+    return totals | {name: int(totals[name]) for name in whole}
 
 
 def log(**values: float | Tensor) -> None:

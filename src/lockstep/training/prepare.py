@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.from_dataloader import from_dataloader, is_shuffled
 from lockstep.data.loader import Loader
-from lockstep.data.windows import Window
+from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
-from lockstep.step.stepper import Stepper
+from lockstep.step.step_result import StepResult
 from lockstep.training.loop_functions import total
 from lockstep.training.script_run import ScriptRun
 from lockstep.world.world import World
@@ -62,6 +62,9 @@ class PreparedLoader:
         self._reduction = reduction
         self.run: ScriptRun | None = None
         self._logged: dict[str, tuple[float, float]] = {}
+        self._of_epoch: dict[str, tuple[float, float]] = {}
+        self._window: Window | None = None
+        trained[0].on_step = self._stepped
         self._epoch: Any = None
         self._resumed = False
         self._number = 0
@@ -73,6 +76,8 @@ class PreparedLoader:
             count: epochs of the whole training.
         """
         self._resumed = False
+        if self._number:  # of an earlier loop
+            self.loader.load_state_dict(self.loader.state_dict())
         for epoch in self.loader.epochs(count):
             self._epoch = epoch
             yield epoch.number
@@ -90,20 +95,25 @@ class PreparedLoader:
         if epoch is None:
             epoch = next(self.loader.epochs(self._number + 1, self._number))
         self._number = epoch.number + 1
+        self._of_epoch.clear()
         for window in epoch:
             if self.run is not None:
                 self.run.go_on()
+            self._window = window
             yield from self._micro_batches(window)
-            self._record(window)
+            metrics = self._collect()
+            if self.run is not None:
+                self.run.record(metrics)
 
-    def _record(self, window: Window) -> None:
-        result = self._trained[0].result
-        metrics = self._means()
-        if self.run is not None and result is not None:
-            self.run.after_window(window, result, metrics)
+    def _stepped(self, result: StepResult) -> None:
+        if self.run is not None:
+            assert self._window is not None
+            self.run.stepped(self._window, result)
 
-    def _means(self) -> dict[str, float]:
-        """Return the means of what the window has logged, over all ranks."""
+    def _collect(self) -> dict[str, float]:
+        """Return the means of what the window has logged, over all ranks, and add it to what the
+        epoch has logged.
+        """
         logged = dict(self._logged)
         self._logged.clear()
         means = {}
@@ -112,7 +122,26 @@ class PreparedLoader:
             weights = total(**{name: weight for name, (_, weight) in logged.items()})
             for name, weight in weights.items():
                 means[name] = sums[name] / weight if weight else math.nan
+                value, before = self._of_epoch.get(name, (0.0, 0.0))
+                self._of_epoch[name] = value + sums[name], before + weight
         return means
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """The means of what `lockstep.log` was given in this epoch, over all its windows that are
+        over and over all ranks.
+        """
+        means = {}
+        for name, (value, weight) in self._of_epoch.items():
+            means[name] = value / weight if weight else math.nan
+        return means
+
+    def endless(self) -> Iterator[Any]:
+        """Iterate over the batches of epoch after epoch, from where the training is, without end.
+        For a loop that counts steps (`loader.step`) and no epochs.
+        """
+        for _ in self.epochs(ENDLESS):
+            yield from self
 
     def save_in(self, run: ScriptRun) -> None:
         """Save the training in this run directory from now on."""
@@ -142,9 +171,11 @@ class PreparedLoader:
         return max(len(cut.filled(rank, size)) for rank in range(size))
 
     def _micro_batches(self, window: Window) -> Iterator[Any]:
-        defers = len(self._trained) > 1 and window.cut.slots > 1
+        several = window.cut.slots > 1
+        defers = several and len(self._trained) > 1
+        bound = several and not self.loader.depends_on_world_size
         for one in self._trained:
-            one.open(window, divides=self._reduction != "as is", defers=defers)
+            one.open(window, divides=self._reduction != "as is", defers=defers, bound=bound)
         own = len(window)
         state = randomness.get_state()
         left = True
@@ -226,16 +257,18 @@ def prepare(
     trained = []
     for optimizer, count in zip(optimizers, counts, strict=True):
         model = _model_of(optimizer, models)
-        trained.append(Trained(Stepper(model, optimizer, seed=seed, **options), count))
+        trained.append(Trained(model, optimizer, count, seed=seed, **options))
     schedulers = []
+    scaler = None
     for one in objects:
         if isinstance(one, torch.amp.GradScaler):
+            scaler = one
             for trainee in trained:
                 trainee.gate_scaler(one)
         if isinstance(one, (LRScheduler, ReduceLROnPlateau)):
             schedulers.append(one)
             for trainee in trained:
-                if trainee.stepper.optimizer is one.optimizer:
+                if trainee.optimizer is one.optimizer:
                     trainee.gate(one)
     prepared = []
     for one in objects:
@@ -245,11 +278,11 @@ def prepare(
             loader = from_dataloader(one, micro_batch=micro_batch, seed=seed)
             one = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
             if run is not None:
-                if len(trained) > 1:
-                    raise UsageError("several-run-parts", count=len(trained), what="optimizer")
+                steppers = [trainee.stepper for trainee in trained]
                 every = checkpoint_every
-                stepper = trained[0].stepper
-                one.save_in(ScriptRun(run, stepper, loader, schedulers, every=every, keep=keep))
+                one.save_in(
+                    ScriptRun(run, steppers, loader, schedulers, scaler, every=every, keep=keep)
+                )
         prepared.append(one)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.data.loader import Loader
@@ -21,58 +23,94 @@ from lockstep.training.opening import claimed_by_first
 from lockstep.training.run_directory import RunDirectory
 
 
+class _Position:
+    """The Loader's position after the window that was trained last. The loop draws the next window
+    before a checkpoint is saved: its body may do more after the optimizer's step.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._state = loader.state_dict()
+
+    def move(self) -> None:
+        """Note the position now, after a window and before the next one is drawn."""
+        self._state = self._loader.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+        self._loader.load_state_dict(state)
+
+
 class ScriptRun:
-    """Saves a Stepper, its Loader and its scheduler, and resumes from what is there. Every rank
-    makes one; it closes with the world.
+    """Saves the training of a script's loop, and resumes from what is there. Every rank makes one;
+    it closes with the world.
+
+    With several models each has checkpoints of its own. Those of the first are saved last, so what
+    they have a step of, all have.
 
     Args:
         path: the folder.
-        stepper: trains the model.
+        steppers: train the models, one each. They step together.
         loader: gives the windows.
-        schedulers: at most one.
+        schedulers: at most one for each optimizer.
+        scaler: a GradScaler, None if there is none.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
         keep: the newest checkpoints to keep.
 
     Raises:
-        UsageError: several schedulers, or a folder that cannot be used.
+        UsageError: several schedulers of an optimizer, or a folder that cannot be used.
     """
 
     def __init__(
         self,
         path: Path | str,
-        stepper: Stepper,
+        steppers: Sequence[Stepper],
         loader: Loader,
         schedulers: Sequence[Any],
+        scaler: Any,
         *,
         every: int | None,
         keep: int,
     ) -> None:
-        if len(schedulers) > 1:
-            raise UsageError("several-run-parts", count=len(schedulers), what="scheduler")
+        stepper = steppers[0]
         world = stepper.world
         self._stepper = stepper
-        self._open = world.own(ExitStack())
+        self._scaler = scaler
+        self._position = _Position(loader)
+        self._open = ExitStack()
         claim = partial(RunDirectory.claim, path, Path(path).name)
         refused = PeerFailed("rank-0-failed", what=f"use the run directory {path}")
         self.directory = self._open.enter_context(
             claimed_by_first(world, claim, lambda code: refused)
         )
-        self._checkpoints = Checkpoints(
-            self.directory.checkpoints,
-            stepper,
-            loader,
-            scheduler=schedulers[0] if schedulers else None,
-            every=every,
-            keep=keep,
-            guard=self.directory.check,
-        )
+        self._all = []
+        for number, one in enumerate(steppers):
+            folder = self.directory.checkpoints
+            self._all.append(
+                Checkpoints(
+                    folder.with_name(f"{folder.name}-{number + 1}") if number else folder,
+                    one,
+                    None if number else self._position,
+                    scheduler=_scheduler_of(one.optimizer, schedulers),
+                    every=every,
+                    # the first one may fall back to an older one, which all must have
+                    keep=keep + 1 if number else keep,
+                    guard=self.directory.check,
+                )
+            )
+        world.own(self)
         world.heed_signals()
-        self.resumed = self._checkpoints.resume() is not None
+        self.resumed = self._resume()
         self._file: MetricsFile | None = None
         if world.rank == 0:
             forget_after(self.directory.metrics, stepper.steps, stepper.steps)
             self._file = self._open.enter_context(MetricsFile(self.directory.metrics))
         self._unsaved = False
+        self._stops = False
+        self._unrecorded: tuple[Window, StepResult] | None = None
         self._clock = time.perf_counter()
         self.event(
             "resumed" if self.resumed else "start",
@@ -80,6 +118,29 @@ class ScriptRun:
             step=stepper.steps,
             at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+    def _resume(self) -> bool:
+        """Load the newest checkpoint that all models have. Return whether there is one."""
+        first, *others = self._all
+        checkpoint = first.resume()
+        if checkpoint is None:
+            return False
+        for checkpoints in others:
+            checkpoints.resume(checkpoint.step)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(checkpoint.state["scaler"])
+        return True
+
+    def _save(self, *, due: bool) -> None:
+        """Save all models; `due`: only if the first one's next checkpoint is due."""
+        first, *others = self._all
+        if due and not first.is_due:
+            return
+        for checkpoints in others:
+            checkpoints.save()
+        for checkpoints in others:
+            checkpoints.wait()
+        first.save({"scaler": None if self._scaler is None else self._scaler.state_dict()})
 
     def event(self, event: str, **facts: Any) -> None:
         """Record an event."""
@@ -90,8 +151,21 @@ class ScriptRun:
             self.directory.check()
             self._file.write(record)
 
-    def after_window(self, window: Window, result: StepResult, metrics: dict[str, float]) -> None:
-        """Record a step. It is saved, if that is due, when the loop goes on."""
+    def stepped(self, window: Window, result: StepResult) -> None:
+        """A step was taken. It is saved, if that is due, when the loop goes on, and recorded with
+        what the rest of the loop's body has logged.
+        """
+        self._unsaved = True
+        self._unrecorded = window, result
+        self._position.move()
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Record the last step with these metrics."""
+        if self._unrecorded is None:
+            return
+        window, result = self._unrecorded
+        self._unrecorded = None
+        self._stops = result.stop
         now = time.perf_counter()
         lr = self._stepper.optimizer.param_groups[0]["lr"]
         self._write(
@@ -109,8 +183,6 @@ class ScriptRun:
             }
         )
         self._clock = now
-        self._unsaved = True
-        self._stops = result.stop
 
     def go_on(self) -> None:
         """Before the next window: save if it is due. Raises Preempted on all ranks if one of them
@@ -120,13 +192,30 @@ class ScriptRun:
             return
         self._unsaved = False
         if self._stops:
-            self._checkpoints.save()
-            self._checkpoints.close()
+            self.finish()
             self.event("preempted", step=self._stepper.steps)
             raise Preempted(self._stepper.steps, True)
-        self._checkpoints.step()
+        self._save(due=True)
 
     def finish(self) -> None:
-        """After the last epoch: save and wait."""
+        """Save the steps that are not saved yet, and wait until they are on disk."""
         self._unsaved = False
-        self._checkpoints.close()
+        self.record({})
+        if self._stepper.steps > self._all[0].saved:
+            self._save(due=False)
+        for checkpoints in self._all:
+            checkpoints.wait()
+
+    def close(self) -> None:
+        """The world closes: the loop was left, or the script has ended without it."""
+        if not self._stepper.world.failing:
+            self.finish()
+        self._open.close()
+
+
+def _scheduler_of(optimizer: Optimizer, schedulers: Sequence[Any]) -> Any:
+    """Return the optimizer's scheduler, None if it has none."""
+    own = [scheduler for scheduler in schedulers if scheduler.optimizer is optimizer]
+    if len(own) > 1:
+        raise UsageError("several-schedulers", count=len(own))
+    return own[0] if own else None
