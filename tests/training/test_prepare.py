@@ -5,7 +5,7 @@ torch that gets the same order.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import lockstep
 from lockstep.errors import UsageError
@@ -252,16 +262,23 @@ def counting(world: lockstep.World) -> tuple[float, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = samples()
     model, optimizer, loader = lockstep.prepare(
-        model, optimizer, DataLoader(data, batch_size=32), micro_batch=8, world=world
+        model, optimizer, DataLoader(data, batch_size=32), micro_batch=16, world=world
     )
+
+    def evaluation() -> float:
+        batches = lockstep.evaluating(DataLoader(data, batch_size=7, shuffle=True))
+        return lockstep.total(count=sum(len(x) for x, _ in batches))["count"]
+
     seen = 0.0
     for _ in loader.epochs(1):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             seen += lockstep.total(count=len(x))["count"]
-    own = sum(len(x) for x, _ in lockstep.evaluating(DataLoader(data, batch_size=7, shuffle=True)))
-    return seen, lockstep.total(count=own)["count"]
+            if loader.step == 1:  # where a rank may have only copies
+                evaluated = evaluation()
+    assert evaluated == SAMPLES
+    return seen, evaluation()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -325,6 +342,29 @@ def test_the_order_of_a_generator_is_that_of_the_old_script() -> None:
     assert on_team(own_generator, 1) == [expected]
 
 
+def endless_sampler(world: lockstep.World) -> list[int]:
+    numbers: Any = range(20)
+    sampler = RandomSampler(numbers, replacement=True, num_samples=10**10)
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = DataLoader(numbers, batch_size=8, sampler=sampler)
+    _, optimizer, loader = lockstep.prepare(model, optimizer, data, micro_batch=2, world=world)
+    drawn: list[int] = []
+    for batch in loader.endless():
+        drawn += batch.tolist()
+        model(torch.randn(len(batch), 6)).sum().backward()
+        optimizer.step()
+        if loader.step == 50:
+            break
+    return drawn
+
+
+def test_draws_with_replacement_may_be_more_than_memory_holds() -> None:
+    (drawn,) = on_team(endless_sampler, 1)
+    assert set(drawn) == set(range(20))
+    assert sorted(sum(on_team(endless_sampler, 2), [])) == sorted(drawn)
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 
@@ -338,11 +378,21 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         loader = DataLoader(data, batch_size=None)
     if mistake == "unequal batches":
         loader = DataLoader(data, batch_sampler=[[0, 1], [2], [3, 4]])
+    if mistake == "wrapped":
+        model = DistributedDataParallel(model)
+    if mistake == "backwards":
+        options["backwards"] = (1, 2)
+    if mistake == "worker init":
+        loader = DataLoader(data, batch_size=32, num_workers=1, worker_init_fn=print)
     if mistake == "other parameters":
         optimizer = torch.optim.SGD(plain_net().parameters(), lr=0.1)
     try:
         if mistake == "no optimizer":
             lockstep.prepare(model, loader, **options)
+        if mistake == "a loss":
+            lockstep.prepare(model, optimizer, loader, nn.functional.mse_loss, **options)
+        if mistake == "two loaders in a run":
+            lockstep.prepare(model, optimizer, loader, loader, run="run", **options)
         model, optimizer, loader = lockstep.prepare(model, optimizer, loader, **options)
         if mistake == "twice":
             lockstep.prepare(model, optimizer, DataLoader(data, batch_size=32), **options)
@@ -352,6 +402,8 @@ def refusal(world: lockstep.World, mistake: str) -> str:
             lockstep.weigh(1)
         for _ in loader.epochs(2):
             for number, (x, y) in enumerate(loader):
+                if mistake == "loop in loop":
+                    next(iter(loader))
                 F.cross_entropy(model(x), y).backward()
                 if mistake == "second backward":
                     F.cross_entropy(model(x), y).backward()
@@ -378,6 +430,12 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("other parameters", "optimizer-of-other-models"),
         ("no optimizer", "nothing-to-prepare"),
         ("twice", "prepared-twice"),
+        ("a loss", "cannot-prepare"),
+        ("wrapped", "already-wrapped"),
+        ("backwards", "wrong-value"),
+        ("two loaders in a run", "several-run-loaders"),
+        ("worker init", "dataloader-with-worker-init"),
+        ("loop in loop", "two-prepared-loops"),
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
         ("second backward", "too-many-backwards"),
@@ -593,3 +651,198 @@ def test_a_loop_that_counts_from_0_is_refused_after_a_resume(tmp_path: Path) -> 
     folder = str(tmp_path / "run")
     assert run_ranks(counted_again, 2, (folder, "range")) == [""] * 2
     assert run_ranks(counted_again, 3, (folder, "range")) == ["epochs-after-resume"] * 3
+
+
+# -- streams, several loaders, carried states -----------------------------------------------------
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from samples().tensors[0][: self.count]
+
+
+def streamed(world: lockstep.World, count: int = 90) -> list[Tensor]:
+    model = noisy_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = DataLoader(Numbers(count), batch_size=32)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, data, micro_batch=8, exact=True, world=world
+    )
+    iterations = 0
+    for _ in loader.epochs(2):
+        for x in loader:
+            iterations += 1
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert lockstep.total(iterations=iterations)["iterations"] == iterations * world.size
+    assert loader.step == 6
+    return state_of(model)
+
+
+def test_a_stream_gives_the_same_bits_on_any_number_of_ranks() -> None:
+    """The last step of an epoch has four micro-batches of which one is short; 70 items leave one
+    rank of three without any.
+    """
+    same_on_all(streamed)
+    same_on_all(partial(streamed, count=70))
+
+
+def in_turns(world: lockstep.World) -> list[Tensor]:
+    """Two loaders, one after the other in each epoch."""
+    model = noisy_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    few, many = DataLoader(samples(40), batch_size=32), DataLoader(samples(), batch_size=32)
+    model, optimizer, first, second = lockstep.prepare(
+        model, optimizer, few, many, micro_batch=8, exact=True, world=world
+    )
+    for _ in range(2):
+        for loader in (first, second):
+            for x, y in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    assert first.step == second.step == 12
+    return state_of(model)
+
+
+def test_loaders_train_one_model_in_turns() -> None:
+    same_on_all(in_turns)
+
+
+def recurrent(world: lockstep.World, folder: str | None = None, leave: int = 99) -> list[Tensor]:
+    """Truncated backpropagation: each batch is the next chunk of 12 sequences; a micro-batch has
+    some of them.
+    """
+    torch.manual_seed(0)
+    model = nn.GRU(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    chunks: Any = list(torch.randn(9 * 12, 5, 3, generator=generator))
+    model, optimizer, loader = lockstep.prepare(
+        *(model, optimizer, DataLoader(chunks, batch_size=12)),
+        micro_batch=3,
+        exact=True,
+        world=world,
+        run=folder,
+        checkpoint_every=2,
+    )
+    for _ in loader.epochs(2):
+        for x in loader:
+            output, hidden = model(x.transpose(0, 1), loader.carried.get("hidden"))
+            loader.carried["hidden"] = hidden.detach()
+            output.square().mean().backward()
+            optimizer.step()
+            if loader.step == leave:
+                return state_of(model)
+    return state_of(model)
+
+
+def old_recurrent() -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.GRU(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    chunks = torch.randn(9 * 12, 5, 3, generator=generator).split(12)
+    hidden = None
+    for x in chunks * 2:
+        output, hidden = model(x.transpose(0, 1), hidden)
+        hidden = hidden.detach()
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def test_a_hidden_state_is_carried_on_any_number_of_ranks() -> None:
+    for tensor, expected in zip(same_on_all(recurrent), old_recurrent(), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
+
+
+def test_a_hidden_state_is_saved_with_the_run(tmp_path: Path) -> None:
+    expected = run_ranks(recurrent, 1)[0]
+    for ranks in (1, 2):
+        folder = str(tmp_path / f"run{ranks}")
+        run_ranks(recurrent, 3, (folder, 5))
+        for state in run_ranks(recurrent, ranks, (folder,)):
+            assert equal(state, expected)
+
+
+# -- other losses and other models ----------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self._middle, self.first(x), use_reentrant=self.reentrant)
+        return self.second(hidden)  # type: ignore[no-any-return]
+
+    def _middle(self, x: Tensor) -> Tensor:
+        return F.dropout(x.tanh(), 0.3)
+
+
+def special(world: lockstep.World, kind: str) -> list[Tensor]:
+    model: Any = noisy_net()
+    judge = plain_net()
+    if kind.startswith("checkpoint"):
+        torch.manual_seed(0)
+        model = Checkpointed(kind == "checkpoint, reentrant")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
+    forward = torch.compile(model, backend="eager") if kind == "compiled" else model
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, micro_batch=8, exact=True, world=world
+    )
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            if kind == "another model":  # trained by the script itself, alike on all ranks
+                F.cross_entropy(judge(torch.ones(1, 6)), torch.tensor([1])).backward()
+                of_judge.step()
+                of_judge.zero_grad()
+            x.requires_grad_(kind == "gradient penalty")
+            loss = F.cross_entropy(forward(x), y)
+            if kind == "gradient penalty":
+                (gradient,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
+                loss = loss + gradient.square().sum() / len(x)
+            if kind == "term outside":
+                loss = loss + sum(weight.square().sum() for weight in model.parameters())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "validation":
+                model.eval()
+                with torch.no_grad():
+                    forward(x)
+                model.train()
+            if kind == "forward in training mode":
+                forward(x)
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "another model",
+        "gradient penalty",
+        "term outside",
+        "compiled",
+        "checkpoint, reentrant",
+        "checkpoint",
+        "forward in training mode",
+    ],
+)
+def test_what_loops_do_gives_the_same_bits_on_any_number_of_ranks(kind: str) -> None:
+    same_on_all(partial(special, kind=kind))
+
+
+def test_a_validation_inside_the_loop_changes_nothing() -> None:
+    assert equal(
+        same_on_all(partial(special, kind="validation")),
+        on_team(partial(special, kind="usual"), 1)[0],
+    )

@@ -20,6 +20,8 @@ from lockstep.collectives.tensor_spec import as_bytes
 from lockstep.errors import UsageError
 
 _KIND, _OF = "!", "of"
+_MOST = 2**22
+"""Elements of a tensor in JSON, such as one of L-BFGS's history."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,7 +47,7 @@ def encoded(value: Any, name: str) -> Any:
         return {_KIND: kind.__name__, _OF: elements}
     if isinstance(value, bytes):
         return {_KIND: "bytes", _OF: _base64(value)}
-    if isinstance(value, Tensor) and value.numel() <= 1024:
+    if isinstance(value, Tensor) and value.numel() <= _MOST:
         return {
             _KIND: "tensor",
             "dtype": dtype_name(value.dtype),

@@ -12,12 +12,14 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.orders.from_sampler import indices
 from lockstep.data.orders.numbers import digest
+from lockstep.data.orders.weighted import Weighted
 from lockstep.data.permutation import Indices
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -52,13 +54,15 @@ def from_dataloader(
     batch_sampler: Any = dataloader.batch_sampler
     if batch_sampler is None:
         raise UsageError("dataloader-without-batches")
+    if dataloader.worker_init_fn is not None:
+        raise UsageError("dataloader-with-worker-init")
     if is_iterable(dataloader.dataset):
         options.update(global_batch=dataloader.batch_size, drop_last=dataloader.drop_last)
         return Loader(dataloader.dataset, **options)
     if type(batch_sampler) is not BatchSampler:
         batches: Any = SamplesOfBatches(batch_sampler)
         return Loader(dataloader.dataset, order=batches, global_batch=batches.size, **options)
-    order = _order(dataloader, batch_sampler.sampler)
+    order = _order(dataloader, batch_sampler.sampler, seed)
     if order is None:
         options["shuffle"] = isinstance(batch_sampler.sampler, RandomSampler)
     return Loader(
@@ -82,10 +86,15 @@ def is_shuffled(dataloader: DataLoader[Any]) -> bool:
     )
 
 
-def _order(dataloader: DataLoader[Any], sampler: Any) -> Any:
+def _order(dataloader: DataLoader[Any], sampler: Any, seed: int) -> Any:
     """Return the order for a Loader; None for a sequential or a keyed one."""
     if type(sampler) is SequentialSampler or is_shuffled(dataloader):
         return None
+    replaced = type(sampler) is RandomSampler and sampler.replacement
+    if replaced and sampler.generator is None and dataloader.generator is None:
+        # without the list of them all, of which there may be billions
+        alike = np.ones(len(sampler.data_source))
+        return Weighted(alike, samples=sampler.num_samples, seed=seed)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         return DrawnOrder(dataloader, sampler)
     return sampler

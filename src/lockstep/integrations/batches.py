@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from lockstep.data.iterable.stream_loader import StreamLoader
+from lockstep.data.padding import Padding
 from lockstep.data.window_loader import WindowLoader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
@@ -15,8 +16,7 @@ class RankBatches:
     """This rank's batches; each iteration is one epoch. Its state is the Loader's position.
 
     All ranks get the same number of batches in a step, because their loops may gather values of
-    each. A rank with fewer gets copies of its latest batch of the step, or of rank 0's, with weight
-    0; with a stream, of its latest batch.
+    each. A rank with fewer gets copies with weight 0 (data/padding.py).
 
     Raises:
         UsageError: a stream that divides itself among the ranks.
@@ -44,8 +44,7 @@ class RankBatches:
         self._epoch = 0
         self._ahead = 0
         self._resumes = False
-        self._latest: tuple[Any, int] | None = None
-        """This rank's latest batch and its slot, of which copies are made."""
+        self._padding = Padding(loader)
 
     def refuse(self, reason: str) -> NoReturn:
         raise UsageError("trainer-loader", host=self.host, reason=reason)
@@ -71,31 +70,19 @@ class RankBatches:
         self._ahead = self._epoch - epoch
         self._epoch += 1
         self._resumes = False
-        size = self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
             weights, self.total = self.begin(window)
             self.step = window.step
-            if window.read is not None:  # it can read rank 0's
-                self._latest = None
-            filled = [len(window.cut.filled(rank, size)) for rank in range(size)]
-            count = self._count or max(filled)
+            self._padding.begin(window)
+            count = self._count or self._padding.most(window.cut)
             for number in range(count):
                 self.weight = 0.0
                 if number < len(weights):
-                    self._latest = window[number], window.slots[number]
+                    self._padding.note(window[number], window.slots[number])
                     self.weight = weights[number]
-                batch, self.slot = self._latest or self._of_rank_0(window)
+                batch, self.slot = self._padding.copy(window)
                 self.closes = number + 1 == count
                 yield batch
-
-    def _of_rank_0(self, window: Window) -> tuple[Any, int]:
-        """Return rank 0's first batch of the step, and its slot: this rank has had none yet."""
-        rank = self.loader.rank
-        size = self.loader.size
-        if window.read is None:
-            self.refuse(f"rank {rank} of {size} has no batch of the stream's first step")
-        self._latest = window.turned(size - rank, rank, size)[0], 0
-        return self._latest
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         """Return the weight of each of the window's batches, and their sum over all ranks."""

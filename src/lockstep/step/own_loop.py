@@ -49,7 +49,6 @@ class MicroBatch:
         self,
         index: int | None,
         weight: float,
-        *,
         last: bool,
         reduction: str,
         logged: dict[str, tuple[float, float]],
@@ -60,6 +59,8 @@ class MicroBatch:
         self.reduction = reduction
         self.counted = False
         """Whether a loss was counted with this weight."""
+        self.evaluated = False
+        """Whether its body has begun an evaluation: what it adds up then is that evaluation's."""
         self._logged = logged
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
@@ -143,6 +144,8 @@ class Trained:
         """
         if self._left:
             raise UsageError("window-left")
+        if self._run is not None:
+            raise UsageError("two-prepared-loops")
         self._defers = defers
         self._deferred = False
         self._bound = bound
@@ -474,9 +477,12 @@ def backwards_of(trained: Sequence[Trained]) -> Iterator[None]:
 @functools.wraps(_engine)
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     global _inside
+    if _inside:  # of reentrant checkpointing
+        _engine(tensors, grad_tensors, *args, **options)
+        return
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     active = [one for trained in _open for one in trained if one.awaits_backward]
-    if _inside or not active:
+    if not active:
         _engine(tensors, grad_tensors, *args, **options)
         for trained in _open:
             for one in trained:

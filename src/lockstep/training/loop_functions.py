@@ -38,13 +38,14 @@ def weigh(count: float) -> None:
 
 def total(**sums: float | Tensor) -> dict[str, float]:
     """Return each value summed over all ranks; of integers an int. In a loop over a prepared loader
-    a copy that pads a window counts nothing. Every rank calls it with the same names.
+    a copy that pads a window counts nothing, but what its body has evaluated does. Every rank calls
+    it with the same names.
 
     Args:
         sums: a number or a tensor of one element for each name.
     """
     micro_batch = current()
-    counts = micro_batch is None or micro_batch.index is not None
+    counts = micro_batch is None or micro_batch.index is not None or micro_batch.evaluated
     whole = []
     values = []
     for name, value in sums.items():
@@ -82,6 +83,9 @@ def evaluating(loader: DataLoader[Any]) -> Iterator[Any]:
     """
     world = World.current()
     rank, size = world.rank, world.size
+    micro_batch = current()
+    if micro_batch is not None:
+        micro_batch.evaluated = True
     if is_iterable(loader.dataset) or loader.batch_sampler is None:
         batches: Iterator[Any] = itertools.islice(loader, rank, None, size)
     else:

@@ -14,9 +14,10 @@ for epoch in loader.epochs(10):
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lockstep.collectives.broadcast_json import everybodys
+from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.data.from_dataloader import from_dataloader, is_shuffled
 from lockstep.data.loader import Loader
+from lockstep.data.padding import Padding
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -65,6 +69,9 @@ class PreparedLoader:
         self._of_epoch: dict[str, tuple[float, float]] = {}
         self._window: Window | None = None
         trained[0].on_step = self._stepped
+        self._by_slot = BySlot()
+        self._of_micro_batch: dict[str, Any] | None = None
+        self._padding = Padding(loader)
         self._epoch: Any = None
         self._resumed = False
         self._number = 0
@@ -143,17 +150,28 @@ class PreparedLoader:
         for _ in self.epochs(ENDLESS):
             yield from self
 
-    def save_in(self, run: ScriptRun) -> None:
-        """Save the training in this run directory from now on."""
-        self.run = run
-        self._resumed = run.resumed
+    def save_in(
+        self, path: Path | str, *, schedulers: Sequence[Any], others: Sequence[Any], **options: Any
+    ) -> None:
+        """Save the training in this run directory from now on, and resume what is there.
+
+        Args:
+            path: the folder.
+            schedulers: those of the optimizers.
+            others: what else is saved.
+            options: `every` and `keep` of a `ScriptRun`.
+        """
+        steppers = [one.stepper for one in self._trained]
+        states = [*others, self._by_slot]
+        self.run = ScriptRun(path, steppers, self.loader, schedulers, states, **options)
+        self._resumed = self.run.resumed
 
     def __len__(self) -> int:
-        """Return the number of iterations of an epoch."""
-        plan = self.loader.plan
+        """Return the number of iterations of an epoch. A stream's is not known: a TypeError."""
         count = 0
-        for index in range(plan.steps_per_epoch):
-            count += self._most(plan.at(index, 0, index, self.loader.by_rank))
+        for index in range(len(self.loader)):
+            plan = self.loader.plan
+            count += self._padding.most(plan.at(index, 0, index, self.loader.by_rank))
         return count
 
     @property
@@ -166,9 +184,15 @@ class PreparedLoader:
         """The steps that the training has taken."""
         return self._trained[0].stepper.steps
 
-    def _most(self, cut: Any) -> int:
-        size = self.loader.size
-        return max(len(cut.filled(rank, size)) for rank in range(size))
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What the loop carries from one step to the next, such as the hidden state of a recurrent
+        network: each micro-batch gets the dict that the micro-batch with its number had in the step
+        before. It is empty at first, saved with the run, and right on any number of ranks.
+        """
+        if self._of_micro_batch is None:
+            raise UsageError("outside-prepared-loop", call="loader.carried")
+        return self._of_micro_batch
 
     def _micro_batches(self, window: Window) -> Iterator[Any]:
         several = window.cut.slots > 1
@@ -176,17 +200,21 @@ class PreparedLoader:
         bound = several and not self.loader.depends_on_world_size
         for one in self._trained:
             one.open(window, divides=self._reduction != "as is", defers=defers, bound=bound)
+        self._padding.begin(window)
+        if len(window):
+            self._padding.note(window[0], window.slots[0])
         own = len(window)
         state = randomness.get_state()
         left = True
         try:
             with backwards_of(self._trained):
-                for index in range(own - self._most(window.cut), own):
+                for index in range(own - self._padding.most(window.cut), own):
                     yield self._begin(window, index, last=index == own - 1)
                     for one in self._trained:
                         one.end()
             left = False
         finally:
+            self._of_micro_batch = None
             if randomness is not None:  # None where a loop is left at the interpreter's end
                 randomness.set_state(state)
             if left:
@@ -195,27 +223,56 @@ class PreparedLoader:
 
     def _begin(self, window: Window, index: int, *, last: bool) -> Any:
         """Begin micro-batch `index` of this rank, and return its batch; a copy if it is negative."""
-        rank, size = self.loader.rank, self.loader.size
-        if index >= 0:
+        if index < 0:
+            batch, original = self._padding.copy(window)
+            self._of_micro_batch = self._by_slot.copy_of(original)
+            slot = _PADDING + self.loader.rank
+            micro_batch = MicroBatch(None, 0.0, last, self._reduction, self._logged)
+        else:
             batch = window[index]
             slot = window.slots[index]
-        elif len(window):
-            batch = window[0]
-            slot = _PADDING + rank
-        else:
-            batch = window.turned(size - rank, rank, size)[0]
-            slot = _PADDING + rank
-        micro_batch = MicroBatch(
-            index if index >= 0 else None,
-            float(window.counts[index]) if index >= 0 else 0.0,
-            last=last,
-            reduction=self._reduction,
-            logged=self._logged,
-        )
+            self._padding.note(batch, slot)
+            self._of_micro_batch = self._by_slot.of(slot)
+            weight = float(window.counts[index])
+            micro_batch = MicroBatch(index, weight, last, self._reduction, self._logged)
         for one in self._trained:
             one.begin(micro_batch, batch)
         randomness.step(self._seed, window.step, slot)
         return batch
+
+
+class BySlot:
+    """What a loop carries from each micro-batch to the one with its number in the next step."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+        self._own: dict[str, dict[str, Any]] = {}  # by the numbers of this rank's micro-batches
+
+    def of(self, slot: int) -> dict[str, Any]:
+        """Return the values of the micro-batch with this number, which is this rank's."""
+        number = str(slot)
+        if number not in self._own:
+            self._own[number] = self._loaded.get(number, {})
+        return self._own[number]
+
+    def copy_of(self, slot: int) -> dict[str, Any]:
+        """Return a copy of the values of a micro-batch, as far as this rank knows them."""
+        number = str(slot)
+        return copy.deepcopy(self._own.get(number) or self._loaded.get(number, {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of all ranks, by the micro-batch's number. Every rank calls it."""
+        world = World.current()
+        own = encoded(self._own, "loader.carried")
+        merged = dict(self._loaded)
+        for values in everybodys(own, world.control, "for loader.carried"):
+            merged |= decoded(values)
+        return merged
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `state_dict`, from any number of ranks."""
+        self._loaded = dict(state)
+        self._own.clear()
 
 
 def prepare(
@@ -232,7 +289,9 @@ def prepare(
     """Make the loop that you have data-parallel.
 
     Args:
-        objects: models, optimizers, a DataLoader, schedulers, in any order.
+        objects: models, optimizers, a DataLoader, schedulers, a GradScaler, in any order. Other
+            objects with `state_dict` and `load_state_dict` are saved with the run; their state must
+            be equal on all ranks.
         micro_batch: samples of a forward.
         seed: of the shuffle, of samples and of forwards.
         reduction: what a loss is.
@@ -247,44 +306,61 @@ def prepare(
     Returns:
         The same objects, in the order given; the DataLoader as a `PreparedLoader`.
     """
-    models = [one for one in objects if isinstance(one, nn.Module)]
-    optimizers = [one for one in objects if isinstance(one, Optimizer)]
-    loaders = [one for one in objects if isinstance(one, DataLoader)]
-    for given, what in ((models, "model"), (optimizers, "optimizer"), (loaders, "DataLoader")):
-        if not given:
-            raise UsageError("nothing-to-prepare", what=what)
-    counts = [backwards] * len(optimizers) if isinstance(backwards, int) else backwards
+    kinds: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
+    for one in objects:
+        kinds[_kind_of(one)].append(one)
+    models, optimizers, loaders, schedulers, others = kinds.values()
+    for kind in ("model", "optimizer", "DataLoader"):
+        if not kinds[kind]:
+            raise UsageError("nothing-to-prepare", what=kind)
+    if run is not None and len(loaders) > 1:
+        raise UsageError("several-run-loaders", count=len(loaders))
+    counts = [backwards] * len(optimizers) if isinstance(backwards, int) else list(backwards)
+    if len(counts) != len(optimizers):
+        expected = f"one number for each of the {len(optimizers)} optimizers"
+        raise UsageError("wrong-value", name="backwards", value=backwards, expected=expected)
+    of_model = [_model_of(optimizer, models) for optimizer in optimizers]
+    opened = []
+    for one in loaders:
+        opened.append(from_dataloader(one, micro_batch=micro_batch, seed=seed))
+        if is_shuffled(one) and World.current().rank == 0:
+            print(_SHUFFLED.format(seed=seed), file=sys.stderr)
     trained = []
-    for optimizer, count in zip(optimizers, counts, strict=True):
-        model = _model_of(optimizer, models)
-        trained.append(Trained(model, optimizer, count, seed=seed, **options))
-    schedulers = []
-    scaler = None
-    for one in objects:
-        if isinstance(one, torch.amp.GradScaler):
-            scaler = one
-            for trainee in trained:
+    for model, optimizer, count in zip(of_model, optimizers, counts, strict=True):
+        trainee = Trained(model, optimizer, count, seed=seed, **options)
+        trained.append(trainee)
+        for scheduler in schedulers:
+            if scheduler.optimizer is optimizer:
+                trainee.gate(scheduler)
+        for one in others:
+            if isinstance(one, torch.amp.GradScaler):
                 trainee.gate_scaler(one)
-        if isinstance(one, (LRScheduler, ReduceLROnPlateau)):
-            schedulers.append(one)
-            for trainee in trained:
-                if trainee.optimizer is one.optimizer:
-                    trainee.gate(one)
-    prepared = []
-    for one in objects:
-        if isinstance(one, DataLoader):
-            if is_shuffled(one) and World.current().rank == 0:
-                print(_SHUFFLED.format(seed=seed), file=sys.stderr)
-            loader = from_dataloader(one, micro_batch=micro_batch, seed=seed)
-            one = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
-            if run is not None:
-                steppers = [trainee.stepper for trainee in trained]
-                every = checkpoint_every
-                one.save_in(
-                    ScriptRun(run, steppers, loader, schedulers, scaler, every=every, keep=keep)
-                )
-        prepared.append(one)
-    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+    prepared: dict[int, Any] = {}
+    for one, loader in zip(loaders, opened, strict=True):
+        prepared[id(one)] = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
+        if run is not None:
+            prepared[id(one)].save_in(
+                run, schedulers=schedulers, others=others, every=checkpoint_every, keep=keep
+            )
+    results = tuple(prepared.get(id(one), one) for one in objects)
+    return results[0] if len(results) == 1 else results
+
+
+_KINDS: dict[str, Any] = {
+    "model": nn.Module,
+    "optimizer": Optimizer,
+    "DataLoader": DataLoader,
+    "scheduler": (LRScheduler, ReduceLROnPlateau),
+    "object with a state": object,
+}
+
+
+def _kind_of(one: object) -> str:
+    kind = next(kind for kind, types in _KINDS.items() if isinstance(one, types))
+    stateful = hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    if kind == "object with a state" and not stateful:
+        raise UsageError("cannot-prepare", kind=type(one).__name__)
+    return kind
 
 
 def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.save_and_resume import Checkpoints
+from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, Preempted, UsageError
@@ -21,6 +22,8 @@ from lockstep.step.stepper import Stepper
 from lockstep.training.metrics import MetricsFile, forget_after
 from lockstep.training.opening import claimed_by_first
 from lockstep.training.run_directory import RunDirectory
+
+_OTHERS = "others"
 
 
 class _Position:
@@ -56,7 +59,8 @@ class ScriptRun:
         steppers: train the models, one each. They step together.
         loader: gives the windows.
         schedulers: at most one for each optimizer.
-        scaler: a GradScaler, None if there is none.
+        others: what else is saved: objects with `state_dict` and `load_state_dict`, whose states
+            are equal on all ranks.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
         keep: the newest checkpoints to keep.
 
@@ -70,7 +74,7 @@ class ScriptRun:
         steppers: Sequence[Stepper],
         loader: Loader,
         schedulers: Sequence[Any],
-        scaler: Any,
+        others: Sequence[Any],
         *,
         every: int | None,
         keep: int,
@@ -78,7 +82,7 @@ class ScriptRun:
         stepper = steppers[0]
         world = stepper.world
         self._stepper = stepper
-        self._scaler = scaler
+        self._others = others
         self._position = _Position(loader)
         self._open = ExitStack()
         claim = partial(RunDirectory.claim, path, Path(path).name)
@@ -127,9 +131,18 @@ class ScriptRun:
             return False
         for checkpoints in others:
             checkpoints.resume(checkpoint.step)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(checkpoint.state["scaler"])
+        kinds = self._kinds()
+        saved = checkpoint.state[_OTHERS]
+        if list(saved) != list(kinds):
+            differences = f"{', '.join(saved) or 'nothing'} before, now {', '.join(kinds)}"
+            raise UsageError("another-training", place="the run", differences=differences)
+        for name, one in kinds.items():
+            one.load_state_dict(decoded(saved[name]))
         return True
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return the other objects, by number and type."""
+        return {f"{number} {type(one).__name__}": one for number, one in enumerate(self._others)}
 
     def _save(self, *, due: bool) -> None:
         """Save all models; `due`: only if the first one's next checkpoint is due."""
@@ -140,7 +153,10 @@ class ScriptRun:
             checkpoints.save()
         for checkpoints in others:
             checkpoints.wait()
-        first.save({"scaler": None if self._scaler is None else self._scaler.state_dict()})
+        states = {}
+        for name, one in self._kinds().items():
+            states[name] = encoded(one.state_dict(), f"the state of {name}")
+        first.save({_OTHERS: states})
 
     def event(self, event: str, **facts: Any) -> None:
         """Record an event."""
