@@ -29,6 +29,8 @@ from torch.utils.data import (
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
+from lockstep.tools import recorded
+from lockstep.tools.verify.finished_runs import differences
 from tests.teams import on_team
 
 RANKS = (1, 2, 3)
@@ -362,7 +364,8 @@ def endless_sampler(world: lockstep.World) -> list[int]:
 def test_draws_with_replacement_may_be_more_than_memory_holds() -> None:
     (drawn,) = on_team(endless_sampler, 1)
     assert set(drawn) == set(range(20))
-    assert sorted(sum(on_team(endless_sampler, 2), [])) == sorted(drawn)
+    first, second = on_team(endless_sampler, 2)
+    assert sorted(first + second) == sorted(drawn)
 
 
 # -- bad input ------------------------------------------------------------------------------------
@@ -407,6 +410,8 @@ def refusal(world: lockstep.World, mistake: str) -> str:
                 F.cross_entropy(model(x), y).backward()
                 if mistake == "second backward":
                     F.cross_entropy(model(x), y).backward()
+                if mistake == "log":
+                    lockstep.log(lr=0.1)
                 if mistake == "weigh late":
                     lockstep.weigh(1)
                 if mistake == "no step":
@@ -439,6 +444,7 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
         ("second backward", "too-many-backwards"),
+        ("log", "metric-name-taken"),
         ("weigh late", "weigh-after-backward"),
         ("no step", "window-without-step"),
         ("written", "partial-gradient-written"),
@@ -588,7 +594,7 @@ def trained_in_a_run(
         scaler.scale(loss(d(made), real)).backward()
         scaler.step(of_g)
         scaler.update()
-        lockstep.log(weight=float(len(x)))
+        lockstep.log(length=float(len(x)))
 
     if endless:
         for x, _ in loader.endless():
@@ -616,6 +622,8 @@ def test_a_loop_that_was_left_goes_on_with_the_same_bits_on_another_number_of_ra
         for step, state in run_ranks(trained_in_a_run, 3, (folder,)):
             assert step == 16
             assert equal(state, expected[1])
+    assert differences(tmp_path / "whole", Path(folder)) == []
+    assert recorded.read(Path(folder)).anatomy is not None
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     steps = [record["step"] for record in records if record["kind"] == "step"]

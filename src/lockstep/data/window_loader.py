@@ -100,6 +100,11 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
             generator=torch.Generator(),
         )
 
+    @property
+    def num_workers(self) -> int:
+        """Processes that load for this rank."""
+        return self._loader.num_workers
+
     def _to_device(self) -> Copies:
         if self._copies is None:
             self._copies = copies_to(self.device, pinned=self._pinned)

@@ -208,6 +208,7 @@ class Trained:
                 self._early.append(gradients)
         if reducer.reached:
             self._end_backward(run, micro_batch)
+        status.enter("loop")
 
     def _final(
         self, run: WindowRun, micro_batch: MicroBatch, value: Tensor, engine: Callable[[], None]

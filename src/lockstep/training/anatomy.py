@@ -30,8 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config.settings import Settings
-from lockstep.config.task import Task
 from lockstep.data.windows import Window
 from lockstep.gradients.bucket import BucketTimes
 from lockstep.runtime.cores import cores
@@ -113,7 +111,9 @@ def in_detail(step: int) -> bool:
     return step <= _IN_DETAIL or (step <= _LINES and step % _RARELY == 0)
 
 
-def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
+def begins(
+    stepper: Stepper, *, micro_batch: int | None, global_batch: int | None, loader_workers: int
+) -> dict[str, Any]:
     """Return the fields of a rank's first line that say how it trains."""
     world = stepper.world
     return {
@@ -123,9 +123,9 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
         "device": world.device.type,
         "method": stepper.method.describe(),
         "buckets": [bucket.sum.nbytes for bucket in stepper.reducer.buckets],
-        "micro_batch": task.micro_batch,
-        "global_batch": task.global_batch,
-        "loader_workers": settings.loader_workers,
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+        "loader_workers": loader_workers,
         "threads": torch.get_num_threads(),
         "cores": cores(),
     }

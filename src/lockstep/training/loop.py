@@ -36,7 +36,12 @@ class Training(AssembledTraining):
     def run(self) -> Result:
         self.world.heed_signals()
         changed, resumed = self.resume()
-        begin = begins(self.stepper, self.task, self.settings)
+        begin = begins(
+            self.stepper,
+            micro_batch=self.task.micro_batch,
+            global_batch=self.task.global_batch,
+            loader_workers=self.settings.loader_workers,
+        )
         with (
             self._journal() as journal,
             matmul_precision(self.precision),

@@ -17,6 +17,9 @@ from lockstep.runtime import randomness
 from lockstep.step.own_loop import current
 from lockstep.world.world import World
 
+_TAKEN = {"kind", "step", "epoch", "weight", "samples_by_rank", "lr", "samples_per_s", "bytes_sent"}
+"""Names that every record of a step has."""
+
 
 def weigh(count: float) -> None:
     """Give the weight of the current micro-batch, in place of its number of samples: what its loss
@@ -65,11 +68,16 @@ def log(**values: float | Tensor) -> None:
     window, weighted as the losses are. Every rank calls it with the same names.
 
     Args:
-        values: a number or a tensor of one element for each name.
+        values: a number or a tensor of one element for each name. `loss` replaces the step's own.
+
+    Raises:
+        UsageError: outside of a loop over a prepared loader, or a name that the metrics have.
     """
     micro_batch = current()
     if micro_batch is None:
         raise UsageError("outside-prepared-loop", call="lockstep.log")
+    for name in values.keys() & _TAKEN:
+        raise UsageError("metric-name-taken", name=name, names=sorted(_TAKEN))
     micro_batch.log(values)
 
 

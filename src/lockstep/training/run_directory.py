@@ -43,7 +43,7 @@ _CHECKPOINTS = "checkpoints"
 _BEFORE = "before-"
 _CLAIMED = (_LOCK, _MARK, FILE)
 _PASSING = re.compile(
-    rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log"
+    rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}(-\d+)?|anatomy|grow|wanted|rank-\d+\.log"
     r"|events\.out\.tfevents\..*"
     r"|loggers\.json|wandb|mlflow\.db(-journal|-wal|-shm)?|mlartifacts|metrics\.csv"
 )

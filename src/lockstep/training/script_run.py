@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,11 +16,14 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.collectives.plain_json import decoded, encoded
+from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, Preempted, UsageError
+from lockstep.runtime.disk import write_whole
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
+from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.metrics import MetricsFile, forget_after
 from lockstep.training.opening import claimed_by_first
 from lockstep.training.run_directory import RunDirectory
@@ -85,7 +90,7 @@ class ScriptRun:
         self._others = others
         self._position = _Position(loader)
         self._open = ExitStack()
-        claim = partial(RunDirectory.claim, path, Path(path).name)
+        claim = partial(RunDirectory.claim, path, Path(path).name, extends=True)
         refused = PeerFailed("rank-0-failed", what=f"use the run directory {path}")
         self.directory = self._open.enter_context(
             claimed_by_first(world, claim, lambda code: refused)
@@ -110,12 +115,23 @@ class ScriptRun:
         self.resumed = self._resume()
         self._file: MetricsFile | None = None
         if world.rank == 0:
+            task = f"{Path(sys.argv[0]).name} (a script)"
+            Settings(task=task, workers=world.size).write(self.directory.path)
+            self.directory.result.unlink(missing_ok=True)
             forget_after(self.directory.metrics, stepper.steps, stepper.steps)
             self._file = self._open.enter_context(MetricsFile(self.directory.metrics))
+        recipe = loader.recipe
+        begin = begins(
+            stepper,
+            micro_batch=recipe.get("micro_batch"),
+            global_batch=recipe.get("global_batch"),
+            loader_workers=loader.num_workers,
+        )
+        self._anatomy = self._open.enter_context(AnatomyFile(self.directory.path, stepper, begin))
         self._unsaved = False
         self._stops = False
         self._unrecorded: tuple[Window, StepResult] | None = None
-        self._clock = time.perf_counter()
+        self._began = self._clock = time.perf_counter()
         self.event(
             "resumed" if self.resumed else "start",
             workers=world.size,
@@ -181,6 +197,7 @@ class ScriptRun:
             return
         window, result = self._unrecorded
         self._unrecorded = None
+        self._anatomy.step(result, window)
         self._stops = result.stop
         now = time.perf_counter()
         lr = self._stepper.optimizer.param_groups[0]["lr"]
@@ -221,11 +238,21 @@ class ScriptRun:
             self._save(due=False)
         for checkpoints in self._all:
             checkpoints.wait()
+        if self._file is not None:
+            self.directory.check()
+            ended = {
+                "workers": self._stepper.world.size,
+                "steps": self._stepper.steps,
+                "seconds": time.perf_counter() - self._began,
+            }
+            write_whole(self.directory.result, json.dumps(ended, indent=1) + "\n")
 
     def close(self) -> None:
         """The world closes: the loop was left, or the script has ended without it."""
-        if not self._stepper.world.failing:
+        world = self._stepper.world
+        if not world.failing:
             self.finish()
+            self._anatomy.end(self._stepper.steps)
         self._open.close()
 
 

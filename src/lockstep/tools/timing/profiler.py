@@ -170,7 +170,12 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
     stepper = training.stepper
     with TemporaryDirectory(prefix="lockstep-profile-") as folder:
         directory = RunDirectory(Path(folder))
-        header = begins(stepper, task, training.settings)
+        header = begins(
+            stepper,
+            micro_batch=task.micro_batch,
+            global_batch=task.global_batch,
+            loader_workers=training.settings.loader_workers,
+        )
         with (
             Journal(
                 task,
