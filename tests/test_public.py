@@ -18,6 +18,7 @@ NAMES = [
     "DistributedSampler",
     "EarlyStopping",
     "Loader",
+    "PreparedLoader",
     "Replicas",
     "ShardedOptimizer",
     "Stepper",

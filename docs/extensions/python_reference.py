@@ -15,7 +15,15 @@ import lockstep
 
 GROUPS = {
     "Ranks": ["init", "World", "launch", "seed", "stream"],
-    "A training loop of your own": [
+    "The loop that you have": [
+        "prepare",
+        "PreparedLoader",
+        "weigh",
+        "total",
+        "log",
+        "evaluating",
+    ],
+    "A loop over windows": [
         "Stepper",
         "Loader",
         "DistributedDataParallel",

@@ -18,6 +18,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "DistributedSampler": "lockstep.data.sampler",
     "EarlyStopping": "lockstep.config.task",
     "Loader": "lockstep.data.loader",
+    "PreparedLoader": "lockstep.training.prepare",
     "Replicas": "lockstep.step.replicas",
     "ShardedOptimizer": "lockstep.step.sharded_optimizer",
     "Stepper": "lockstep.step.stepper",
@@ -48,6 +49,7 @@ __all__ = [
     "DistributedSampler",
     "EarlyStopping",
     "Loader",
+    "PreparedLoader",
     "Replicas",
     "ShardedOptimizer",
     "Stepper",
@@ -94,7 +96,7 @@ if TYPE_CHECKING:
     from lockstep.training.inference.evaluation import evaluate
     from lockstep.training.inference.prediction import predict
     from lockstep.training.loop_functions import evaluating, log, total, weigh
-    from lockstep.training.prepare import prepare
+    from lockstep.training.prepare import PreparedLoader, prepare
     from lockstep.training.train import train
     from lockstep.world.world import World, init
 

@@ -574,8 +574,10 @@ def trained_in_a_run(
     falling = torch.optim.lr_scheduler.StepLR(of_d, 1, 0.7)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)
     data = DataLoader(samples(), batch_size=32, shuffle=True)
-    g, d, of_g, of_d, loader, falling, _ = lockstep.prepare(
-        *(g, d, of_g, of_d, data, falling, scaler),
+    average = torch.optim.swa_utils.AveragedModel(g)
+    counted = {"steps": 0.0}
+    g, d, of_g, of_d, loader, falling, *_ = lockstep.prepare(
+        *(g, d, of_g, of_d, data, falling, scaler, average, counted),
         micro_batch=8,
         backwards=(1, 2),
         exact=True,
@@ -595,20 +597,25 @@ def trained_in_a_run(
         scaler.step(of_g)
         scaler.update()
         lockstep.log(length=float(len(x)))
+        if loader.stepped:
+            average.update_parameters(g)
+            counted["steps"] += 1
 
     if endless:
         for x, _ in loader.endless():
             body(x)
             if loader.step in (leave, 16):
                 break
-        return loader.step, state_of(g, d)
+        assert counted["steps"] == loader.step
+        return loader.step, state_of(g, d, average)
     for _ in loader.epochs(4):
         for x, _ in loader:
             body(x)
             if loader.step == leave:
-                return loader.step, state_of(g, d)
+                return loader.step, state_of(g, d, average)
         falling.step()
-    return loader.step, state_of(g, d)
+    assert counted["steps"] == loader.step
+    return loader.step, state_of(g, d, average)
 
 
 def test_a_loop_that_was_left_goes_on_with_the_same_bits_on_another_number_of_ranks(

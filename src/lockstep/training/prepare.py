@@ -185,6 +185,14 @@ class PreparedLoader:
         return self._trained[0].stepper.steps
 
     @property
+    def stepped(self) -> bool:
+        """Whether this iteration is the last one of a step, whose `optimizer.step()` acts: for what
+        the loop does once a step, such as an average of the weights.
+        """
+        micro_batch = self._trained[0].micro_batch
+        return micro_batch is not None and micro_batch.last
+
+    @property
     def carried(self) -> dict[str, Any]:
         """What the loop carries from one step to the next, such as the hidden state of a recurrent
         network: each micro-batch gets the dict that the micro-batch with its number had in the step
@@ -289,9 +297,9 @@ def prepare(
     """Make the loop that you have data-parallel.
 
     Args:
-        objects: models, optimizers, a DataLoader, schedulers, a GradScaler, in any order. Other
-            objects with `state_dict` and `load_state_dict` are saved with the run; their state must
-            be equal on all ranks.
+        objects: models, optimizers, a DataLoader, schedulers, a GradScaler, in any order. Models
+            without an optimizer, dicts, and other objects with `state_dict` and `load_state_dict`
+            are saved with the run; their state must be equal on all ranks.
         micro_batch: samples of a forward.
         seed: of the shuffle, of samples and of forwards.
         reduction: what a loss is.
@@ -325,6 +333,7 @@ def prepare(
         opened.append(from_dataloader(one, micro_batch=micro_batch, seed=seed))
         if is_shuffled(one) and World.current().rank == 0:
             print(_SHUFFLED.format(seed=seed), file=sys.stderr)
+    others += [model for model in models if not _is_trained(model, optimizers)]
     trained = []
     for model, optimizer, count in zip(of_model, optimizers, counts, strict=True):
         trainee = Trained(model, optimizer, count, seed=seed, **options)
@@ -358,6 +367,7 @@ _KINDS: dict[str, Any] = {
 def _kind_of(one: object) -> str:
     kind = next(kind for kind, types in _KINDS.items() if isinstance(one, types))
     stateful = hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    stateful = stateful or type(one) is dict
     if kind == "object with a state" and not stateful:
         raise UsageError("cannot-prepare", kind=type(one).__name__)
     return kind
@@ -365,11 +375,17 @@ def _kind_of(one: object) -> str:
 
 def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the model, or the models together, whose parameters the optimizer has."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = []
-    for model in models:
-        if any(id(parameter) in own for parameter in model.parameters()):
-            found.append(model)
+    found = [model for model in models if _is_trained(model, [optimizer])]
     if not found:
         raise UsageError("optimizer-of-other-models")
     return found[0] if len(found) == 1 else nn.ModuleList(found)
+
+
+def _is_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether one of the optimizers has a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in own for parameter in group["params"]):
+                return True
+    return False

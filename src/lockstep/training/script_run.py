@@ -64,8 +64,8 @@ class ScriptRun:
         steppers: train the models, one each. They step together.
         loader: gives the windows.
         schedulers: at most one for each optimizer.
-        others: what else is saved: objects with `state_dict` and `load_state_dict`, whose states
-            are equal on all ranks.
+        others: what else is saved: dicts, and objects with `state_dict` and `load_state_dict`,
+            whose states are equal on all ranks.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
         keep: the newest checkpoints to keep.
 
@@ -132,6 +132,9 @@ class ScriptRun:
         self._stops = False
         self._unrecorded: tuple[Window, StepResult] | None = None
         self._began = self._clock = time.perf_counter()
+        if self.resumed and world.rank == 0:
+            line = f"lockstep: resumed at step {stepper.steps} from {self.directory.shown}"
+            print(line, file=sys.stderr)
         self.event(
             "resumed" if self.resumed else "start",
             workers=world.size,
@@ -153,7 +156,12 @@ class ScriptRun:
             differences = f"{', '.join(saved) or 'nothing'} before, now {', '.join(kinds)}"
             raise UsageError("another-training", place="the run", differences=differences)
         for name, one in kinds.items():
-            one.load_state_dict(decoded(saved[name]))
+            state = decoded(saved[name])
+            if isinstance(one, dict):
+                one.clear()
+                one.update(state)
+            else:
+                one.load_state_dict(state)
         return True
 
     def _kinds(self) -> dict[str, Any]:
@@ -171,7 +179,8 @@ class ScriptRun:
             checkpoints.wait()
         states = {}
         for name, one in self._kinds().items():
-            states[name] = encoded(one.state_dict(), f"the state of {name}")
+            state = one if isinstance(one, dict) else dict(one.state_dict())
+            states[name] = encoded(state, f"the state of {name}")
         first.save({_OTHERS: states})
 
     def event(self, event: str, **facts: Any) -> None:
