@@ -118,7 +118,6 @@ class Reducer:
         self._unexpected = False  # whether an unexpected gradient was delivered
         self.reached = False
         """Whether a gradient was delivered since this was last set to False."""
-        self._hidden: Sequence[Tensor | None] | None = None
         self.unfinished = 0
         """Backwards of this window that an exception ended. A part of the gradients of such a
         micro-batch is ready.
@@ -279,7 +278,6 @@ class Reducer:
         else:
             self._arm()
         self._unexpected = False
-        self._hidden = None
         self.unfinished = 0
 
     @contextmanager
@@ -393,64 +391,10 @@ class Reducer:
             self.expecting = before
         self.unfinished -= 1
 
-    def hide(self) -> None:
-        """Set every `.grad` to None until `show`, so that nobody reads a part of a sum."""
-        hidden = []
-        for parameter in self.parameters:
-            hidden.append(parameter.grad)
-            parameter.grad = None
-        self._hidden = hidden
-
-    def show(self) -> None:
-        """Undo `hide`. Raises UsageError if a gradient was written meanwhile."""
-        if self._hidden is None:
-            return
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                raise UsageError("partial-gradient-written", parameter=self.names[number])
-            parameter.grad = self._hidden[number]
-        self._hidden = None
-
-    @contextmanager
-    def apart(self) -> Iterator[list[Tensor | None]]:
-        """Keep the gradients that are delivered in this block out of the sum. They must be hidden.
-        The list has them afterwards, by number.
-        """
-        self.drop()
-        delivered: list[Tensor | None] = []
-        try:
-            yield delivered
-        finally:
-            self.reached = self.reached or self.unexpected
-            delivered += [parameter.grad for parameter in self.parameters]
-            self.drop()
-
-    def drop(self) -> None:
-        """Forget the gradients that were delivered while those of the sum were hidden."""
+    def forget_unexpected(self) -> None:
+        """Forget that unexpected gradients were delivered."""
         self._unexpected = False
         self._uncounted.clear()
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def add_to_next(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients of an earlier backward of this micro-batch to those that the next backward
-        delivers.
-        """
-        for number, gradient in enumerate(gradients):
-            parameter = self.parameters[number]
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
-                self.ready[number] = True
-
-    def count_rest(self, gradients: Sequence[Tensor | None]) -> None:
-        """Count those of `add_to_next` whose parameters the backward has not reached."""
-        for number, gradient in enumerate(gradients):
-            if gradient is not None and self.parameters[number].grad is gradient:
-                self.gradient_ready(number, self.parameters[number])
 
     def _delivered(self, number: int, parameter: Tensor) -> None:
         """Handle a gradient: the parameter's hook, which autograd calls."""
@@ -481,7 +425,8 @@ class Reducer:
         if not self.closing:
             self.state = State.ACCUMULATING
             return
-        self._begin_sending()
+        if self.state is not State.SENDING:
+            self._begin_sending()
         full = False
         for number in delivered:
             if self._final[number]:
@@ -510,7 +455,7 @@ class Reducer:
             gradient = parameter.grad = gradient.detach()
         if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
             self._warn_once(_DENSE, number)
-        if self.closing:
+        if self.closing and self.state is not State.SENDING:
             self._begin_sending()
         if gradient is None and not self._guarded:  # autograd has called without a gradient
             return
@@ -533,10 +478,9 @@ class Reducer:
 
     def _begin_sending(self) -> None:
         """Note the first gradient of a closing backward."""
-        if self.state is not State.SENDING:
-            self.state = State.SENDING
-            if self.on_first is not None:
-                self.on_first()
+        self.state = State.SENDING
+        if self.on_first is not None:
+            self.on_first()
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:

@@ -69,7 +69,7 @@ class _Kind:
         self._rows: list[Tensor] = []
         self._ended: list[tuple[float | Tensor, int]] = []
         self.left: list[int] = []
-        """The versions of the buffers when the last micro-batch had ended."""
+        """The versions of the buffers at the last `mark`."""
 
     def begin(self, *, restored: bool) -> None:
         """Begin a step with the values that the buffers hold now, or `restored` to those that the
@@ -87,7 +87,6 @@ class _Kind:
             self._rows.append(torch.empty_like(self.start))
         torch.cat(self.flats, out=self._rows[len(self._ended)])
         torch._foreach_copy_(self.flats, self.starts)
-        self.left = self.versions()
         self._ended.append((weight, slot))
         if len(self._ended) == _ROWS:
             self.add_up()
@@ -246,9 +245,14 @@ class MovingBuffers:
         """The values, flat, that every micro-batch of the step starts from; equal on all ranks."""
         self._moved = torch.empty(0)
 
+    def mark(self) -> None:
+        """Note how a micro-batch has left the buffers, for `restart`."""
+        for kind in self._kinds:
+            kind.left = kind.versions()
+
     def restart(self) -> None:
-        """Within a step, undo what forwards between two micro-batches have done. One that has moved
-        statistics has counted itself too.
+        """Within a step, undo what forwards have done since `mark`. One that has moved statistics
+        has counted itself too.
         """
         if not (self._agreed and self._same()):
             for kind in self._kinds:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
+from lockstep.gradients.hidden import HiddenSum
 from lockstep.runtime import status
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
@@ -128,6 +129,7 @@ class Trained:
         except BaseException:
             del optimizer.step, optimizer.zero_grad
             raise
+        self._sum = HiddenSum(self.stepper.reducer)
 
     # -- the window -------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class Trained:
         self._run = self.stepper.open(window)
         self._run.enters_streams = False
         self._run.divides = divides
-        self.stepper.reducer.hide()
+        self._sum.hide()
 
     def begin(self, micro_batch: MicroBatch, batch: object) -> None:
         """Begin a micro-batch."""
@@ -199,7 +201,7 @@ class Trained:
         if micro_batch.index is not None and self._done + 1 == self.backwards:
             self._final(run, micro_batch, value, engine)
         else:
-            with reducer.apart() as gradients:
+            with self._sum.apart() as gradients:
                 engine()
             if reducer.reached and micro_batch.index is None:
                 micro_batch.counted = True
@@ -217,20 +219,20 @@ class Trained:
         reducer = self.stepper.reducer
         if self._early:
             value = value + self._loss
-        reducer.show()
+        self._sum.show()
         for gradients in self._early:
-            reducer.add_to_next(gradients)
+            self._sum.add_to_next(gradients)
         if micro_batch.last:
             reducer.closing = True
             reducer.on_first = partial(self._count, run, micro_batch, value)
         with reducer.backward():
             engine()
             for gradients in self._early:
-                reducer.count_rest(gradients)
+                self._sum.count_rest(gradients)
         reducer.on_first = None
         if not reducer.reached:
             reducer.closing = False
-            reducer.hide()
+            self._sum.hide()
         elif not micro_batch.last:
             self._count(run, micro_batch, value)
 
@@ -245,11 +247,12 @@ class Trained:
             return
         if micro_batch.index is not None:
             run.end()
+            run.mark_buffers()
         if micro_batch.last:
-            self.stepper.reducer.show()
+            self._sum.show()
             run.average()
         elif micro_batch.index is not None:
-            self.stepper.reducer.hide()
+            self._sum.hide()
 
     def end(self) -> None:
         """End the micro-batch, after the loop's body."""
@@ -262,8 +265,8 @@ class Trained:
             return
         reducer = self.stepper.reducer
         if self._deferred:
-            reducer.drop()  # what other models' losses have sent here since
-            reducer.show()
+            self._sum.drop()  # what other models' losses have sent here since
+            self._sum.show()
             self._step()
             return
         left_out = self._done == 0
@@ -279,12 +282,12 @@ class Trained:
             self._finish(run)
             return
         if reducer.unexpected:
-            reducer.drop()
+            self._sum.drop()
         run.restart_buffers()
 
     def _finish(self, run: WindowRun) -> None:
         """Complete a window whose last micro-batch the loop has left out."""
-        self.stepper.reducer.show()
+        self._sum.show()
         run.average()
         self._step()
         for step in self._steps_of_schedulers:  # those that the body steps
@@ -321,7 +324,7 @@ class Trained:
                     self._complete()
                 if self._defers:
                     self._deferred = True
-                    self.stepper.reducer.hide()
+                    self._sum.hide()
                 else:
                     self._step()
             return loss
@@ -345,7 +348,7 @@ class Trained:
         assert run is not None
         if run.micro_batch is not None:
             run.discard()
-        self.stepper.reducer.show()
+        self._sum.show()
         run.average()
 
     def _evaluate(self) -> Tensor:
@@ -359,7 +362,7 @@ class Trained:
         if self._evaluated:
             run = self._run = main.again(main.window)
             run.divides = main.divides
-            self.stepper.reducer.hide()
+            self._sum.hide()
             try:
                 self._compute_again(run)
             finally:
@@ -382,7 +385,7 @@ class Trained:
             if not micro_batch.last:
                 run.restart_buffers()
         if not run.completed:
-            self.stepper.reducer.show()
+            self._sum.show()
             run.average()
         run.finish_buffers()
 

@@ -376,8 +376,12 @@ class WindowRun:
         facts, _ = self.complete()
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
 
+    def mark_buffers(self) -> None:
+        """Note how the micro-batch has left the moving buffers, for `restart_buffers`."""
+        self._buffers.mark()
+
     def restart_buffers(self) -> None:
-        """Undo what forwards since the last micro-batch have done to moving buffers."""
+        """Undo what forwards since `mark_buffers` have done to moving buffers."""
         self._buffers.restart()
 
     def check_can_end(self) -> None:

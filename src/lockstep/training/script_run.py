@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -31,7 +31,7 @@ from lockstep.training.run_directory import RunDirectory
 _OTHERS = "others"
 
 
-class _Position:
+class Position:
     """The Loader's position after the window that was trained last. The loop draws the next window
     before a checkpoint is saved: its body may do more after the optimizer's step.
     """
@@ -52,15 +52,12 @@ class _Position:
         self._loader.load_state_dict(state)
 
 
-class ScriptRun:
-    """Saves the training of a script's loop, and resumes from what is there. Every rank makes one;
-    it closes with the world.
-
-    With several models each has checkpoints of its own. Those of the first are saved last, so what
-    they have a step of, all have.
+class ScriptCheckpoints:
+    """The checkpoints of all that a script's loop trains. Each model has its own; those of the first
+    are saved last, so what they have a step of, all have.
 
     Args:
-        path: the folder.
+        folder: of the first model's checkpoints; the others' are beside it.
         steppers: train the models, one each. They step together.
         loader: gives the windows.
         schedulers: at most one for each optimizer.
@@ -68,9 +65,101 @@ class ScriptRun:
             whose states are equal on all ranks.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
         keep: the newest checkpoints to keep.
+        guard: called before files are written; it may raise.
 
     Raises:
-        UsageError: several schedulers of an optimizer, or a folder that cannot be used.
+        UsageError: several schedulers of an optimizer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steppers: Sequence[Stepper],
+        loader: Loader,
+        schedulers: Sequence[Any],
+        others: Sequence[Any],
+        *,
+        every: int | None,
+        keep: int,
+        guard: Callable[[], None],
+    ) -> None:
+        self.position = Position(loader)
+        self._stepper = steppers[0]
+        self._others = {f"{number} {type(one).__name__}": one for number, one in enumerate(others)}
+        self._all = []
+        for number, stepper in enumerate(steppers):
+            self._all.append(
+                Checkpoints(
+                    folder.with_name(f"{folder.name}-{number + 1}") if number else folder,
+                    stepper,
+                    None if number else self.position,
+                    scheduler=_scheduler_of(stepper.optimizer, schedulers),
+                    every=every,
+                    # the first one may fall back to an older one, which all must have
+                    keep=keep + 1 if number else keep,
+                    guard=guard,
+                )
+            )
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint that all models have. Return whether there is one."""
+        first, *rest = self._all
+        checkpoint = first.resume()
+        if checkpoint is None:
+            return False
+        for checkpoints in rest:
+            checkpoints.resume(checkpoint.step)
+        saved = checkpoint.state[_OTHERS]
+        if list(saved) != list(self._others):
+            now = ", ".join(self._others) or "nothing"
+            differences = f"{', '.join(saved) or 'nothing'} before, now {now}"
+            raise UsageError("another-training", place="the run", differences=differences)
+        for name, one in self._others.items():
+            state = decoded(saved[name])
+            if isinstance(one, dict):
+                one.clear()
+                one.update(state)
+            else:
+                one.load_state_dict(state)
+        return True
+
+    def save_if_due(self) -> None:
+        """Save all models if the first one's next checkpoint is due."""
+        if self._all[0].is_due:
+            self._save()
+
+    def save_rest(self) -> None:
+        """Save the steps that are not saved yet, and wait until they are on disk."""
+        if self._stepper.steps > self._all[0].saved:
+            self._save()
+        for checkpoints in self._all:
+            checkpoints.wait()
+
+    def _save(self) -> None:
+        first, *rest = self._all
+        for checkpoints in rest:
+            checkpoints.save()
+        for checkpoints in rest:
+            checkpoints.wait()
+        states = {}
+        for name, one in self._others.items():
+            state = one if isinstance(one, dict) else dict(one.state_dict())
+            states[name] = encoded(state, f"the state of {name}")
+        first.save({_OTHERS: states})
+
+
+class ScriptRun:
+    """Saves the training of a script's loop in a run directory, records its steps, and resumes what
+    is there. Every rank makes one; it closes with the world.
+
+    Args:
+        path: the folder.
+        steppers: train the models.
+        loader: gives the windows.
+        schedulers, others, options: of `ScriptCheckpoints`.
+
+    Raises:
+        UsageError: a folder that cannot be used, and what ScriptCheckpoints refuses.
     """
 
     def __init__(
@@ -80,46 +169,31 @@ class ScriptRun:
         loader: Loader,
         schedulers: Sequence[Any],
         others: Sequence[Any],
-        *,
-        every: int | None,
-        keep: int,
+        **options: Any,
     ) -> None:
-        stepper = steppers[0]
+        self._stepper = stepper = steppers[0]
         world = stepper.world
-        self._stepper = stepper
-        self._others = others
-        self._position = _Position(loader)
         self._open = ExitStack()
         claim = partial(RunDirectory.claim, path, Path(path).name, extends=True)
         refused = PeerFailed("rank-0-failed", what=f"use the run directory {path}")
         self.directory = self._open.enter_context(
             claimed_by_first(world, claim, lambda code: refused)
         )
-        self._all = []
-        for number, one in enumerate(steppers):
-            folder = self.directory.checkpoints
-            self._all.append(
-                Checkpoints(
-                    folder.with_name(f"{folder.name}-{number + 1}") if number else folder,
-                    one,
-                    None if number else self._position,
-                    scheduler=_scheduler_of(one.optimizer, schedulers),
-                    every=every,
-                    # the first one may fall back to an older one, which all must have
-                    keep=keep + 1 if number else keep,
-                    guard=self.directory.check,
-                )
-            )
+        self._checkpoints = ScriptCheckpoints(
+            self.directory.checkpoints,
+            steppers,
+            loader,
+            schedulers,
+            others,
+            guard=self.directory.check,
+            **options,
+        )
         world.own(self)
         world.heed_signals()
-        self.resumed = self._resume()
+        self.resumed = self._checkpoints.resume()
         self._file: MetricsFile | None = None
         if world.rank == 0:
-            task = f"{Path(sys.argv[0]).name} (a script)"
-            Settings(task=task, workers=world.size).write(self.directory.path)
-            self.directory.result.unlink(missing_ok=True)
-            forget_after(self.directory.metrics, stepper.steps, stepper.steps)
-            self._file = self._open.enter_context(MetricsFile(self.directory.metrics))
+            self._begin_files()
         recipe = loader.recipe
         begin = begins(
             stepper,
@@ -132,9 +206,6 @@ class ScriptRun:
         self._stops = False
         self._unrecorded: tuple[Window, StepResult] | None = None
         self._began = self._clock = time.perf_counter()
-        if self.resumed and world.rank == 0:
-            line = f"lockstep: resumed at step {stepper.steps} from {self.directory.shown}"
-            print(line, file=sys.stderr)
         self.event(
             "resumed" if self.resumed else "start",
             workers=world.size,
@@ -142,46 +213,17 @@ class ScriptRun:
             at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
-    def _resume(self) -> bool:
-        """Load the newest checkpoint that all models have. Return whether there is one."""
-        first, *others = self._all
-        checkpoint = first.resume()
-        if checkpoint is None:
-            return False
-        for checkpoints in others:
-            checkpoints.resume(checkpoint.step)
-        kinds = self._kinds()
-        saved = checkpoint.state[_OTHERS]
-        if list(saved) != list(kinds):
-            differences = f"{', '.join(saved) or 'nothing'} before, now {', '.join(kinds)}"
-            raise UsageError("another-training", place="the run", differences=differences)
-        for name, one in kinds.items():
-            state = decoded(saved[name])
-            if isinstance(one, dict):
-                one.clear()
-                one.update(state)
-            else:
-                one.load_state_dict(state)
-        return True
-
-    def _kinds(self) -> dict[str, Any]:
-        """Return the other objects, by number and type."""
-        return {f"{number} {type(one).__name__}": one for number, one in enumerate(self._others)}
-
-    def _save(self, *, due: bool) -> None:
-        """Save all models; `due`: only if the first one's next checkpoint is due."""
-        first, *others = self._all
-        if due and not first.is_due:
-            return
-        for checkpoints in others:
-            checkpoints.save()
-        for checkpoints in others:
-            checkpoints.wait()
-        states = {}
-        for name, one in self._kinds().items():
-            state = one if isinstance(one, dict) else dict(one.state_dict())
-            states[name] = encoded(state, f"the state of {name}")
-        first.save({_OTHERS: states})
+    def _begin_files(self) -> None:
+        """Write rank 0's files as of the step at which the training begins."""
+        steps = self._stepper.steps
+        task = f"{Path(sys.argv[0]).name} (a script)"
+        Settings(task=task, workers=self._stepper.world.size).write(self.directory.path)
+        self.directory.result.unlink(missing_ok=True)
+        forget_after(self.directory.metrics, steps, steps)
+        self._file = self._open.enter_context(MetricsFile(self.directory.metrics))
+        if self.resumed:
+            line = f"lockstep: resumed at step {steps} from {self.directory.shown}"
+            print(line, file=sys.stderr)
 
     def event(self, event: str, **facts: Any) -> None:
         """Record an event."""
@@ -198,7 +240,7 @@ class ScriptRun:
         """
         self._unsaved = True
         self._unrecorded = window, result
-        self._position.move()
+        self._checkpoints.position.move()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Record the last step with these metrics."""
@@ -237,16 +279,13 @@ class ScriptRun:
             self.finish()
             self.event("preempted", step=self._stepper.steps)
             raise Preempted(self._stepper.steps, True)
-        self._save(due=True)
+        self._checkpoints.save_if_due()
 
     def finish(self) -> None:
         """Save the steps that are not saved yet, and wait until they are on disk."""
         self._unsaved = False
         self.record({})
-        if self._stepper.steps > self._all[0].saved:
-            self._save(due=False)
-        for checkpoints in self._all:
-            checkpoints.wait()
+        self._checkpoints.save_rest()
         if self._file is not None:
             self.directory.check()
             ended = {
