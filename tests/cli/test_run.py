@@ -123,8 +123,9 @@ with lockstep.init() as world:
     for epoch in loader.epochs(5):
         for window in epoch:
             kill(stepper.steps)
-            while stepper.steps == 18 and world.size == 2 and not world.asked_to_stop:
-                time.sleep(0.01)
+            for _ in range(2000 if stepper.steps == 18 and world.size == 2 else 0):
+                if not world.asked_to_stop:
+                    time.sleep(0.01)
             for x, y in stepper.micro_batches(window):
                 stepper.backward(F.cross_entropy(model(x), y), weight=len(y), reduction="mean")
             result = stepper.step()
