@@ -199,6 +199,14 @@ def test_a_script_without_checkpoints_begins_again_and_is_told_so_once(
     assert ended.err.count(_HINT) == 1
 
 
+def test_a_script_that_was_asked_to_stop_is_not_restarted(
+    tmp_path: Path, lockstep: Command
+) -> None:
+    (tmp_path / "script.py").write_text(_PREPARED.replace("SIGKILL", "SIGTERM"))
+    ended = lockstep("run -n 1:2 script.py 1")
+    assert (ended.code, ended.err.count("restart")) == (75, 0), ended.err
+
+
 def test_an_exception_of_a_script_restarts_nothing(tmp_path: Path, lockstep: Command) -> None:
     (tmp_path / "script.py").write_text("raise ValueError('boom')")
     ended = lockstep("run -n 1:2 script.py")

@@ -21,10 +21,19 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.launcher import ending, failures
+from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.stop import Stop
-from lockstep.launcher.supervise import Outcome, Watch, Workers, restarts_of, run_with_restarts
+from lockstep.launcher.supervise import (
+    Outcome,
+    Share,
+    Watch,
+    Workers,
+    restarts_of,
+    run_with_restarts,
+)
 from lockstep.runtime import processes, status
-from lockstep.runtime.failure_record import Failure, Kind
+from lockstep.runtime.failure_record import Failure, Kind, rank_file
+from lockstep.runtime.preemption import ASKED, HEEDS, RESUMED, SAVED
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.conftest import Run
 from tests.refused import refused
@@ -326,6 +335,24 @@ def test_ranks_without_a_checkpoint_are_said_to_begin_again_and_that_once(
 
     run_with_restarts(start, Workers(2, 2), Launch(max_restarts=3), hint="hint")
     assert [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()] == lines
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_ranks_are_asked_to_grow_only_if_they_have_saved_and_heed_signals(
+    tmp_path: Path, heeds: bool
+) -> None:
+    reports: list[bool] = []
+    ranks = LocalRanks(count=1, size=1, address="", port=0)
+    share = Share(ranks=ranks, on_checkpoint=reports.append)
+    watch = Watch(tmp_path, Stop(kill=lambda pid, number: None), Launch(), share, grows=True)
+    if heeds:
+        rank_file(tmp_path, 0, HEEDS).touch()
+    for mark in (RESUMED, SAVED):
+        assert watch.must_end({0: os.getpid()}) is None
+        assert not rank_file(tmp_path, 0, ASKED).exists()
+        rank_file(tmp_path, 0, mark).touch()
+    assert watch.must_end({0: os.getpid()}) is None
+    assert (rank_file(tmp_path, 0, ASKED).exists(), reports) == (heeds, [False, heeds])
 
 
 def test_how_often_a_run_is_restarted() -> None:

@@ -174,9 +174,11 @@ def _job(address: str, target: Target, **more: Any) -> Job:
 
 
 def refuse_restarts(launch: Launch) -> None:
-    """Raise UsageError if --max-restarts was given: here no node knows which others are left."""
+    """Raise UsageError for options that restart a run: no node knows which others are left."""
     if launch.max_restarts is not None:
-        raise UsageError("no-restarts-here", restarts=launch.max_restarts)
+        raise UsageError("no-restarts-here", option=f"--max-restarts {launch.max_restarts}")
+    if launch.on_stall == "restart":
+        raise UsageError("no-restarts-here", option="--on-stall restart")
 
 
 def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:

@@ -65,8 +65,10 @@ class Share:
     """What the other nodes know of their ranks, to find the rank that a stalled run waits for."""
     stop: Stop | None = None
     """Says when the ranks are to stop; None: this process's signals say so."""
-    on_checkpoint: Callable[[str], None] = lambda kind: None
-    """Called with RESUMED or SAVED when rank 0 has resumed, and when it has first saved."""
+    on_checkpoint: Callable[[bool], None] = lambda may_stop: None
+    """Called when rank 0 has resumed, and when it has first saved. True: it has saved and heeds
+    signals, so that it may be asked to stop.
+    """
 
 
 def supervise(
@@ -200,6 +202,7 @@ class Watch:
         self._share = share
         self.marks: list[str] = []
         """Whether rank 0 has RESUMED or SAVED, as far as is known."""
+        self._may_stop = False  # whether the ranks have saved and heed signals
         self._grows = grows
         self.asked_to_grow = False
         """Whether the ranks were asked to stop so that more workers continue."""
@@ -207,12 +210,9 @@ class Watch:
     def must_end(self, pids: Pids) -> Farewell | None:
         """Return how to end the living ranks now, None if they go on."""
         self.look_for_checkpoints()
-        if self._grows and SAVED in self.marks and not self.asked_to_grow:
-            self.asked_to_grow = all(
-                rank_file(self.directory, rank, HEEDS).exists() for rank in pids
-            )
-            if self.asked_to_grow:
-                rank_file(self.directory, 0, ASKED).touch()
+        if self._grows and self._may_stop and not self.asked_to_grow:
+            self.asked_to_grow = True
+            rank_file(self.directory, 0, ASKED).touch()
         if self.stop.now(self.directory, pids):
             return self._farewell()
         for report in self._end_watcher.check(pids):
@@ -245,8 +245,10 @@ class Watch:
         for mark in (RESUMED, SAVED):
             if mark not in self.marks and rank_file(self.directory, 0, mark).exists():
                 self.marks.append(mark)
+                if mark == SAVED:
+                    self._may_stop = rank_file(self.directory, 0, HEEDS).exists()
                 if self._share is not None:
-                    self._share.on_checkpoint(mark)
+                    self._share.on_checkpoint(self._may_stop)
 
     def present(self, pids: Pids) -> str:
         """Return where the ranks are, as if it were a stall; "" if they progress."""

@@ -35,7 +35,6 @@ from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.launcher.supervise import BEGINS_AGAIN, Outcome, conclude
 from lockstep.runtime.failure_record import Failure
-from lockstep.runtime.preemption import SAVED
 
 
 @dataclass(eq=False, slots=True)
@@ -47,8 +46,8 @@ class WorkerGroup:
     reports: NodeReports = field(default_factory=NodeReports)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
-    saved: bool = False
-    """Whether rank 0 has saved a checkpoint."""
+    may_stop: bool = False
+    """Whether the ranks have saved a checkpoint, and heed signals."""
     asked_to_save: bool = False
     asked_to_grow: bool = False
     leaving: str = ""
@@ -94,7 +93,7 @@ class WorkerGroup:
             if content.failure is not None and content.exit_code != ExitCode.PREEMPTED:
                 self.stop()
         elif kind == "checkpoint":
-            self.saved = self.saved or content == SAVED
+            self.may_stop = self.may_stop or content
         elif kind == "moving":
             self.reports.remove(member.node.id)
         else:
@@ -277,7 +276,7 @@ class Driver:
         """
         leaving = self.members.leaving
         labels = [member.node.label for member in self.group.running if member.node.id in leaving]
-        heeds = self._job.heeds or self.group.saved
+        heeds = self._job.heeds or self.group.may_stop
         if labels and heeds and not self.group.leaving:
             self.group.leaving = labels[0]
             print_line(f"node {labels[0]} is about to be taken away: saving after this step")
@@ -289,7 +288,7 @@ class Driver:
         """
         group = self.group
         wanted = self._job.wanted
-        if wanted is None and not group.saved:
+        if wanted is None and not group.may_stop:
             return
         self.members.invite(self.members.wanted(), known=False)
         if group.asked_to_grow or group.stopping or group.leaving:
