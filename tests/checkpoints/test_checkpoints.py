@@ -30,6 +30,7 @@ from lockstep.checkpoints import files, folders, manifest, pieces
 from lockstep.checkpoints.saver import steps_until_next
 from lockstep.checks.identity import sha256, weights
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
+from lockstep.runtime.failure_record import DIRECTORY
 from tests import zoo
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
@@ -370,6 +371,26 @@ def test_nothing_there_is_no_error_and_a_model_alone_is_no_training(tmp_path: Pa
         assert Run(world, tmp_path / "nowhere").checkpoints.resume() is None
         with refused("checkpoint-of-a-model-only", folder=str(tmp_path / "step-0000003")):
             Run(world, tmp_path).checkpoints.resume()
+
+
+def test_the_launcher_learns_of_checkpoints_from_which_a_restart_would_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def marks(case: str, stop: int, *, resumes: bool = True) -> list[str]:
+        records = tmp_path / case
+        records.mkdir()
+        monkeypatch.setenv(DIRECTORY, str(records))
+        with lockstep.init() as world:
+            run = Run(world, tmp_path / "run")
+            if resumes:
+                run.checkpoints.resume()
+            run.train(stop)
+        return sorted(mark.name for mark in records.iterdir())
+
+    assert marks("none yet", 2) == []
+    assert marks("saved", 5) == ["rank-0.saved"]
+    assert marks("resumed", 6) == ["rank-0.resumed"]
+    assert marks("never resumes", 5, resumes=False) == []
 
 
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path) -> None:

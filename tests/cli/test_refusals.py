@@ -85,8 +85,11 @@ task-or-two-runs: verify . -> the folder .
 nothing-to-run: run -> nothing to run. Give a script (lockstep run train.py)
 script-not-found: run missing.py
 module-not-found: run -m missing.module
-wrong-value: run --workers 0 mine.py -> --workers 0: give a whole number of at least 1
-wrong-argument: run --workers two mine.py -> --workers two: & a whole number
+wrong-value: run --workers 0 mine.py -> --workers 0: give a number of at least 1
+wrong-value: run --workers 2:1 mine.py -> --workers 2:1: & as in 1:4
+no-restarts-here: run --nodes 2 --node-rank 0 --rdzv-endpoint here:29400 --max-restarts 1 mine.py -> --max-restarts 1: & fixed set
+no-restarts-here: train digits --nodes 2 --node-rank 0 --rdzv-endpoint here:29400 --on-stall restart -> --on-stall restart
+workers-not-divisible: run --nodes 2 --node-rank 0 --rdzv-endpoint here:29400 -n 1:2 mine.py -> 1:2
 unknown-option: run --wrokers 2 mine.py -> --wrokers is not an option of `lockstep run`
 option-missing: run --debug -m this -> --debug needs --log DIR too
 cannot-make-folder: run --log /dev/null/x -m this -> --log /dev/null/x cannot be made (Not a directory)

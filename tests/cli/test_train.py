@@ -348,7 +348,7 @@ def test_without_a_range_a_killed_worker_ends_the_run(folder: Path, lockstep: Co
     (folder / "killed-10").unlink()
     again = lockstep("train killed.py --workers 2 --run run --max-restarts 1")
     assert again.code == 0, again.err
-    assert "restart 1 of 1: 2 workers, from the newest checkpoint" in again.err
+    assert "restart 1 of 1: 2 workers, from the beginning\n" in again.err
 
 
 REPLACED = """

@@ -28,6 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"epochs": None}, "wrong-value", {"name": "Task.epochs", "value": None}),
     ({"eval_micro_batch": 0}, "wrong-value", {"name": "Task.eval_micro_batch"}),
     ({"seed": "a"}, "wrong-value", {"name": "Task.seed", "value": "a"}),
+    ({"init_seed": -1}, "wrong-value", {"name": "Task.init_seed", "value": -1}),
     ({"clip": 0.0}, "wrong-value", {"name": "Task.clip", "value": 0.0}),
     ({"clip": float("inf")}, "wrong-value", {"name": "Task.clip"}),
     ({"precision": "fp8"}, "unknown-choice", {"choices": ["fp32", "bf16", "fp16", "tf32"]}),

@@ -75,6 +75,16 @@ def test_one_rank_that_is_asked_is_enough(tmp_path: Path, stop: Stop, sent: Sent
     assert sent == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
 
 
+def test_a_rank_that_has_been_told_may_stop_heeding(tmp_path: Path, stop: Stop, sent: Sent) -> None:
+    """Its world has closed, and it ends by itself."""
+    heeding(tmp_path, 0, 1)
+    rank_file(tmp_path, 1, ASKED).touch()
+    assert not stop.now(tmp_path, PIDS)
+    rank_file(tmp_path, 0, HEEDS).unlink()
+    assert not stop.now(tmp_path, PIDS)
+    assert len(sent) == 2
+
+
 def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
     before = {number: signal.getsignal(number) for number in HANDLED}
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)

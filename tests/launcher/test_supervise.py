@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +21,19 @@ import pytest
 
 from lockstep.config.launching import Launch
 from lockstep.launcher import ending, failures
+from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.stop import Stop
-from lockstep.launcher.supervise import Outcome, Watch, Workers, run_with_restarts
+from lockstep.launcher.supervise import (
+    Outcome,
+    Share,
+    Watch,
+    Workers,
+    restarts_of,
+    run_with_restarts,
+)
 from lockstep.runtime import processes, status
-from lockstep.runtime.failure_record import Failure, Kind
+from lockstep.runtime.failure_record import Failure, Kind, rank_file
+from lockstep.runtime.preemption import ASKED, HEEDS, RESUMED, SAVED
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.conftest import Run
 from tests.refused import refused
@@ -253,11 +263,12 @@ def test_the_last_lines_of_a_rank_that_was_not_on_the_terminal_are_shown(run: Ru
 
 
 Ending = Literal["end", "grow", "kill", "loader", "raise", "stopped"]
+NEWEST = "from the newest checkpoint"
 
 
 def outcome(ending: Ending) -> Outcome:
     if ending in ("end", "grow"):
-        return Outcome(0)
+        return Outcome(0, grows=ending == "grow")
     if ending == "stopped":
         return Outcome(130)
     kinds: dict[Ending, Kind] = {"kill": "signal", "loader": "loader", "raise": "exception"}
@@ -296,16 +307,61 @@ def test_restarts(
     """The workers of each generation, and the exit code, where the generations end like this."""
     started: list[int] = []
     script = iter(endings)
-    last: list[Ending] = ["end"]
 
     def start(count: int) -> Outcome:
         started.append(count)
-        last[0] = next(script)
-        return outcome(last[0])
+        return outcome(next(script))
 
-    found = run_with_restarts(start, Workers(*workers), restarts, lambda: last[0] == "grow")
+    ended = run_with_restarts(start, Workers(*workers), Launch(max_restarts=restarts))
     assert list(script) == [], "it went on for as long as it should"
-    assert (started, found.exit_code) == (counts, code)
+    assert (started, ended.exit_code) == (counts, code)
+
+
+@pytest.mark.parametrize(
+    ("saves", "lines"),
+    [
+        ((False, False, True, False), ["from the beginning", "hint", "from the beginning", NEWEST]),
+        ((True, False, False, False), [NEWEST, NEWEST, NEWEST]),
+    ],
+)
+def test_ranks_without_a_checkpoint_are_said_to_begin_again_and_that_once(
+    capsys: pytest.CaptureFixture[str], saves: tuple[bool, ...], lines: list[str]
+) -> None:
+    """A checkpoint of an earlier start is still there."""
+    script = iter(saves)
+
+    def start(count: int) -> Outcome:
+        return replace(outcome("kill"), saved=next(script))
+
+    run_with_restarts(start, Workers(2, 2), Launch(max_restarts=3), hint="hint")
+    assert [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()] == lines
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_ranks_are_asked_to_grow_only_if_they_have_saved_and_heed_signals(
+    tmp_path: Path, heeds: bool
+) -> None:
+    reports: list[bool] = []
+    ranks = LocalRanks(count=1, size=1, address="", port=0)
+    share = Share(ranks=ranks, on_checkpoint=reports.append)
+    watch = Watch(tmp_path, Stop(kill=lambda pid, number: None), Launch(), share, grows=True)
+    if heeds:
+        rank_file(tmp_path, 0, HEEDS).touch()
+    for mark in (RESUMED, SAVED):
+        assert watch.must_end({0: os.getpid()}) is None
+        assert not rank_file(tmp_path, 0, ASKED).exists()
+        rank_file(tmp_path, 0, mark).touch()
+    assert watch.must_end({0: os.getpid()}) is None
+    assert (rank_file(tmp_path, 0, ASKED).exists(), reports) == (heeds, [False, heeds])
+
+
+def test_how_often_a_run_is_restarted() -> None:
+    assert restarts_of(Launch(), None) == 0
+    assert restarts_of(Launch(), Workers(2, 2)) == 0
+    assert restarts_of(Launch(), Workers(1, 2)) == 3
+    assert restarts_of(Launch(on_stall="restart"), None) == 3
+    assert restarts_of(Launch(max_restarts=1), Workers(1, 2)) == 1
+    assert restarts_of(Launch(max_restarts=0, on_stall="restart"), None) == 0
 
 
 def test_workers_are_read() -> None:

@@ -23,6 +23,8 @@ def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     restore = preemption.listen()
     try:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.heeds"]
+        preemption.listen()()  # a world within, which closes
+        assert (tmp_path / "rank-3.heeds").exists()
         assert not preemption.asked
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
@@ -30,6 +32,7 @@ def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.asked", "rank-3.heeds"]
     finally:
         restore()
+    assert not (tmp_path / "rank-3.heeds").exists()
     assert not preemption.asked
     assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
 

@@ -7,6 +7,7 @@ import io
 import signal
 from collections.abc import Callable, Collection, Mapping
 
+from lockstep.config.launching import Launch
 from lockstep.launcher import failures
 from lockstep.launcher.engine import Ended, Farewell, Ranks, Stopped, alone
 from lockstep.launcher.rank import Rank, Target
@@ -109,8 +110,9 @@ class Launcher:
 
     def _run(self) -> None:
         workers = Workers(1, self._size)
+        launch = Launch(max_restarts=self.restarts)
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            self.outcome = run_with_restarts(self._start, workers, self.restarts, lambda: False)
+            self.outcome = run_with_restarts(self._start, workers, launch)
         self.machine.note(said.getvalue().strip())
 
     def _start(self, count: int) -> Outcome:

@@ -163,6 +163,7 @@ def test_another_training_is_refused_with_the_difference(tmp_path: Path) -> None
     for changes, options, message in (
         ({"clip": None}, {}, "clip was 0.5 and is None"),
         ({"global_batch": 12}, {}, "global_batch was 11 and is 12"),
+        ({"init_seed": 0}, {}, "init_seed was None and is 0"),
         ({"optimizer": lambda model: torch.optim.SGD(model.parameters())}, {}, "optimizer was"),
         ({}, {"precision": "bf16"}, "precision was not given and is bf16"),
         ({}, {"epochs": 3}, "epochs was not given and is 3"),

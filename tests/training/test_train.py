@@ -50,6 +50,21 @@ def test_it_is_the_loop_that_a_user_would_write(alone: Result) -> None:
     assert set(alone.metrics) == {"accuracy", "loss"}
 
 
+def built(world: World) -> list[Tensor]:
+    """The parameters of a training that changes none."""
+    task = toy.task(
+        init_seed=3, epochs=1, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0)
+    )
+    return [parameter.detach() for parameter in train(task).model.parameters()]
+
+
+def test_init_seed_gives_the_weights_of_the_old_script() -> None:
+    old_script = list(toy.net().parameters())
+    for size in (1, 2):
+        for parameters in on_team(built, size):
+            assert all(map(torch.equal, parameters, old_script))
+
+
 def on_rank(
     world: World, options: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, Tensor], str, list[Any]]:

@@ -42,7 +42,7 @@ from lockstep.errors import (
     PeerFailed,
     UsageError,
 )
-from lockstep.runtime import status
+from lockstep.runtime import preemption, status
 from lockstep.step.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class Checkpoints:
         self._world = world
         everyone = world.subgroup(range(world.size)) if world.size > 1 else None
         self._saver = world.own(Saver(self.directory, everyone, guard))
+        self._resumes = False  # whether a restarted program would resume
         self._next = FIRST if every is None else 0
         stepper.synchronize_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
@@ -179,6 +180,7 @@ class Checkpoints:
             DamagedCheckpoint: the checkpoint of `step` is damaged.
             UsageError: the checkpoint belongs to another model, optimizer or data.
         """
+        self._resumes = True
         folder = self._agreed(lambda: self._chosen(step))
         if folder is None:
             return None
@@ -201,6 +203,8 @@ class Checkpoints:
         self._began = perf_counter(), self._stepper.steps
         self._saved = self._stepper.steps
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
+        if self._world.rank == 0:
+            preemption.leave_mark(preemption.RESUMED)
         if self._every is None:
             self._next = self._stepper.steps + FIRST
         self._stepper.synchronize_before(self._due())
@@ -393,6 +397,8 @@ class Checkpoints:
         the newest checkpoint that is not after step `compared`. Return the error of a failed copy.
         """
         self.newest = folders.step_of(folder), time()
+        if self._resumes:
+            preemption.leave_mark(preemption.SAVED)
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)

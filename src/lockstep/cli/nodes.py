@@ -71,7 +71,7 @@ def run_on_ray(
     from lockstep.integrations.ray_cluster.driver import run_on_cluster
 
     ranks = {"least": workers or 1, "most": workers or sys.maxsize}
-    return run_on_cluster(_job(address, target, **ranks, **more), reports=reports)
+    return run_on_cluster(_job(address, target, **ranks | more), reports=reports)
 
 
 def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., list[Any]]:
@@ -117,11 +117,11 @@ def train_on_ray(
     workers: Workers,
     *,
     launch: Launch,
-    restarts: int,
 ) -> Outcome:
     """Train on a Ray cluster. All its nodes must see the run directory."""
     from lockstep.integrations.ray_cluster.driver import run_on_cluster
     from lockstep.launcher.rank import Target
+    from lockstep.launcher.supervise import restarts_of
 
     path = directory.path.absolute()
     job = _job(
@@ -130,7 +130,7 @@ def train_on_ray(
         least=workers.least,
         most=workers.most,
         gpus=gpus_for(settings.device),
-        restarts=restarts,
+        restarts=restarts_of(launch, workers),
         logs=path,
         mark=directory.leave_mark(),
         wanted=directory.wanted.absolute(),
@@ -171,6 +171,14 @@ def _job(address: str, target: Target, **more: Any) -> Job:
 
 
 # -- a fixed set of nodes ------------------------------------------------------------------------
+
+
+def refuse_restarts(launch: Launch) -> None:
+    """Raise UsageError for options that restart a run: no node knows which others are left."""
+    if launch.max_restarts is not None:
+        raise UsageError("no-restarts-here", option=f"--max-restarts {launch.max_restarts}")
+    if launch.on_stall == "restart":
+        raise UsageError("no-restarts-here", option="--on-stall restart")
 
 
 def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import nodes
-from lockstep.cli.arguments import at_least_one
 from lockstep.cli.choices import Cluster
-from lockstep.cli.options import KnobHelp
 from lockstep.config.launching import Launch
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.rank import Target
+    from lockstep.launcher.supervise import Outcome, Workers
     from lockstep.runtime.environment import Placement
 
 # All words after the script's name belong to the script, also those that look like options of
@@ -31,30 +30,20 @@ COMMAND = nodes.Command
 
 
 def run(
-    launch: Annotated[
-        Launch,
-        KnobHelp(
-            "on_stall",
-            unit="wait|abort",
-            help="On a stall: warn and wait, or abort. Default: abort.",
-        ),
-        KnobHelp(
-            "max_restarts",
-            help="Maximum number of restarts after a worker or node is lost (with --ray). Default: 0.",
-        ),
-    ],
+    launch: Launch,
     cluster: Cluster,
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="SCRIPT [ARGS]", help="A Python file and its arguments."),
     ] = None,
     workers: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--workers",
             "-n",
-            metavar="N",
-            help="Number of ranks over all hosts. Default: the number of GPUs, else 1.",
+            metavar="N|N:M",
+            help="Number of ranks over all hosts. N:M starts up to M, and continues while N or more"
+            " are left. Default: the number of GPUs, else 1.",
         ),
     ] = None,
     module: Annotated[
@@ -80,27 +69,32 @@ def run(
       lockstep run --workers 4 train.py --lr 0.1     run train.py --lr 0.1 on 4 ranks
       lockstep run -n 2 -m package.train             run a module, as python -m does
       lockstep run -n 2 --log logs train.py          keep each rank's output in logs/
+      lockstep run -n 1:4 train.py                   restart it when a worker is killed
     """
     if not command:
         raise UsageError("nothing-to-run")
-    at_least_one(workers=workers)
-    _check(launch, log, on_ray=cluster.ray is not None)
+    _check(launch, log)
     from lockstep.launcher.rank import rank_here
+    from lockstep.launcher.supervise import Workers
 
+    allowed = None if workers is None else Workers.read(workers)
     target = _target(command[0], command[1:], module=module)
     script = _Script(target=target, logs=_folder(log), launch=launch)
     if cluster.ray is not None:
         nodes.refuse_beside_ray(cluster)
-        raise typer.Exit(script.on_ray(cluster.ray, nodes.ranks_on_ray(workers)))
+        raise typer.Exit(script.on_ray(cluster.ray, nodes.ranks_on_ray(allowed)))
     placement = None if cluster.nodes is not None else rank_here(workers)
     if placement is not None:
         script.as_rank(placement)
         return
     node_set, workers = nodes.fixed_set(cluster, workers)
-    raise typer.Exit(script.on_nodes(node_set, workers))
+    if node_set is not None:
+        nodes.refuse_restarts(launch)
+        raise typer.Exit(script.on_nodes(node_set))
+    raise typer.Exit(script.here(None if workers is None else Workers.read(str(workers))))
 
 
-def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
+def _check(launch: Launch, log: Path | None) -> None:
     """Raise UsageError for options that do not apply to a script."""
     if launch.debug and log is None:
         raise UsageError(
@@ -109,16 +103,8 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
             needed="--log DIR",
             reason="without --log DIR, logs are removed when the run succeeds",
         )
-    if launch.on_stall == "restart":
-        raise UsageError("restart-needs-checkpoints")
     if launch.on_corruption == "exclude":
         raise UsageError("nothing-to-exclude", where="a script")
-    if launch.max_restarts is not None and not on_ray:
-        raise UsageError(
-            "no-restarts-here",
-            restarts=launch.max_restarts,
-            what="a script is restarted on a Ray cluster only",
-        )
 
 
 def _folder(folder: Path | None) -> Path | None:
@@ -154,16 +140,19 @@ class _Script:
     logs: Path | None
     launch: Launch
 
-    def on_ray(self, address: str, workers: int) -> int:
+    def on_ray(self, address: str, workers: Workers) -> int:
         """Run it on the nodes of a Ray cluster, and return the exit code."""
+        from lockstep.launcher.supervise import restarts_of
+
         return nodes.run_on_ray(
             address,
             self.target,
-            workers,
+            workers.least,
+            most=workers.most,
             console="joined",
             logs=self.logs,
             launch=self.launch,
-            restarts=self.launch.max_restarts or 0,
+            restarts=restarts_of(self.launch, workers),
         ).exit_code
 
     def as_rank(self, placement: Placement) -> None:
@@ -182,17 +171,52 @@ class _Script:
 
         work_as(placement, program)
 
-    def on_nodes(self, node_set: Nodes | None, workers: int | None) -> int:
-        """Run it on this host, alone or as one of a fixed set, and return the exit code."""
+    def here(self, workers: Workers | None) -> int:
+        """Run it on this host alone, and return the exit code."""
+        from lockstep.launcher.start import gpus
+        from lockstep.launcher.supervise import (
+            BEGINS_AGAIN,
+            Workers,
+            restarts_of,
+            run_with_restarts,
+            supervise,
+        )
+
+        if workers is not None and workers.most > 1 and sys.stderr.isatty():
+            # the imports that follow take seconds
+            print(f"starting {workers.most} ranks ...", file=sys.stderr, flush=True)
+
+        def start(count: int | None, *, grows: bool = False) -> Outcome:
+            return supervise(
+                self.target,
+                count,
+                logs=self.logs,
+                console="joined",
+                launch=self.launch,
+                grows=grows,
+            )
+
+        if workers is None and not restarts_of(self.launch, workers):
+            return start(None).exit_code
+        if workers is None:
+            count = gpus() or 1
+            workers = Workers(count, count)
+        most = workers.most
+        return run_with_restarts(
+            lambda count: start(count, grows=count < most),
+            workers,
+            self.launch,
+            hint=BEGINS_AGAIN,
+        ).exit_code
+
+    def on_nodes(self, node_set: Nodes) -> int:
+        """Run it on this node of a fixed set, and return the exit code."""
         from lockstep.launcher.supervise import supervise
 
-        if workers is not None and workers > 1 and sys.stderr.isatty():
-            # the imports that follow take seconds
-            print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
         with nodes.placed(node_set, self.launch.timeout) as (share, network):
             return supervise(
                 self.target,
-                workers if share is None else share.ranks.count,
+                None if share is None else share.ranks.count,
                 logs=self.logs,
                 console="joined",
                 environment=network,

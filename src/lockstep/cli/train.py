@@ -144,12 +144,7 @@ def _train_on_nodes(
     choice: RunChoice,
     launch: Launch,
 ) -> None:
-    if launch.max_restarts is not None:
-        raise UsageError(
-            "no-restarts-here",
-            restarts=launch.max_restarts,
-            what="a fixed set of nodes does not restart",
-        )
+    nodes.refuse_restarts(launch)
     from lockstep.launcher.supervise import supervise
 
     target = nodes.as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh)
@@ -197,7 +192,7 @@ class _Run:
 
     def train(self, task: str, workers: str | None) -> None:
         """Train, and print the last line. If the ranks fail, exit with their exit code."""
-        from lockstep.launcher.supervise import RESTARTS, Workers
+        from lockstep.launcher.supervise import Workers
         from lockstep.training.run_directory import claimed
 
         choice = self.choice
@@ -212,10 +207,7 @@ class _Run:
             allowed = Workers(settings.workers, settings.workers)
             if workers is not None:
                 allowed = Workers.read(workers)
-            restarts = self.launch.max_restarts
-            if restarts is None:
-                restarts = RESTARTS if allowed.elastic or self.launch.on_stall == "restart" else 0
-            outcome = replace(self, settings=settings)._start(directory, allowed, restarts)
+            outcome = replace(self, settings=settings)._start(directory, allowed)
             if not outcome.exit_code:
                 _print_result(directory, task)
             elif outcome.failure is not None and self._is_useless(directory, outcome.failure):
@@ -223,16 +215,11 @@ class _Run:
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
 
-    def _start(self, directory: RunDirectory, allowed: Workers, restarts: int) -> Outcome:
+    def _start(self, directory: RunDirectory, allowed: Workers) -> Outcome:
         """Run the ranks until they end and are not restarted."""
         if self.ray is not None:
             return nodes.train_on_ray(
-                self.ray,
-                directory,
-                self.settings,
-                allowed,
-                launch=self.launch,
-                restarts=restarts,
+                self.ray, directory, self.settings, allowed, launch=self.launch
             )
         from lockstep.launcher.rank import Target
         from lockstep.launcher.supervise import run_with_restarts, supervise
@@ -246,7 +233,7 @@ class _Run:
             directory.check()
             directory.grow.unlink(missing_ok=True)
             replace(self.settings, workers=count, grow=count < allowed.most).write(directory.path)
-            return supervise(
+            outcome = supervise(
                 target,
                 count,
                 logs=path,
@@ -255,14 +242,10 @@ class _Run:
                 heeds=True,
                 passing=partial(self._is_useless, directory),
             )
+            grows = outcome.exit_code == 0 and directory.grow.exists()
+            return replace(outcome, grows=grows)
 
-        return run_with_restarts(
-            start,
-            allowed,
-            restarts,
-            directory.grow.exists,
-            after_stalls=self.launch.on_stall == "restart",
-        )
+        return run_with_restarts(start, allowed, self.launch)
 
     def _is_useless(self, directory: RunDirectory, failure: Failure) -> bool:
         """Whether a failed run needs no directory: it never trained, and its error is printed."""

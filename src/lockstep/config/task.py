@@ -116,6 +116,10 @@ class Task:
     """Number of passes over train_data. --epochs and --steps override it."""
     seed: int = 0
     """Seed of initialisation, order, augmentation and dropout."""
+    init_seed: int | None = None
+    """Seed of torch while the model is built: the weights are those of torch.manual_seed(init_seed)
+    and model(). Default: a random stream of `seed`.
+    """
     scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
     """(optimizer, number of scheduler steps) -> scheduler. The number is that of all optimizer
     steps in the training, or of all epochs with scheduler_per="epoch".
@@ -234,6 +238,9 @@ class Task:
             )
         seed = knob.whole("Task.seed", self.seed, -math.inf, error=TaskError)
         object.__setattr__(self, "seed", seed)
+        if self.init_seed is not None:
+            init_seed = knob.whole("Task.init_seed", self.init_seed, 0, error=TaskError)
+            object.__setattr__(self, "init_seed", init_seed)
         if self.clip is not None:
             knob.number("Task.clip", self.clip, above=0, error=TaskError)
 

@@ -58,10 +58,12 @@ class Stop:
         if self.at_once:
             return True
         working = [rank for rank in pids if not ending.reported(directory, rank)]
-        if not working or not all(rank_file(directory, rank, HEEDS).exists() for rank in working):
-            # if one rank was asked alone, before the others heed signals, it waits for them
+        if not working:
             return signalled or self._forwarded
         if not self._forwarded:
+            if not all(rank_file(directory, rank, HEEDS).exists() for rank in working):
+                # if one rank was asked alone, before the others heed signals, it waits for them
+                return signalled
             self._forwarded = True
             if signalled:
                 self.announce("stopping after this step")

@@ -31,6 +31,7 @@ from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.runtime import processes
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.failure_record import Failure, rank_file
+from lockstep.runtime.preemption import ASKED, HEEDS, RESUMED, SAVED
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.processes import Pids
 
@@ -45,6 +46,10 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None
+    saved: bool = False
+    """Whether the ranks have resumed from a checkpoint, or saved one."""
+    grows: bool = False
+    """Whether they have saved and ended so that more workers continue."""
     results: Sequence[bytes] = ()
     """What the ranks have returned, if they called a function on a Ray cluster."""
 
@@ -60,6 +65,10 @@ class Share:
     """What the other nodes know of their ranks, to find the rank that a stalled run waits for."""
     stop: Stop | None = None
     """Says when the ranks are to stop; None: this process's signals say so."""
+    on_checkpoint: Callable[[bool], None] = lambda may_stop: None
+    """Called when rank 0 has resumed, and when it has first saved. True: it has saved and heeds
+    signals, so that it may be asked to stop.
+    """
 
 
 def supervise(
@@ -74,6 +83,7 @@ def supervise(
     share: Share | None = None,
     passing: Callable[[Failure], bool] = lambda failure: False,
     reports: bool = True,
+    grows: bool = False,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there
     are GPUs, else one.
@@ -98,6 +108,8 @@ def supervise(
             not name it.
         share: this node's part, if there are several nodes.
         reports: print how the run ended; if false, the caller does (`conclude`).
+        grows: ask ranks that heed signals to stop after their first checkpoint, because more workers
+            shall continue. Then the outcome's `grows` is true.
 
     Raises:
         UsageError: workers < 1.
@@ -105,14 +117,13 @@ def supervise(
     if workers is not None:
         whole("workers", workers)
     launch = launch or Launch()
-    elsewhere = None if share is None else share.elsewhere
     asked = None if share is None else share.stop
     with (
         note_signals(speaks=reports) if asked is None else nullcontext(asked) as stop,
         run_directory() as directory,
         log_directory(logs) as log_files,
     ):
-        watch = Watch(directory, stop, launch, elsewhere)
+        watch = Watch(directory, stop, launch, share, grows=grows)
         rank = Rank(
             rank=0,
             work=target,
@@ -132,6 +143,12 @@ def supervise(
                 outcome = Outcome(watch.failure.code, watch.failure)
         failure = outcome.failure
         preempted = outcome.exit_code == ExitCode.PREEMPTED
+        watch.look_for_checkpoints()
+        outcome = replace(
+            outcome,
+            saved=bool(watch.marks),
+            grows=watch.asked_to_grow and preempted and stop.number is None,
+        )
         if failure is not None and not preempted and stop.number is None:
             failure = _with_log(failure, log_files, console, passing)
             outcome = replace(outcome, failure=failure)
@@ -161,9 +178,16 @@ class Watch:
     """
 
     def __init__(
-        self, directory: Path, stop: Stop, launch: Launch, elsewhere: OtherNodes | None = None
+        self,
+        directory: Path,
+        stop: Stop,
+        launch: Launch,
+        share: Share | None = None,
+        *,
+        grows: bool = False,
     ) -> None:
-        """`elsewhere`: the other hosts, for whose ranks these might be waiting."""
+        """`share`: this node's part, if there are other hosts. `grows`: see `supervise`."""
+        elsewhere = None if share is None else share.elsewhere
         self.directory = directory
         self.stop = stop
         self._launch = launch
@@ -175,9 +199,20 @@ class Watch:
         """The failure of a rank that the others waited for, once the ranks are to be ended because
         of it.
         """
+        self._share = share
+        self.marks: list[str] = []
+        """Whether rank 0 has RESUMED or SAVED, as far as is known."""
+        self._may_stop = False  # whether the ranks have saved and heed signals
+        self._grows = grows
+        self.asked_to_grow = False
+        """Whether the ranks were asked to stop so that more workers continue."""
 
     def must_end(self, pids: Pids) -> Farewell | None:
         """Return how to end the living ranks now, None if they go on."""
+        self.look_for_checkpoints()
+        if self._grows and self._may_stop and not self.asked_to_grow:
+            self.asked_to_grow = True
+            rank_file(self.directory, 0, ASKED).touch()
         if self.stop.now(self.directory, pids):
             return self._farewell()
         for report in self._end_watcher.check(pids):
@@ -204,6 +239,16 @@ class Watch:
         if slow is not None:
             print_line(slow)
         return None
+
+    def look_for_checkpoints(self) -> None:
+        """Look which marks rank 0 has left since."""
+        for mark in (RESUMED, SAVED):
+            if mark not in self.marks and rank_file(self.directory, 0, mark).exists():
+                self.marks.append(mark)
+                if mark == SAVED:
+                    self._may_stop = rank_file(self.directory, 0, HEEDS).exists()
+                if self._share is not None:
+                    self._share.on_checkpoint(self._may_stop)
 
     def present(self, pids: Pids) -> str:
         """Return where the ranks are, as if it were a stall; "" if they progress."""
@@ -339,9 +384,6 @@ def _with_log(
     return replace(failure, log=log, tail=tail(file) if hidden else "")
 
 
-RESTARTS = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Workers:
     """The least and the most workers of a run."""
@@ -364,25 +406,41 @@ class Workers:
         return self.least < self.most
 
 
+BEGINS_AGAIN = (
+    "no checkpoint of this script is known yet, so it begins again; lockstep.prepare(run=DIR) and"
+    " lockstep.Checkpoints save and resume"
+)
+_RESTARTS = 3
+
+
+def restarts_of(launch: Launch, workers: Workers | None) -> int:
+    """Return how often a run with these options is restarted at most."""
+    if launch.max_restarts is not None:
+        return launch.max_restarts
+    elastic = workers is not None and workers.elastic
+    return _RESTARTS if elastic or launch.on_stall == "restart" else 0
+
+
 def run_with_restarts(
-    start: Callable[[int], Outcome],
-    workers: Workers,
-    restarts: int,
-    stopped_to_grow: Callable[[], bool],
-    *,
-    after_stalls: bool = False,
+    start: Callable[[int], Outcome], workers: Workers, launch: Launch, *, hint: str = ""
 ) -> Outcome:
     """Call `start(count)` once, and again for each restart. Return the last outcome.
-    `after_stalls`: restart after a stall too.
 
-    `stopped_to_grow()` returns whether ranks that ended well did so at a checkpoint, to continue
-    with more workers.
+    Args:
+        start: runs that many ranks.
+        workers: how many there may be.
+        launch: how often to restart, and whether after a stall.
+        hint: printed at the first restart of ranks that are not known to have a checkpoint.
     """
+    restarts = restarts_of(launch, workers)
+    after_stalls = launch.on_stall == "restart"
     count = workers.most
     left = restarts
+    saved = False
     while True:
         outcome = start(count)
-        if outcome.exit_code == 0 and stopped_to_grow():
+        saved = saved or outcome.saved
+        if outcome.grows:
             count = workers.most
             print_line(f"restart: {_counted(count)} again, from the newest checkpoint")
             continue
@@ -393,9 +451,11 @@ def run_with_restarts(
             return outcome
         left -= 1
         count = max(workers.least, count - 1)
-        print_line(
-            f"restart {restarts - left} of {restarts}: {_counted(count)}, from the newest checkpoint"
-        )
+        origin = "from the newest checkpoint" if saved else "from the beginning"
+        print_line(f"restart {restarts - left} of {restarts}: {_counted(count)}, {origin}")
+        if hint and not saved:
+            print_line(hint)
+            hint = ""
 
 
 def _counted(count: int) -> str:

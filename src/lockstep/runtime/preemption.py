@@ -4,6 +4,8 @@ every step.
     SIGTERM, SIGUSR1 -> a rank notes it and tells its launcher, which tells the other ranks
                      -> all stop after the same step, save, and exit with 75
 
+A rank leaves marks for its launcher: files in the directory of its record.
+
 The handler only notes the signal, since it may arrive at any point. Without Lockstep's launcher the
 other ranks learn of it in the facts of their next step. launcher/stop.py is the launcher's side.
 """
@@ -26,6 +28,10 @@ HEEDS, ASKED = "heeds", "asked"
 """Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
 "asked": it has been asked.
 """
+RESUMED, SAVED = "resumed", "saved"
+"""Kinds of files that rank 0 leaves for the launcher. "resumed": it has loaded a checkpoint. "saved":
+it has saved one that it would resume from.
+"""
 
 asked = False
 """Whether a scheduler, a user or another rank has asked this process to stop."""
@@ -38,11 +44,13 @@ def listen() -> Callable[[], None]:
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before = {number: signal.signal(number, _note_signal) for number in SIGNALS}
-    _leave_mark(HEEDS)
+    leave_mark(HEEDS)
 
     def restore() -> None:
         global asked
         asked = False
+        if _note_signal not in before.values():
+            _remove_mark(HEEDS)
         restore_handlers(before)
 
     return restore
@@ -52,14 +60,29 @@ def _note_signal(number: int, frame: FrameType | None) -> None:
     global asked
     if not asked:
         asked = True
-        _leave_mark(ASKED)
+        leave_mark(ASKED)
 
 
-def _leave_mark(kind: str) -> None:
-    directory = os.environ.get(DIRECTORY)
-    if directory is not None:
+def leave_mark(kind: str) -> None:
+    """Leave a mark of this kind for the launcher, if there is one."""
+    file = _mark(kind)
+    if file is not None:
         with suppress(OSError):
-            rank_file(Path(directory), int(os.environ.get("RANK", "0")), kind).touch()
+            file.touch()
+
+
+def _remove_mark(kind: str) -> None:
+    file = _mark(kind)
+    if file is not None:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _mark(kind: str) -> Path | None:
+    directory = os.environ.get(DIRECTORY)
+    if directory is None:
+        return None
+    return rank_file(Path(directory), int(os.environ.get("RANK", "0")), kind)
 
 
 def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:

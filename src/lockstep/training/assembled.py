@@ -26,7 +26,6 @@ from lockstep.config.task import Mode, Precision, Task
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window, counted
 from lockstep.errors import TaskError, UsageError
-from lockstep.runtime import randomness
 from lockstep.step.forward import Forward
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.step_result import StepResult
@@ -269,7 +268,6 @@ class AssembledTraining:
         steps_per_epoch = None if is_iterable(task.train_data) else len(self.loader)
         self.length = Length.of(task, settings, steps_per_epoch)
         self.precision: Precision = settings.precision or task.precision
-        randomness.shared(task.seed)
         self.forward = Forward(model_of(task), task, self.precision, world.device)
         # fails now, and not after the training, if something cannot be stored
         check_storable(self.forward.model)

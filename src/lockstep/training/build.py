@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -18,6 +19,7 @@ from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Batches
 from lockstep.errors import TaskError
+from lockstep.runtime import randomness
 from lockstep.training.resolve import wrong_type
 from lockstep.world.world import World
 
@@ -83,6 +85,12 @@ def loader_of(
 
 
 def model_of(task: Task) -> nn.Module:
+    """Build the model under the shared random stream, so that it is equal on all ranks. With
+    `init_seed` torch draws what it draws after torch.manual_seed.
+    """
+    randomness.shared(task.seed)
+    if task.init_seed is not None:
+        torch.manual_seed(task.init_seed)
     model = task.model()
     if not isinstance(model, nn.Module):
         raise wrong_type("Task: model", model, "a torch.nn.Module")

@@ -118,6 +118,102 @@ def test_nodes_that_are_killed_that_come_and_that_are_taken_away_do_not_change_a
     nodes.add_node()
 
 
+# Generation N, which counts the files that rank 0 has left, waits in a step until it is asked to stop.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import lockstep
+
+if os.environ.get("RANK", "0") == "0":
+    Path(f"begun-{len(list(Path().glob('begun-*'))) + 1}").touch()
+x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+with lockstep.init() as world:
+    world.heed_signals()
+    stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.01), exact=True)
+    loader = lockstep.Loader(TensorDataset(x, (x.sum(1) > 0).long()), global_batch=12, micro_batch=2)
+    checkpoints = lockstep.Checkpoints("mine", stepper, loader, every=2)
+    checkpoints.resume()
+    number = len(list(Path().glob("begun-*")))
+    for epoch in loader.epochs(4):
+        for window in epoch:
+            if stepper.steps == {1: 6, 2: 10, 3: 16}.get(number) and "GATED" in os.environ:
+                Path(f"at-{number}-{world.rank}").touch()
+                while not world.asked_to_stop:
+                    time.sleep(0.02)
+            for x, y in stepper.micro_batches(window):
+                stepper.backward(F.cross_entropy(model(x), y), weight=len(y), reduction="mean")
+            result = stepper.step()
+            checkpoints.step()
+            if result.stop:
+                checkpoints.close()
+                sys.exit(75)
+    checkpoints.close()
+    if world.rank == 0:
+        print(world.size, lockstep.checks.identity.sha256(model.state_dict()))
+"""
+
+
+def test_a_script_is_restarted_as_a_training_is(nodes: Cluster, folder: Path) -> None:
+    """Four generations, as above."""
+    (folder / "alone").mkdir()
+    for place in (folder, folder / "alone"):
+        (place / "script.py").write_text(SCRIPT)
+    alone = nodes.python("-m", "lockstep", "run", "-n", "1", "script.py", cwd=folder / "alone")
+    code, out, err = alone.end()
+    assert code == 0, err
+    undisturbed = out.split()[-1]
+    command = ["run", "--workers", "2:6", "--max-restarts", "1", "script.py"]
+    driver = nodes.lockstep(*command, cwd=folder, GATED="1")
+    driver.wait_for(folder / "at-1-0")
+    nodes.kill_node()
+    driver.wait_for(folder / "at-2-0")
+    nodes.add_node()
+    driver.wait_for(folder / "at-3-0")
+    nodes.drain_node(600)
+    code, out, err = driver.end()
+    assert code == 0, err
+    killed = r"^node .* has gone; .*; resuming from the newest checkpoint \(restart 1 of 1\)$"
+    assert re.search(killed, err, re.MULTILINE), err
+    assert "continuing with more nodes" in err
+    assert re.search(r"^resuming without node ", err, re.MULTILINE), err
+    assert out.split()[-2:] == ["4", undisturbed]
+    assert "begins again" not in err
+    nodes.kill_node()
+    nodes.add_node()
+
+
+BEGINS_AGAIN = """
+import os, signal
+from pathlib import Path
+import lockstep
+
+with lockstep.init() as world:
+    number = len(list(Path().glob("killed-*")))
+    world.barrier()
+    if world.rank == 1 and number < 2:
+        Path(f"killed-{number}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+"""
+
+
+def test_a_script_without_checkpoints_begins_again_and_is_told_so_once(
+    nodes: Cluster, folder: Path
+) -> None:
+    (folder / "script.py").write_text(BEGINS_AGAIN)
+    command = ["run", "--workers", "4", "--max-restarts", "2", "script.py"]
+    code, _, err = nodes.lockstep(*command, cwd=folder).end()
+    assert code == 0, err
+    assert re.findall(r"from the beginning \(restart (.)", err) == ["1", "2"]
+    assert err.count("so it begins again") == 1
+
+
 def test_a_driver_that_is_asked_to_stop_saves_and_one_that_is_killed_leaves_nothing(
     nodes: Cluster, folder: Path
 ) -> None:

@@ -33,7 +33,7 @@ from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.stalls_of_nodes import NodeReport, NodeReports
 from lockstep.launcher.stop import Stop, note_signals, print_line
-from lockstep.launcher.supervise import Outcome, conclude
+from lockstep.launcher.supervise import BEGINS_AGAIN, Outcome, conclude
 from lockstep.runtime.failure_record import Failure
 
 
@@ -46,6 +46,9 @@ class WorkerGroup:
     reports: NodeReports = field(default_factory=NodeReports)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
+    may_stop: bool = False
+    """Whether the ranks have saved a checkpoint, and heed signals."""
+    asked_to_save: bool = False
     asked_to_grow: bool = False
     leaving: str = ""
     """The node that is about to be taken away, because of which the ranks were asked to save and
@@ -68,6 +71,13 @@ class WorkerGroup:
             for member in self.running:
                 member.send("stop")
 
+    def save_and_end(self) -> None:
+        """Ask all ranks to save after this step, and to exit. A second signal would end them."""
+        if not self.asked_to_save:
+            self.asked_to_save = True
+            for member in self.running:
+                member.send("signal", signal.SIGUSR1)
+
     def handle(self, member: Member, kind: str, content: Any) -> None:
         """Handle a node's message. Messages about the ranks are ignored if the node's ranks have
         ended, or if it has none in this group.
@@ -82,6 +92,8 @@ class WorkerGroup:
             member.outcome = content
             if content.failure is not None and content.exit_code != ExitCode.PREEMPTED:
                 self.stop()
+        elif kind == "checkpoint":
+            self.may_stop = self.may_stop or content
         elif kind == "moving":
             self.reports.remove(member.node.id)
         else:
@@ -160,6 +172,8 @@ class Driver:
         self.group = WorkerGroup([])
         """The latest group."""
         self._left = job.restarts
+        self._resumable = False  # whether a checkpoint is known
+        self._hint = "" if job.target.ours else BEGINS_AGAIN
         self._signals = 0
 
     def work(self) -> Outcome:
@@ -245,7 +259,7 @@ class Driver:
             self._handle_messages()
             self.members.survey()
             self._save_before_nodes_leave()
-            if self._job.elastic and size < self._job.most:
+            if size < self._job.most:
                 self._prepare_new_nodes()
         return group.outcome()
 
@@ -260,23 +274,31 @@ class Driver:
         """If Ray has announced that a node will be taken away, tell all ranks to save after this
         step, and to exit.
         """
-        running = self.group.running
-        labels = [member.node.label for member in running if member.node.id in self.members.leaving]
-        if labels and self._job.heeds and not self.group.leaving:
+        leaving = self.members.leaving
+        labels = [member.node.label for member in self.group.running if member.node.id in leaving]
+        heeds = self._job.heeds or self.group.may_stop
+        if labels and heeds and not self.group.leaving:
             self.group.leaving = labels[0]
             print_line(f"node {labels[0]} is about to be taken away: saving after this step")
-            for member in running:
-                member.send("signal", signal.SIGUSR1)
+            self.group.save_and_end()
 
     def _prepare_new_nodes(self) -> None:
-        """Prepare new nodes. When they are ready, make the ranks end at their next checkpoint."""
-        self.members.invite(self.members.wanted(), known=False)
+        """Prepare new nodes. When they are ready, make the ranks end at their next checkpoint, and
+        those of a script after their first one.
+        """
         group = self.group
-        if group.asked_to_grow or group.stopping or self._job.wanted is None:
+        wanted = self._job.wanted
+        if wanted is None and not group.may_stop:
+            return
+        self.members.invite(self.members.wanted(), known=False)
+        if group.asked_to_grow or group.stopping or group.leaving:
             return
         if any(member.ready and member not in group.members for member in self.members):
             group.asked_to_grow = True
-            self._job.wanted.touch()
+            if wanted is None:
+                group.save_and_end()
+            else:
+                wanted.touch()
 
     def _restart_message(self, outcome: Outcome) -> str | None:
         """Return the message before a restart; None if there is no restart."""
@@ -290,6 +312,8 @@ class Driver:
                 if member.node.id in self.members.leaving:
                     self.members.dismiss(member)
             return f"resuming without node {self.group.leaving}"
+        if self.group.asked_to_save and outcome.exit_code == ExitCode.PREEMPTED:
+            return "continuing with more nodes"
         failure = outcome.failure
         if failure is None:
             if outcome.exit_code == ExitCode.OK and job.grow is not None and job.grow.exists():
@@ -301,8 +325,15 @@ class Driver:
         if self._left == 0 or not (failure.killed or after_stall):
             return None
         self._left -= 1
+        origin = "resuming from the newest checkpoint"
+        if not self._resumable:
+            origin = "starting from the beginning"
         restart = f"restart {job.restarts - self._left} of {job.restarts}"
-        return f"{failures.summary(failure)}; resuming from the newest checkpoint ({restart})"
+        message = f"{failures.summary(failure)}; {origin} ({restart})"
+        if self._hint and not self._resumable:
+            message += f"\n{self._hint}"
+            self._hint = ""
+        return message
 
     def _exclude_node_of(self, failure: Failure) -> str | None:
         """Exclude for good the node of a rank that computes wrong, and return the message; None if
@@ -333,6 +364,7 @@ class Driver:
                 self._streams[kind].buffer.write(content)
                 self._streams[kind].flush()
                 continue
+            self._resumable = self._resumable or kind == "checkpoint"
             self.group.handle(member, kind, content)
 
 

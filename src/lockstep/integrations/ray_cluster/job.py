@@ -95,10 +95,6 @@ class Job:
     """Whether ranks save and exit when they are asked to stop."""
 
     @property
-    def elastic(self) -> bool:
-        return self.least < self.most and self.wanted is not None
-
-    @property
     def brought(self) -> Path:
         """The folder that Ray brings to a node which has no folder in common with the driver."""
         return Path(self.folder) if self.code is None else self.code.parent

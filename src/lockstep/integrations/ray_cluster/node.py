@@ -189,6 +189,7 @@ class Node:
                 called_off=lambda: self._called_off,
                 elsewhere=self._other_nodes if ranks.nodes > 1 else None,
                 stop=self._stop,
+                on_checkpoint=lambda may_stop: self._report("checkpoint", may_stop),
             )
             return supervise(
                 job.target,

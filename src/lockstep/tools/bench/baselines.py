@@ -124,7 +124,6 @@ def _weigh(
     """Return whether a forward draws random numbers, and the weight of each window's micro-batches
     on this rank. It uses a model that is then discarded.
     """
-    randomness.shared(task.seed)
     forward = Forward(model_of(task).to(world.device), task, precision, world.device)
     before = random_states(world.device)
     weights = []
@@ -163,7 +162,6 @@ class Baseline(ABC):
         task = setting.task
         device = setting.world.device
         self.setting = setting
-        randomness.shared(task.seed)
         self.model = model_of(task).to(device)
         if task.compile:
             self.model.compile()

@@ -222,7 +222,6 @@ def _building(task: Task, world: World) -> Repeat:
     """Build the model, with the shared random stream."""
 
     def run() -> str:
-        randomness.shared(task.seed)
         return digest_of(weights(model_of(task)))
 
     return Repeat(run)
@@ -238,7 +237,6 @@ def _reading(
         return digest_of(dataset.__getitems__(keys))
 
     def after_forward() -> str:
-        randomness.shared(task.seed)
         forward = Forward(model_of(task).to(world.device), task, precision, world.device)
         batch = to_device(dataset.__getitems__(keys), world.device)
         forward.loss(forward(batch), batch)
@@ -260,7 +258,6 @@ def _forwarding(
     """Run forward and backward of one micro-batch, with the weights it had and its own random
     stream: that of (step, slot).
     """
-    randomness.shared(task.seed)
     model = model_of(task).to(world.device)
     forward = Forward(model, task, precision, world.device)
 

@@ -47,8 +47,8 @@ def apply(job: InferenceJob) -> None:
     """
     from lockstep.checkpoints import files
     from lockstep.checkpoints.pieces import read_all
-    from lockstep.runtime import randomness
     from lockstep.step.forward import Forward
+    from lockstep.training.build import model_of
     from lockstep.training.inference.evaluation import Evaluation
     from lockstep.training.inference.prediction import run
     from lockstep.training.opening import matmul_precision, world_for
@@ -59,8 +59,7 @@ def apply(job: InferenceJob) -> None:
         raise TaskError("no-eval-data", task=task.name, what=job.command)
     precision: Any = job.precision or task.precision
     with world_for(None, job.device) as world:
-        randomness.shared(task.seed)
-        model = task.model()
+        model = model_of(task)
         checkpoint = files.read(Path(job.checkpoint))
         state = checkpoint.state
         saved = checkpoint.average() if checkpoint.averaged else checkpoint.model()
