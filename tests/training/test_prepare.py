@@ -166,6 +166,30 @@ def test_a_gan_gives_the_same_bits_on_any_number_of_ranks() -> None:
     same_on_all(gan)
 
 
+def sharded(world: lockstep.World, update: str) -> list[Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(samples(), batch_size=32, shuffle=True)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, micro_batch=8, clip=0.1, update=update, exact=True, world=world
+    )
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return state_of(model)
+
+
+def test_a_sharded_update_clips_the_whole_gradient() -> None:
+    for result, expected in zip(
+        on_team(partial(sharded, update="sharded"), 3),
+        on_team(partial(sharded, update="replicated"), 3),
+        strict=True,
+    ):
+        for tensor, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-6)
+
+
 def scaled(world: lockstep.World) -> list[Tensor]:
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -385,6 +409,12 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         model = DistributedDataParallel(model)
     if mistake == "backwards":
         options["backwards"] = (1, 2)
+    if mistake == "witness":
+        options |= {"witness": 0.5, "exact": True}
+    if mistake == "server":
+        options["update"] = "server"
+    if mistake == "clip of slices":
+        options["update"] = "sharded"
     if mistake == "worker init":
         loader = DataLoader(data, batch_size=32, num_workers=1, worker_init_fn=print)
     if mistake == "other parameters":
@@ -410,6 +440,8 @@ def refusal(world: lockstep.World, mistake: str) -> str:
                 F.cross_entropy(model(x), y).backward()
                 if mistake == "second backward":
                     F.cross_entropy(model(x), y).backward()
+                if mistake == "clip of slices":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 if mistake == "log":
                     lockstep.log(lr=0.1)
                 if mistake == "weigh late":
@@ -444,6 +476,9 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
         ("second backward", "too-many-backwards"),
+        ("witness", "not-in-prepared-loop"),
+        ("server", "not-in-prepared-loop"),
+        ("clip of slices", "slices-written"),
         ("log", "metric-name-taken"),
         ("weigh late", "weigh-after-backward"),
         ("no step", "window-without-step"),
@@ -451,7 +486,7 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("left", "window-left"),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_mistake_is_an_error_with_a_code_on_all_ranks(
     mistake: str, code: str, ranks: int
 ) -> None:

@@ -33,6 +33,8 @@ from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.step.window_run import WindowRun
 
+_OPTIONS = {"witness": "witness=", "server": "update='server'"}
+
 
 class MicroBatch:
     """The micro-batch that the loop computes now.
@@ -122,10 +124,14 @@ class Trained:
         self._defers = False
         self._deferred = False
         self._scaler: Any = None
+        self._versions: list[int] = []  # of the sums, of which a rank has only slices
         self._steps_of_schedulers: list[Callable[[], None]] = []
         self._gate_optimizer()
         try:
             self.stepper = Stepper(model, optimizer, **options)
+            for option in ("witness", "server"):
+                if getattr(self.stepper.method, option):
+                    raise UsageError("not-in-prepared-loop", option=_OPTIONS[option])
         except BaseException:
             del optimizer.step, optimizer.zero_grad
             raise
@@ -249,10 +255,16 @@ class Trained:
             run.end()
             run.mark_buffers()
         if micro_batch.last:
-            self._sum.show()
-            run.average()
+            self._complete_sum(run)
         elif micro_batch.index is not None:
             self._sum.hide()
+
+    def _complete_sum(self, run: WindowRun) -> None:
+        """Have every `.grad` be the mean over all ranks."""
+        self._sum.show()
+        run.average()
+        if self.stepper.method.update == "sharded":
+            self._versions = [flat._version for flat in self.stepper.reducer.sums]
 
     def end(self) -> None:
         """End the micro-batch, after the loop's body."""
@@ -287,8 +299,7 @@ class Trained:
 
     def _finish(self, run: WindowRun) -> None:
         """Complete a window whose last micro-batch the loop has left out."""
-        self._sum.show()
-        run.average()
+        self._complete_sum(run)
         self._step()
         for step in self._steps_of_schedulers:  # those that the body steps
             step()
@@ -348,8 +359,7 @@ class Trained:
         assert run is not None
         if run.micro_batch is not None:
             run.discard()
-        self._sum.show()
-        run.average()
+        self._complete_sum(run)
 
     def _evaluate(self) -> Tensor:
         """Return the loss of the window at the current weights, for an optimizer that evaluates its
@@ -390,6 +400,10 @@ class Trained:
         run.finish_buffers()
 
     def _step(self) -> None:
+        if self.stepper.method.update == "sharded":
+            versions = [flat._version for flat in self.stepper.reducer.sums]
+            if versions != self._versions:
+                raise UsageError("slices-written")
         self._evaluated = False
         self._applies = True
         try:

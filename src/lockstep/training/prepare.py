@@ -318,6 +318,9 @@ def prepare(
     for one in objects:
         kinds[_kind_of(one)].append(one)
     models, optimizers, loaders, schedulers, others = kinds.values()
+    scaler = options.pop("scaler", None)
+    if scaler is not None:
+        others.append(scaler)
     for kind in ("model", "optimizer", "DataLoader"):
         if not kinds[kind]:
             raise UsageError("nothing-to-prepare", what=kind)
