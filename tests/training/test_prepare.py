@@ -138,14 +138,14 @@ def test_it_trains_what_the_old_script_trains_on_the_same_order(ranks: int, exac
 # -- several models, losses, a scaler -------------------------------------------------------------
 
 
-def gan(world: lockstep.World) -> list[Tensor]:
+def gan(world: lockstep.World, backwards: Any = (1, 2)) -> list[Tensor]:
     torch.manual_seed(0)
     g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
     d = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
     of_g, of_d = torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)
     loader = DataLoader(samples(), batch_size=32, shuffle=True)
     g, d, of_g, of_d, loader = lockstep.prepare(
-        g, d, of_g, of_d, loader, micro_batch=8, backwards=(1, 2), exact=True, world=world
+        g, d, of_g, of_d, loader, micro_batch=8, backwards=backwards, exact=True, world=world
     )
     loss = F.binary_cross_entropy_with_logits
     for _ in loader.epochs(2):
@@ -160,6 +160,23 @@ def gan(world: lockstep.World) -> list[Tensor]:
             loss(d(made), real).backward()  # reaches d too, whose step has its gradients already
             of_g.step()
     return state_of(g, d)
+
+
+def miscounted(world: lockstep.World, backwards: tuple[int, int]) -> str:
+    try:
+        gan(world, backwards)
+    except UsageError as error:
+        return error.code
+    return ""
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_backwards_are_counted_for_each_optimizer(ranks: int) -> None:
+    """The generator's loss goes through the discriminator too, after its step."""
+    few = on_team(partial(miscounted, backwards=(1, 3)), ranks)
+    many = on_team(partial(miscounted, backwards=(1, 1)), ranks)
+    assert few == ["too-few-backwards"] * ranks
+    assert many == ["too-many-backwards"] * ranks
 
 
 def test_a_gan_gives_the_same_bits_on_any_number_of_ranks() -> None:
@@ -312,8 +329,10 @@ def test_padding_counts_nothing_and_an_evaluation_counts_once(ranks: int) -> Non
     assert on_team(counting, ranks) == [(SAMPLES, SAMPLES)] * ranks
 
 
-def leaving_out(world: lockstep.World) -> list[Tensor]:
-    """Micro-batches whose first label is 0 are left out."""
+def leaving_out(world: lockstep.World, clip: float | None = None) -> list[Tensor]:
+    """Micro-batches whose first label is 0 are left out. In the first step one rank of three sees
+    only such.
+    """
     model = noisy_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -326,16 +345,34 @@ def leaving_out(world: lockstep.World) -> list[Tensor]:
             loss = F.cross_entropy(model(x), y)
             if y[0] == 0:
                 continue
+            if clip is not None and loader.step == 2 and loader.stepped:
+                continue
+            lockstep.log(first=float(y[0]))
             loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
     assert loader.step == 12
+    assert loader.logged["first"] >= 1
     return state_of(model)
 
 
 def test_a_micro_batch_without_a_backward_is_left_out_on_any_number_of_ranks() -> None:
     same_on_all(leaving_out)
+
+
+def leaving_out_a_clip(world: lockstep.World) -> str:
+    try:
+        leaving_out(world, clip=0.01)
+    except UsageError as error:
+        return error.code
+    return ""
+
+
+def test_a_clip_that_a_rank_would_not_reach_is_refused() -> None:
+    assert on_team(leaving_out_a_clip, 1) == ["left-out-before-clip"]
 
 
 def own_generator(world: lockstep.World) -> list[int]:

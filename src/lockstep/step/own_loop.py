@@ -124,8 +124,13 @@ class Trained:
         self._defers = False
         self._deferred = False
         self._scaler: Any = None
-        self._versions: list[int] = []  # of the sums, of which a rank has only slices
+        self._versions: list[int] = []  # of the sums when they were complete
+        self.writes = False
+        """Whether the loop, on some rank, changes the sums before the step, as a clip does."""
+        self._schedulers: list[Callable[[], None]] = []
         self._steps_of_schedulers: list[Callable[[], None]] = []
+        """Of schedulers that the body steps."""
+        self._owes = 0  # steps of them, at windows whose last micro-batch was left out
         self._gate_optimizer()
         try:
             self.stepper = Stepper(model, optimizer, **options)
@@ -189,8 +194,14 @@ class Trained:
         """Raise UsageError if a backward has reached the model after its last one and before its
         optimizer's step.
         """
-        if self._run is not None and not self._asked and self.stepper.reducer.unexpected:
+        late = self._run is not None and not self.awaits_backward and not self._asked
+        if late and self.stepper.reducer.unexpected:
             raise UsageError("too-many-backwards", count=self.backwards)
+
+    def _check_enough(self) -> None:
+        """Raise UsageError if some of the backwards of this micro-batch are missing."""
+        if 0 < self._done < self.backwards:
+            raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
 
     def backward(self, loss: Tensor, engine: Callable[[], None]) -> None:
         """Compute gradients of the loss by `engine`; those of the model count."""
@@ -263,8 +274,7 @@ class Trained:
         """Have every `.grad` be the mean over all ranks."""
         self._sum.show()
         run.average()
-        if self.stepper.method.update == "sharded":
-            self._versions = [flat._version for flat in self.stepper.reducer.sums]
+        self._versions = [flat._version for flat in self.stepper.reducer.sums]
 
     def end(self) -> None:
         """End the micro-batch, after the loop's body."""
@@ -274,6 +284,8 @@ class Trained:
         if micro_batch is None:
             return
         if run is None:  # the step is done
+            if micro_batch.last:
+                self.stepper.undo_forwards()
             return
         reducer = self.stepper.reducer
         if self._deferred:
@@ -282,13 +294,10 @@ class Trained:
             self._step()
             return
         left_out = self._done == 0
-        if 0 < self._done < self.backwards:
-            raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
+        self._check_enough()
         if run.micro_batch is not None:
             run.discard()
         if micro_batch.last:
-            if not left_out and not run.completed:
-                raise UsageError("too-few-backwards", expected=self.backwards, count=self._done)
             if not left_out:
                 raise UsageError("window-without-step")
             self._finish(run)
@@ -299,15 +308,35 @@ class Trained:
 
     def _finish(self, run: WindowRun) -> None:
         """Complete a window whose last micro-batch the loop has left out."""
+        if self.writes or self._scaler is not None:
+            raise UsageError("left-out-before-clip")
         self._complete_sum(run)
         self._step()
-        for step in self._steps_of_schedulers:  # those that the body steps
+        for step in self._steps_of_schedulers:
             step()
+        self._owes += not self._steps_of_schedulers
+
+    def habits(self) -> tuple[bool, bool]:
+        """Return what the ranks must know of each other's loops: whether the body changes gradients
+        before the step, and whether it steps a scheduler.
+        """
+        return self.writes, bool(self._steps_of_schedulers)
+
+    def learn(self, writes: bool, schedules: bool) -> None:
+        """Learn the habits of all ranks: this one may have left out what shows them."""
+        self.writes = writes
+        if schedules and not self._steps_of_schedulers:
+            self._steps_of_schedulers = list(self._schedulers)
+            for step in self._schedulers * self._owes:
+                step()
+        self._owes = 0
 
     def leave(self) -> None:
         """The loop was left inside the window."""
         self.micro_batch = None
         self._left = self._run is not None
+        if self._run is not None:
+            self._run.restart_buffers()
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -330,6 +359,7 @@ class Trained:
                 with torch.enable_grad():
                     loss = closure()
             self._asked = True
+            self._check_enough()
             if self._run is not None and self._acts:
                 if not self._run.completed:
                     self._complete()
@@ -400,9 +430,10 @@ class Trained:
         run.finish_buffers()
 
     def _step(self) -> None:
-        if self.stepper.method.update == "sharded":
-            versions = [flat._version for flat in self.stepper.reducer.sums]
-            if versions != self._versions:
+        versions = [flat._version for flat in self.stepper.reducer.sums]
+        if versions != self._versions:
+            self.writes = True
+            if self.stepper.method.update == "sharded":
                 raise UsageError("slices-written")
         self._evaluated = False
         self._applies = True
@@ -453,12 +484,13 @@ class Trained:
     def gate(self, scheduler: Any) -> None:
         """Have a scheduler step once a window where the loop steps it inside its body."""
         kind = type(scheduler)
+        self._schedulers.append(lambda: kind.step(scheduler))
 
         @functools.wraps(kind.step)
         def step(stepped: Any, *args: Any, **options: Any) -> None:
             in_body = self.micro_batch is not None
-            if in_body and not self._steps_of_schedulers:
-                self._steps_of_schedulers.append(lambda: kind.step(scheduler))
+            if in_body:
+                self._steps_of_schedulers = self._schedulers
             if not in_body or self._acts:
                 kind.step(stepped, *args, **options)
 
@@ -502,9 +534,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
     active = [one for trained in _open for one in trained if one.awaits_backward]
     if not active:
         _engine(tensors, grad_tensors, *args, **options)
-        for trained in _open:
-            for one in trained:
-                one.check_no_more()
+        _check_no_more()
         return
     if grad_tensors is not None or len(roots) != 1 or roots[0].numel() != 1:
         raise UsageError("loss-not-one-number", what="the loss", shape=list(roots[0].shape))
@@ -518,3 +548,11 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
         call()
     finally:
         _inside = False
+    if len(active) < sum(map(len, _open)):
+        _check_no_more()
+
+
+def _check_no_more() -> None:
+    for trained in _open:
+        for one in trained:
+            one.check_no_more()

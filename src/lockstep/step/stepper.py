@@ -535,6 +535,12 @@ class Stepper:
         """The ranks that hold the same part of the model."""
         return self.model_shard.replicas(self.everyone)
 
+    def undo_forwards(self) -> None:
+        """Undo what forwards since the last step have done to moving buffers, such as BatchNorm's
+        statistics: each rank has seen other samples. The next window does it too.
+        """
+        self._parts.buffers.restore()
+
     def check_replicas(self, when: str | None = None) -> None:
         """Compare the replicas now: every bit of weights, buffers and optimizer state. Every rank
         calls it, between steps.
@@ -549,7 +555,7 @@ class Stepper:
             ReplicaDivergence: on all ranks; it names the tensor and the ranks.
         """
         if self.replicas is not None and self.synchronized:
-            self._parts.buffers.restore()
+            self.undo_forwards()
             with status.inside("checks"):
                 self.replicas.compare(self._alike(), self.steps, when or f"after step {self.steps}")
 
@@ -563,7 +569,7 @@ class Stepper:
         """
         if not self.synchronized or self.reducer.parameters[0]._version != self._version:
             return {}
-        self._parts.buffers.restore()
+        self.undo_forwards()
         return digests(self._alike())
 
     def replicated(self) -> list[tuple[str, Tensor]]:

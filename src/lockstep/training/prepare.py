@@ -37,7 +37,6 @@ from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
 from lockstep.step.step_result import StepResult
-from lockstep.training.loop_functions import total
 from lockstep.training.script_run import ScriptRun
 from lockstep.world.world import World
 
@@ -75,6 +74,8 @@ class PreparedLoader:
         self._epoch: Any = None
         self._resumed = False
         self._number = 0
+        self._windows = 0  # of this process
+        self._logs = False  # whether any rank's loop logs
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the numbers of epochs up to `count`, from where the training is.
@@ -108,7 +109,8 @@ class PreparedLoader:
                 self.run.go_on()
             self._window = window
             yield from self._micro_batches(window)
-            metrics = self._collect()
+            self._agree_on_habits()
+            metrics = self._collect() if self._logs else {}
             if self.run is not None:
                 self.run.record(metrics)
 
@@ -117,31 +119,41 @@ class PreparedLoader:
             assert self._window is not None
             self.run.stepped(self._window, result)
 
+    def _agree_on_habits(self) -> None:
+        """Tell the other ranks what this rank's loop does, after windows 1, 2, 4, 8, ...: a rank that
+        leaves out micro-batches has not seen all of it.
+        """
+        self._windows += 1
+        if self._windows & (self._windows - 1):
+            return
+        own = [bool(self._logged), [one.habits() for one in self._trained]]
+        control = self._trained[0].stepper.world.control
+        everybody = everybodys(own, control, "for the habits of a loop")
+        self._logs = self._logs or any(logs for logs, _ in everybody)
+        for number, one in enumerate(self._trained):
+            writes = any(habits[number][0] for _, habits in everybody)
+            one.learn(writes, any(habits[number][1] for _, habits in everybody))
+
     def _collect(self) -> dict[str, float]:
         """Return the means of what the window has logged, over all ranks, and add it to what the
         epoch has logged.
         """
-        logged = dict(self._logged)
+        control = self._trained[0].stepper.world.control
+        everybody = everybodys(self._logged, control, "for lockstep.log")
         self._logged.clear()
-        means = {}
-        if logged:
-            sums = total(**{name: value for name, (value, _) in logged.items()})
-            weights = total(**{name: weight for name, (_, weight) in logged.items()})
-            for name, weight in weights.items():
-                means[name] = sums[name] / weight if weight else math.nan
-                value, before = self._of_epoch.get(name, (0.0, 0.0))
-                self._of_epoch[name] = value + sums[name], before + weight
-        return means
+        sums: dict[str, tuple[float, float]] = {}
+        for logged in everybody:
+            for name, (value, weight) in logged.items():
+                sums[name] = _plus(sums.get(name), value, weight)
+                self._of_epoch[name] = _plus(self._of_epoch.get(name), value, weight)
+        return _means(sums)
 
     @property
     def logged(self) -> dict[str, float]:
         """The means of what `lockstep.log` was given in this epoch, over all its windows that are
         over and over all ranks.
         """
-        means = {}
-        for name, (value, weight) in self._of_epoch.items():
-            means[name] = value / weight if weight else math.nan
-        return means
+        return _means(self._of_epoch)
 
     def endless(self) -> Iterator[Any]:
         """Iterate over the batches of epoch after epoch, from where the training is, without end.
@@ -247,6 +259,18 @@ class PreparedLoader:
             one.begin(micro_batch, batch)
         randomness.step(self._seed, window.step, slot)
         return batch
+
+
+def _plus(sum_: tuple[float, float] | None, value: float, weight: float) -> tuple[float, float]:
+    before = sum_ or (0.0, 0.0)
+    return before[0] + value, before[1] + weight
+
+
+def _means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    means = {}
+    for name, (value, weight) in sums.items():
+        means[name] = value / weight if weight else math.nan
+    return means
 
 
 class BySlot:
