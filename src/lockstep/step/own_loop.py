@@ -164,7 +164,7 @@ class Trained:
         self._bound = bound
         self._closures.clear()
         self._run = self.stepper.open(window)
-        self._run.enters_streams = False
+        self._run.in_users_loop = True
         self._run.divides = divides
         self._sum.hide()
 

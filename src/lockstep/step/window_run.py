@@ -120,8 +120,10 @@ class WindowRun:
         """Whether this rank asks to stop. The facts tell all ranks."""
         self.divides = True
         """Whether the sum is to be divided by the weights."""
-        self.enters_streams = True
-        """Whether `begin` enters the random stream of the micro-batch: not if the caller does."""
+        self.in_users_loop = False
+        """Whether the micro-batches are computed in a loop of the user's own: its caller enters their
+        random streams, and its body goes on after their ends.
+        """
         self.micro_batch: int | None = None
         """This rank's number of the micro-batch that is being computed; None between two."""
         self.counted = False
@@ -184,7 +186,7 @@ class WindowRun:
             self._buffers.begin_micro_batch()
         self._parts.trace.micro_batch = index
         self._reducer.begin_micro_batch()
-        if self.enters_streams:
+        if not self.in_users_loop:
             if self._random_state is None:
                 self._random_state = randomness.get_state()
             randomness.step(self._seed, self.step, slot)
@@ -227,7 +229,8 @@ class WindowRun:
         self._buffers.end_micro_batch(self._weight, self._row)
         if interrupted:
             return
-        status.enter("data")
+        if not self.in_users_loop:
+            status.enter("data")
         # loading the next batch of a plain list may draw random numbers
         if self._random_state is not None and (self._last or self.window is None):
             self._leave_stream()
