@@ -1,0 +1,201 @@
+"""Scripts of public projects, ported with `lockstep.prepare`: the table of examples/ports.
+
+    python benchmarks/ports.py
+    python benchmarks/ports.py mnist dcgan
+
+For each port: lines added and removed, the largest difference to the plain script after 40 steps on
+the same order (1 and 2 ranks, float32 and float64), whether 1, 2 and 3 ranks have the same bits, and
+whether a run that loses a rank and resumes at another size has them too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "ports_script.py"
+STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A script of a public project, and its port.
+
+    Args:
+        limit: lines that the port may add.
+        stepper: lines that a port with a Stepper, a Task or a recipe added; None: another door.
+        args: of the script.
+        quiet_args: further ones that turn off what draws random numbers.
+        equal: whether one process of plain torch is to have the same weights; False with BatchNorm.
+        one_forward: compare with a global batch in one micro-batch: two models share a loop's body,
+            or a micro-batch's own statistics are used.
+        prepare: options of prepare where it is compared with the plain script.
+        draws_order: the plain script draws its samples with torch.randint.
+        resumes: whether the run is saved.
+    """
+
+    limit: int
+    stepper: int | None
+    args: tuple[str, ...] = ()
+    quiet_args: tuple[str, ...] = ()
+    equal: bool = True
+    one_forward: int | None = None
+    draws_order: bool = False
+    resumes: bool = True
+    atol: float = 1e-6
+
+
+PORTS = {
+    "mnist": Port(limit=8, stepper=33, args=("--save-model",)),
+    "nanogpt": Port(limit=15, stepper=43, draws_order=True),
+    "cifar": Port(limit=10, stepper=25, equal=False),
+    "dcgan": Port(limit=12, stepper=28, equal=False, resumes=False),
+    "vae": Port(limit=9, stepper=17),
+}
+
+
+def folder_of(name: str) -> Path:
+    return ROOT / "examples" / "ports" / name
+
+
+def changed_lines(name: str) -> tuple[int, int]:
+    """Return how many lines the port adds and removes. Blank lines and spaces do not count."""
+    texts = []
+    for script in ("plain.py", "prepared.py"):
+        lines = (folder_of(name) / script).read_text().splitlines()
+        texts.append(["".join(line.split()) for line in lines if line.strip()])
+    added = removed = 0
+    for line in difflib.ndiff(*texts):
+        added += line.startswith("+")
+        removed += line.startswith("-")
+    return added, removed
+
+
+def run(
+    name: str, folder: Path, workers: int, *, quiet: bool = False, double: bool = False, **options: Any
+) -> list[dict[str, Tensor]]:
+    """Run a port in `folder`, and return the last weights of each rank; [] if it fails.
+
+    Args:
+        workers: ranks of the prepared script; 0 for the plain one.
+        quiet: without dropout, and on the order of one generator.
+        double: in float64.
+        options: further ones of ports_script.py.
+    """
+    port = PORTS[name]
+    out = folder / "weights"
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.iterdir():
+        path.unlink()
+    args = [*port.args, *(port.quiet_args if quiet else ())]
+    asked = json.dumps({"out": str(out), "quiet": quiet, "double": double, "draws_order": port.draws_order, **options})
+    script = folder_of(name) / ("prepared.py" if workers else "plain.py")
+    command = [sys.executable]
+    if workers:
+        command += ["-m", "lockstep", "run", "--workers", str(workers)]
+    result = subprocess.run(
+        [*command, str(SCRIPT), asked, str(script), *args],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    killed = "kill" in options
+    if (result.returncode != 0) != killed:
+        raise RuntimeError(f"{name}: exit status {result.returncode}\n{result.stdout}{result.stderr}")
+    return [torch.load(path) for path in sorted(out.iterdir())]
+
+
+def sha_of(state: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def difference(name: str, folder: Path, workers: int, *, double: bool = False) -> float:
+    """Return the largest difference of a weight to that of the plain script, without dropout."""
+    port = PORTS[name]
+    prepare = {} if port.one_forward is None else {"micro_batch": port.one_forward}
+    plain = run(name, folder / "plain", 0, quiet=True, double=double)[0]
+    largest = 0.0
+    for state in run(
+        name, folder / f"ranks-{workers}", workers, quiet=True, double=double, prepare=prepare
+    ):
+        assert state.keys() == plain.keys()
+        for key, tensor in state.items():
+            largest = max(largest, float((tensor - plain[key]).abs().max()))
+    return largest
+
+
+def exact_shas(name: str, folder: Path, workers: int) -> set[str]:
+    """Return the SHA-256 of the weights of each rank, with exact=True."""
+    prepare = {"exact": True}
+    return {sha_of(state) for state in run(name, folder, workers, prepare=prepare)}
+
+
+def killed_and_resumed(name: str, folder: Path, *, seed: int) -> set[str]:
+    """Kill a rank at a random step, resume with another number of ranks, and return the SHA-256 of
+    each rank's weights.
+    """
+    draw = random.Random(seed)
+    before, after = draw.sample((1, 2, 3), 2)
+    prepare = {"exact": True, "checkpoint_every": 3}
+    kill = [draw.randrange(before), draw.randrange(4, STEPS)]
+    run(name, folder, before, prepare=prepare, kill=kill)
+    return {sha_of(state) for state in run(name, folder, after, prepare=prepare)}
+
+
+def row(name: str, folder: Path) -> str:
+    port = PORTS[name]
+    added, removed = changed_lines(name)
+    cells = [name, f"+{added} −{removed}", "–" if port.stepper is None else f"+{port.stepper}"]
+    for double in (False, True):
+        if port.equal:
+            differences = [
+                difference(name, folder / f"{double}-{workers}", workers, double=double)
+                for workers in (1, 2)
+            ]
+            cells.append(f"{max(differences):.1e}")
+        else:
+            cells.append("BatchNorm")
+    shas = set()
+    for workers in (1, 2, 3):
+        shas |= exact_shas(name, folder / f"exact-{workers}", workers)
+    cells.append("yes" if len(shas) == 1 else "no")
+    if port.resumes:
+        resumed = killed_and_resumed(name, folder / "killed", seed=len(name))
+        cells.append("yes" if resumed == shas else "no")
+    else:
+        cells.append("–")
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ports", nargs="*", default=list(PORTS), help="default: all")
+    print("| port | lines | with a Stepper | float32 | float64 | 1 = 2 = 3 ranks | kill, resume |")
+    print("|---|---|---|---|---|---|---|")
+    for name in parser.parse_args().ports:
+        with tempfile.TemporaryDirectory() as folder:
+            print(row(name, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
