@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,7 +49,12 @@ def share_order() -> None:
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(_ORDER)
 
+    def shuffle(indices: Any) -> None:
+        indices[:] = list(sampler)
+
     DataLoader.__init__ = init  # type: ignore[method-assign]
+    sampler = RandomSampler(range(128), generator=torch.Generator().manual_seed(_ORDER))
+    np.random.shuffle = shuffle  # type: ignore[assignment]
 
 
 def draw_order() -> None:
