@@ -65,6 +65,7 @@ PORTS = {
     "cifar": Port(limit=10, stepper=25, equal=False),
     "dcgan": Port(limit=12, stepper=28, equal=False, resumes=False),
     "ppo": Port(limit=12, stepper=16, one_forward=32, resumes=False),
+    "mingpt": Port(limit=9, stepper=23),
     "word_language_model": Port(limit=20, stepper=17, quiet_args=("--dropout", "0")),
     "vae": Port(limit=9, stepper=17),
 }
