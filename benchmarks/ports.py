@@ -63,9 +63,11 @@ PORTS = {
     "mnist": Port(limit=8, stepper=33, args=("--save-model",)),
     "nanogpt": Port(limit=15, stepper=43, draws_order=True),
     "cifar": Port(limit=10, stepper=25, equal=False),
-    "dcgan": Port(limit=12, stepper=28, equal=False, resumes=False),
+    "dcgan": Port(limit=12, stepper=28, equal=False),
     "ppo": Port(limit=12, stepper=16, one_forward=32, resumes=False),
     "mingpt": Port(limit=9, stepper=23),
+    "tabular": Port(limit=9, stepper=11),
+    "gcn": Port(limit=12, stepper=18),
     "word_language_model": Port(limit=20, stepper=17, quiet_args=("--dropout", "0")),
     "vae": Port(limit=9, stepper=17),
 }

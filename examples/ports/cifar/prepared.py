@@ -111,7 +111,9 @@ def train(epoch):
         optimizer.step()
 
         _, predicted = outputs.max(1)
-        lockstep.log(acc=100. * predicted.eq(targets).float().mean())
+        lockstep.log(loss=loss.item(), acc=100. * predicted.eq(targets).float().mean())
+
+    print(f'Train loss: {trainloader.logged["loss"]:.3f} | Acc: {trainloader.logged["acc"]:.3f}%')
 
 
 def test(epoch):

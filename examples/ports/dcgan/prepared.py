@@ -107,7 +107,7 @@ fake_label = 0
 optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
 optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
 netG, netD, optimizerG, optimizerD, dataloader = lockstep.prepare(
-    netG, netD, optimizerG, optimizerD, dataloader, micro_batch=16, backwards=(1, 2))
+    netG, netD, optimizerG, optimizerD, dataloader, micro_batch=16, backwards=(1, 2), run='runs/dcgan')
 
 for epoch in dataloader.epochs(opt.niter):
     for i, data in enumerate(dataloader, 0):
@@ -148,13 +148,11 @@ for epoch in dataloader.epochs(opt.niter):
         D_G_z2 = output.mean().item()
         optimizerG.step()
 
-        if i % 5 == 0:
-            if world.rank == 0:
-              print(f'[{epoch}/{opt.niter}][{i}/{len(dataloader)}] Loss_D: {errD.item():.4f} Loss_G: {errG.item():.4f} '
+        if i % 5 == 0 and world.rank == 0:
+            print(f'[{epoch}/{opt.niter}][{i}/{len(dataloader)}] Loss_D: {errD.item():.4f} Loss_G: {errG.item():.4f} '
                   f'D(x): {D_x:.4f} D(G(z)): {D_G_z1:.4f} / {D_G_z2:.4f}')
             fake = netG(fixed_noise)
-            if world.rank == 0:
-                torch.save(fake.detach(), f'{opt.outf}/fake_samples_epoch_{epoch:03d}.pt')
+            torch.save(fake.detach(), f'{opt.outf}/fake_samples_epoch_{epoch:03d}.pt')
 
     # do checkpointing
     if world.rank == 0:

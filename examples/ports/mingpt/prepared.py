@@ -118,10 +118,9 @@ class Trainer:
         model, self.optimizer, train_loader = lockstep.prepare(model, self.optimizer, train_loader, micro_batch=16, run='runs/mingpt')
 
         model.train()
-        next(train_loader.epochs(1))
         self.iter_num = train_loader.step
         self.iter_time = time.time()
-        data_iter = iter(train_loader)
+        data_iter = train_loader.endless()
         while True:
 
             # fetch the next batch (x, y) and re-init iterator if needed

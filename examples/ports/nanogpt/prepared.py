@@ -149,7 +149,7 @@ scaler = torch.amp.GradScaler(device, enabled=(dtype == 'float16'))
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2))
 
 
-starts = RandomSampler(range(len(data['train']) - block_size), True, (max_iters + 1) * gradient_accumulation_steps * batch_size)
+starts = RandomSampler(range(len(data['train']) - block_size), replacement=True)
 loader = DataLoader(starts.data_source, batch_size=gradient_accumulation_steps * batch_size, sampler=starts)
 model, optimizer, scaler, loader = lockstep.prepare(model, optimizer, scaler, loader, micro_batch=batch_size, run='runs/nanogpt')
 
@@ -183,8 +183,7 @@ def get_lr(it):
 
 
 # training loop
-next(loader.epochs(1))
-batches = iter(loader)
+batches = loader.endless()
 iter_num = loader.step
 t0 = time.time()
 while True:

@@ -78,10 +78,12 @@ def train(epoch):
         recon_batch, mu, logvar = model(data)
         loss = loss_function(recon_batch, data, mu, logvar)
         loss.backward()
-        lockstep.log(average_loss=loss.item() / len(data))
+        lockstep.log(loss=loss.item() / len(data))
         optimizer.step()
         if batch_idx % args.log_interval == 0 and world.rank == 0:
             print(f'Train Epoch: {epoch} ({batch_idx}/{len(train_loader)})\tLoss: {loss.item() / len(data):.6f}')
+
+    print(f'====> Epoch: {epoch} Average loss: {train_loader.logged["loss"]:.4f}')
 
 
 def test(epoch):
