@@ -46,6 +46,7 @@ class Port:
         prepare: options of prepare where it is compared with the plain script.
         draws_order: the plain script draws its samples with torch.randint.
         resumes: whether the run is saved.
+        steps: that it takes.
     """
 
     limit: int
@@ -56,7 +57,7 @@ class Port:
     one_forward: int | None = None
     draws_order: bool = False
     resumes: bool = True
-    atol: float = 1e-6
+    steps: int = STEPS
 
 
 PORTS = {
@@ -66,6 +67,9 @@ PORTS = {
     "dcgan": Port(limit=12, stepper=28, equal=False),
     "ppo": Port(limit=12, stepper=16, one_forward=32, resumes=False),
     "mingpt": Port(limit=9, stepper=23),
+    "ddpm": Port(limit=9, stepper=21),
+    "graphs": Port(limit=7, stepper=None),
+    "time_sequence": Port(limit=10, stepper=11, steps=8),
     "tabular": Port(limit=9, stepper=11),
     "gcn": Port(limit=12, stepper=18),
     "word_language_model": Port(limit=20, stepper=17, quiet_args=("--dropout", "0")),
@@ -158,10 +162,11 @@ def killed_and_resumed(name: str, folder: Path, *, seed: int) -> set[str]:
     """Kill a rank at a random step, resume with another number of ranks, and return the SHA-256 of
     each rank's weights.
     """
+    port = PORTS[name]
     draw = random.Random(seed)
     before, after = draw.sample((1, 2, 3), 2)
     prepare = {"exact": True, "checkpoint_every": 3}
-    kill = [draw.randrange(before), draw.randrange(4, STEPS)]
+    kill = [draw.randrange(before), draw.randrange(port.steps // 4, port.steps)]
     run(name, folder, before, prepare=prepare, kill=kill)
     return {sha_of(state) for state in run(name, folder, after, prepare=prepare)}
 

@@ -96,6 +96,7 @@ optimizer = optim.SGD(net.parameters(), lr=args.lr,
                       momentum=0.9, weight_decay=5e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
 net, optimizer, trainloader, scheduler = lockstep.prepare(net, optimizer, trainloader, scheduler, micro_batch=32, run='runs/cifar')
+best_acc = torch.load('checkpoint/ckpt.pth')['acc'] if trainloader.step and os.path.exists('checkpoint/ckpt.pth') else 0
 
 
 # Training

@@ -138,10 +138,10 @@ def train():
         # Starting each batch, we detach the hidden state from how it was previously produced.
         # If we didn't, the model would try backpropagating all the way to start of the dataset.
         model.zero_grad()
-        hidden = model.hidden[:, :, columns] * (i > 0)
-        output, hidden = model(data, tuple(hidden))
+        hidden = loader.carried['hidden'] if i > 0 else model.init_hidden(len(columns))
+        output, hidden = model(data, hidden)
+        loader.carried['hidden'] = repackage_hidden(hidden)
         loss = criterion(output, targets)
-        model.hidden[:, :, columns] += (torch.stack(hidden).detach() - model.hidden[:, :, columns]) * args.batch_size / len(columns)
         loss.backward()
 
         # `clip_grad_norm` helps prevent the exploding gradient problem in RNNs / LSTMs.
@@ -160,7 +160,6 @@ def train():
 
 
 # Loop over epochs.
-model.register_buffer('hidden', torch.zeros(2, args.nlayers, args.batch_size, args.nhid, device=device))
 model.register_buffer('best_val_loss', torch.tensor(math.inf, device=device))
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 loader = DataLoader(range(-(-(len(train_data) - 1) // args.bptt) * args.batch_size), batch_size=args.batch_size)
