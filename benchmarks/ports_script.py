@@ -52,7 +52,7 @@ def share_order() -> None:
     def shuffle(indices: Any) -> None:
         indices[:] = list(sampler)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
+    DataLoader.__init__ = init  # type: ignore[assignment,method-assign]
     sampler = RandomSampler(range(128), generator=torch.Generator().manual_seed(_ORDER))
     np.random.shuffle = shuffle  # type: ignore[assignment]
 
@@ -67,7 +67,7 @@ def draw_order() -> None:
             options.setdefault("generator", generator)
         return original(*args, **options)
 
-    torch.randint = randint  # type: ignore[assignment]
+    torch.randint = randint
 
 
 def repeat_draws() -> None:
@@ -75,7 +75,7 @@ def repeat_draws() -> None:
     randn, rand, randint = torch.randn, torch.rand, torch.randint
 
     def rows(draw: Any, size: Sequence[int]) -> Tensor:
-        drawn = draw((_ROWS, *size[1:]), generator=torch.Generator().manual_seed(7))
+        drawn: Tensor = draw((_ROWS, *size[1:]), generator=torch.Generator().manual_seed(7))
         repeats = -(-size[0] // _ROWS)
         return drawn.repeat(repeats, *[1] * (len(size) - 1))[: size[0]]
 
@@ -88,7 +88,7 @@ def repeat_draws() -> None:
     torch.randn = lambda *size, device=None: rows(randn, size)  # type: ignore[assignment]
     torch.rand = lambda *size, device=None: rows(rand, size)  # type: ignore[assignment]
     torch.randn_like = lambda tensor: rows(randn, tensor.shape).to(tensor)  # type: ignore[assignment]
-    torch.randint = drawn_randint  # type: ignore[assignment]
+    torch.randint = drawn_randint
 
 
 def prepare_with(options: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def parameters(self) -> dict[str, Tensor]:
-        state = {}
+        state: dict[str, Tensor] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -131,7 +131,7 @@ class Steps:
 
 def state_of(namespace: dict[str, Any]) -> dict[str, Tensor]:
     """Return the state of all modules that have a name at the script's top level."""
-    state = {}
+    state: dict[str, Tensor] = {}
     for name, value in sorted(namespace.items()):
         if isinstance(value, nn.Module):
             for key, tensor in value.state_dict().items():
@@ -148,7 +148,7 @@ def main() -> None:
     if options.get("double"):
         torch.set_default_dtype(torch.float64)
     if options.get("quiet"):
-        nn.Dropout.forward = lambda dropout, x: x  # type: ignore[method-assign]
+        nn.Dropout.forward = lambda dropout, x: x  # type: ignore[assignment,method-assign]
         share_order()
         if options.get("draws_order"):
             draw_order()

@@ -86,6 +86,7 @@ diffusion = Diffusion(device=device)
 ema = EMA(0.95)
 ema_model = copy.deepcopy(model).eval().requires_grad_(False)
 model, ema_model, optimizer, dataloader = lockstep.prepare(model, ema_model, optimizer, dataloader, micro_batch=16, run='runs/ddpm')
+ema.step = dataloader.step
 
 for epoch in dataloader.epochs(args.epochs):
     for i, (images,) in enumerate(dataloader):
@@ -98,7 +99,7 @@ for epoch in dataloader.epochs(args.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if ema.step < dataloader.step:
+        if dataloader.stepped:
             ema.step_ema(ema_model, model)
 
         if i % 5 == 0 and world.rank == 0:

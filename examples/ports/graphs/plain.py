@@ -3,7 +3,6 @@ import argparse
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn import Linear
 from torch.utils.data import DataLoader, Dataset
 

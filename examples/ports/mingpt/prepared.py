@@ -140,7 +140,7 @@ class Trainer:
             self.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_norm_clip)
             self.optimizer.step()
-            if train_loader.step == self.iter_num:  # the step has further micro-batches
+            if not train_loader.stepped:
                 continue
 
             self.trigger_callbacks('on_batch_end')

@@ -222,6 +222,6 @@ if __name__ == "__main__":
 
         # TRY NOT TO MODIFY: record rewards for plotting purposes
         if world.rank == 0:
-          print(f"iteration {iteration}: value_loss {v_loss.item():.4f}, policy_loss {pg_loss.item():.4f}, "
-              f"approx_kl {approx_kl.item():.4f}, clipfrac {np.mean(clipfracs):.4f}, explained {explained_var:.3f}")
+            print(f"iteration {iteration}: value_loss {v_loss.item():.4f}, policy_loss {pg_loss.item():.4f}, "
+                  f"approx_kl {approx_kl.item():.4f}, clipfrac {np.mean(clipfracs):.4f}, explained {explained_var:.3f}")
         print("SPS:", int(global_step / (time.time() - start_time)))

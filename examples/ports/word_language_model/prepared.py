@@ -160,21 +160,21 @@ def train():
 
 
 # Loop over epochs.
-model.register_buffer('best_val_loss', torch.tensor(math.inf, device=device))
+best = {'val_loss': None}
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 loader = DataLoader(range(-(-(len(train_data) - 1) // args.bptt) * args.batch_size), batch_size=args.batch_size)
-model, optimizer, loader = lockstep.prepare(model, optimizer, loader, micro_batch=5, run='runs/lm')
+model, optimizer, loader, best = lockstep.prepare(model, optimizer, loader, best, micro_batch=5, run='runs/lm')
 
 for epoch in loader.epochs(args.epochs):
     train()
     val_loss = evaluate(val_data)
     print(f'| end of epoch {epoch:3d} | valid loss {val_loss:5.2f} | valid ppl {math.exp(val_loss):8.2f}')
     # Save the model if the validation loss is the best we've seen so far.
-    if val_loss < model.best_val_loss:
+    if not best['val_loss'] or val_loss < best['val_loss']:
         if world.rank == 0:
-          with open(args.save, 'wb') as f:
-            torch.save(model.state_dict(), f)
-        model.best_val_loss.fill_(val_loss)
+            with open(args.save, 'wb') as f:
+                torch.save(model.state_dict(), f)
+        best['val_loss'] = val_loss
     else:
         # Anneal the learning rate if no improvement has been seen in the validation dataset.
         optimizer.param_groups[0]['lr'] /= 4.0
