@@ -5,10 +5,11 @@
 
 Options, in JSON:
 
-    out           a folder for `rank-N.pt`: the state of all modules with a name at the script's top level;
-                  without one, the parameters of the optimizers
-    quiet         no dropout; random numbers repeat every 8 rows, so that any cut into micro-batches
-                  meets the same ones
+    out           a folder for `rank-N.pt`: the state of all modules that have a name at the script's
+                  top level; without one, the parameters of the optimizers
+    quiet         no dropout; shuffles come from a generator; random numbers repeat every 8 rows, so
+                  that any cut into micro-batches meets the same ones
+    draws_order   with quiet: torch.randint draws what a RandomSampler with replacement draws
     double        compute in float64
     prepare       options that `lockstep.prepare` gets, over those of the script
     kill          [rank, step]: SIGKILL of this rank after this step
@@ -49,11 +50,12 @@ def share_order() -> None:
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(_ORDER)
 
+    generator = torch.Generator().manual_seed(_ORDER)
+
     def shuffle(indices: Any) -> None:
-        indices[:] = list(sampler)
+        indices[:] = list(RandomSampler(indices, generator=generator))
 
     DataLoader.__init__ = init  # type: ignore[assignment,method-assign]
-    sampler = RandomSampler(range(128), generator=torch.Generator().manual_seed(_ORDER))
     np.random.shuffle = shuffle  # type: ignore[assignment]
 
 
