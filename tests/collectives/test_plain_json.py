@@ -60,7 +60,7 @@ def test_what_needs_pickle_is_refused_by_its_place() -> None:
         lambda: 0,
         {1: object()},
         OrderedDict(a=1),
-        torch.zeros(5000),
+        torch.zeros(2**22 + 1),
         range(3),
     ):
         with refused("value-not-storable") as caught:
