@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,56 +29,13 @@ from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.hidden import HiddenSum
 from lockstep.runtime import status
+from lockstep.step.gates import Schedulers
+from lockstep.step.micro_batch import MicroBatch
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.step.window_run import WindowRun
 
 _OPTIONS = {"witness": "witness=", "server": "update='server'"}
-
-
-class MicroBatch:
-    """The micro-batch that the loop computes now.
-
-    Args:
-        index: its number among this rank's of the window; None for a copy that pads the window.
-        weight: its number of samples.
-        last: whether it is this rank's last of the window.
-        reduction: what a loss is: the "mean" over the micro-batch, its "sum", or a sum that must
-            not be divided ("as is").
-        logged: for each name the sum of weight times value, and of weights, in this window.
-    """
-
-    def __init__(
-        self,
-        index: int | None,
-        weight: float,
-        last: bool,
-        reduction: str,
-        logged: dict[str, tuple[float, float]],
-    ) -> None:
-        self.index = index
-        self.weight = weight
-        self.last = last
-        self.reduction = reduction
-        self.counted = False
-        """Whether a loss was counted with this weight."""
-        self.evaluated = False
-        """Whether its body has begun an evaluation: what it adds up then is that evaluation's."""
-        self._logged = logged
-
-    def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Count values of this micro-batch; those of a copy count nothing."""
-        weight = 0.0 if self.index is None else self.weight
-        for name, value in values.items():
-            total, weights = self._logged.get(name, (0.0, 0.0))
-            if isinstance(value, Tensor):
-                value = value.detach()
-            number = float(value) if weight else 0.0
-            self._logged[name] = total + weight * number, weights + weight
-
-    def root(self) -> float:
-        """Return the gradient of a loss: what it is multiplied by in the step's sum."""
-        return self.weight if self.reduction == "mean" else 1.0
 
 
 class Trained:
@@ -116,21 +73,21 @@ class Trained:
         self._loss: float | Tensor = 0.0
         self._early: list[Sequence[Tensor | None]] = []
         """The gradients of this micro-batch's backwards so far."""
-        self._asked = False  # whether the loop has called the optimizer's step in it
+        self.asked = False
+        """Whether the loop has called the optimizer's step in this micro-batch."""
         self._applies = False
         self._withholds = False
         self._evaluated = False
         self._left = False
         self._defers = False
         self._deferred = False
-        self._scaler: Any = None
+        self.scaler: Any = None
+        """A GradScaler, which `gate_scaler` has made act at the last micro-batch."""
         self._versions: list[int] = []  # of the sums when they were complete
         self.writes = False
         """Whether the loop, on some rank, changes the sums before the step, as a clip does."""
-        self._schedulers: list[Callable[[], None]] = []
-        self._steps_of_schedulers: list[Callable[[], None]] = []
-        """Of schedulers that the body steps."""
-        self._owes = 0  # steps of them, at windows whose last micro-batch was left out
+        self.schedulers = Schedulers(lambda: self.micro_batch)
+        """Those of the optimizer."""
         self._gate_optimizer()
         try:
             self.stepper = Stepper(model, optimizer, **options)
@@ -175,7 +132,7 @@ class Trained:
         self._done = 0
         self._loss = 0.0
         self._early.clear()
-        self._asked = False
+        self.asked = False
         if self._run is not None and micro_batch.index is not None:
             self._run.begin(micro_batch.index, batch, last=micro_batch.last)
 
@@ -194,7 +151,7 @@ class Trained:
         """Raise UsageError if a backward has reached the model after its last one and before its
         optimizer's step.
         """
-        late = self._run is not None and not self.awaits_backward and not self._asked
+        late = self._run is not None and not self.awaits_backward and not self.asked
         if late and self.stepper.reducer.unexpected:
             raise UsageError("too-many-backwards", count=self.backwards)
 
@@ -213,8 +170,8 @@ class Trained:
         reducer.reached = False
         status.enter("backward")
         value = loss.detach() * micro_batch.root()
-        if self._scaler is not None:
-            value = value / self._scaler.scale(torch.ones((), device=value.device))
+        if self.scaler is not None:
+            value = value / self.scaler.scale(torch.ones((), device=value.device))
         if micro_batch.index is not None and self._done + 1 == self.backwards:
             self._final(run, micro_batch, value, engine)
         else:
@@ -308,28 +265,22 @@ class Trained:
 
     def _finish(self, run: WindowRun) -> None:
         """Complete a window whose last micro-batch the loop has left out."""
-        if self.writes or self._scaler is not None:
+        if self.writes or self.scaler is not None:
             raise UsageError("left-out-before-clip")
         self._complete_sum(run)
         self._step()
-        for step in self._steps_of_schedulers:
-            step()
-        self._owes += not self._steps_of_schedulers
+        self.schedulers.left_out()
 
     def habits(self) -> tuple[bool, bool]:
         """Return what the ranks must know of each other's loops: whether the body changes gradients
         before the step, and whether it steps a scheduler.
         """
-        return self.writes, bool(self._steps_of_schedulers)
+        return self.writes, self.schedulers.in_body
 
     def learn(self, writes: bool, schedules: bool) -> None:
         """Learn the habits of all ranks: this one may have left out what shows them."""
         self.writes = writes
-        if schedules and not self._steps_of_schedulers:
-            self._steps_of_schedulers = list(self._schedulers)
-            for step in self._schedulers * self._owes:
-                step()
-        self._owes = 0
+        self.schedulers.learn(schedules)
 
     def leave(self) -> None:
         """The loop was left inside the window."""
@@ -358,9 +309,9 @@ class Trained:
                 self._closures.append((self.micro_batch, self._batch, closure))
                 with torch.enable_grad():
                     loss = closure()
-            self._asked = True
+            self.asked = True
             self._check_enough()
-            if self._run is not None and self._acts:
+            if self._run is not None and self.acts:
                 if not self._run.completed:
                     self._complete()
                 if self._defers:
@@ -380,7 +331,7 @@ class Trained:
         optimizer.zero_grad = gated_zero_grad
 
     @property
-    def _acts(self) -> bool:
+    def acts(self) -> bool:
         """Whether this is the last micro-batch of the window."""
         return self.micro_batch is not None and self.micro_batch.last
 
@@ -445,58 +396,14 @@ class Trained:
         if self.on_step is not None:
             self.on_step(self.result)
 
-    def gate_scaler(self, scaler: Any) -> None:
-        """Have a GradScaler act at the last micro-batch. An overflow ends the window without a
-        step.
-        """
-        self._scaler = scaler
-        unscale, scaled_step, update = scaler.unscale_, scaler.step, scaler.update
-        optimizer = self.optimizer
-
-        @functools.wraps(unscale)
-        def gated_unscale(other: Any) -> None:
-            if other is not optimizer or self._acts:
-                unscale(other)
-
-        @functools.wraps(scaled_step)
-        def gated_step(other: Any, *args: Any, **options: Any) -> Any:
-            if other is not optimizer:
-                return scaled_step(other, *args, **options)
-            self._asked = True
-            if not self._acts:
-                return None
-            result = scaled_step(other, *args, **options)
-            if self._run is not None:  # the gradients have overflowed
-                self._withholds = True
-                try:
-                    self._step()
-                finally:
-                    self._withholds = False
-            return result
-
-        @functools.wraps(update)
-        def gated_update(*args: Any, **options: Any) -> None:
-            if self._acts:
-                update(*args, **options)
-
-        scaler.unscale_, scaler.step, scaler.update = gated_unscale, gated_step, gated_update
-
-    def gate(self, scheduler: Any) -> None:
-        """Have a scheduler step once a window where the loop steps it inside its body."""
-        kind = type(scheduler)
-        self._schedulers.append(lambda: kind.step(scheduler))
-
-        @functools.wraps(kind.step)
-        def step(stepped: Any, *args: Any, **options: Any) -> None:
-            in_body = self.micro_batch is not None
-            if in_body:
-                self._steps_of_schedulers = self._schedulers
-            if not in_body or self._acts:
-                kind.step(stepped, *args, **options)
-
-        # a subclass, because an attribute of the scheduler would be part of its state_dict
-        members = {"step": step, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        scheduler.__class__ = type(kind.__name__, (kind,), members)
+    def skip(self) -> None:
+        """End the window without a step, if it has not ended: the gradients have overflowed."""
+        if self._run is not None:
+            self._withholds = True
+            try:
+                self._step()
+            finally:
+                self._withholds = False
 
 
 def current() -> MicroBatch | None:

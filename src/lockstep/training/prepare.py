@@ -35,7 +35,9 @@ from lockstep.data.padding import Padding
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
-from lockstep.step.own_loop import MicroBatch, Trained, backwards_of
+from lockstep.step.gates import gate_scaler
+from lockstep.step.micro_batch import MicroBatch
+from lockstep.step.own_loop import Trained, backwards_of
 from lockstep.step.step_result import StepResult
 from lockstep.training.script_run import ScriptRun
 from lockstep.world.world import World
@@ -367,10 +369,10 @@ def prepare(
         trained.append(trainee)
         for scheduler in schedulers:
             if scheduler.optimizer is optimizer:
-                trainee.gate(scheduler)
-        for one in others:
-            if isinstance(one, torch.amp.GradScaler):
-                trainee.gate_scaler(one)
+                trainee.schedulers.add(scheduler)
+    for one in others:
+        if isinstance(one, torch.amp.GradScaler):
+            gate_scaler(one, trained)
     prepared: dict[int, Any] = {}
     for one, loader in zip(loaders, opened, strict=True):
         prepared[id(one)] = PreparedLoader(loader, trained, seed=seed, reduction=reduction)

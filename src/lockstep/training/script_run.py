@@ -31,7 +31,7 @@ from lockstep.training.run_directory import RunDirectory
 _OTHERS = "others"
 
 
-class Position:
+class LastPosition:
     """The Loader's position after the window that was trained last. The loop draws the next window
     before a checkpoint is saved: its body may do more after the optimizer's step.
     """
@@ -83,7 +83,7 @@ class ScriptCheckpoints:
         keep: int,
         guard: Callable[[], None],
     ) -> None:
-        self.position = Position(loader)
+        self.position = LastPosition(loader)
         self._stepper = steppers[0]
         self._others = {f"{number} {type(one).__name__}": one for number, one in enumerate(others)}
         self._all = []
