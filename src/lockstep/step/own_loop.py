@@ -246,9 +246,7 @@ class Trained:
             return
         reducer = self.stepper.reducer
         if self._deferred:
-            self._sum.drop()  # what other models' losses have sent here since
-            self._sum.show()
-            self._step()
+            self._take_deferred_step()
             return
         left_out = self._done == 0
         self._check_enough()
@@ -262,6 +260,11 @@ class Trained:
         if reducer.unexpected:
             self._sum.drop()
         run.restart_buffers()
+
+    def _take_deferred_step(self) -> None:
+        self._sum.drop()  # what other models' losses have sent here since
+        self._sum.show()
+        self._step()
 
     def _finish(self, run: WindowRun) -> None:
         """Complete a window whose last micro-batch the loop has left out."""
@@ -283,8 +286,10 @@ class Trained:
         self.schedulers.learn(schedules)
 
     def leave(self) -> None:
-        """The loop was left inside the window."""
+        """The loop was left inside the window, or at its end."""
         self.micro_batch = None
+        if self._run is not None and self._deferred:
+            self._take_deferred_step()
         self._left = self._run is not None
         if self._run is not None:
             self._run.restart_buffers()

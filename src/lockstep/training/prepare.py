@@ -239,8 +239,7 @@ class PreparedLoader:
             self._of_micro_batch = None
             if randomness is not None:  # None where a loop is left at the interpreter's end
                 randomness.set_state(state)
-            if left:
-                for one in self._trained:
+                for one in self._trained if left else ():
                     one.leave()
 
     def _begin(self, window: Window, index: int, *, last: bool) -> Any:
