@@ -252,13 +252,15 @@ def by_tokens(world: lockstep.World, kind: str) -> list[Tensor]:
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    reduction = {"tokens": "mean", "sum": "sum", "as is": "as is"}[kind]
+    reduction = {"sum": "sum", "as is": "as is"}.get(kind, "mean")
+    weight = (lambda rows: int((rows >= 0).sum())) if kind == "tokens, by prepare" else None
     model, optimizer, loader = lockstep.prepare(
         model,
         optimizer,
         DataLoader(Sentences(), batch_size=12),
         micro_batch=3,
         reduction=reduction,
+        weight=weight,
         world=world,
     )
     for _ in loader.epochs(1):
@@ -267,6 +269,7 @@ def by_tokens(world: lockstep.World, kind: str) -> list[Tensor]:
             squares = (model(tokens) - 1) ** 2
             if kind == "tokens":
                 lockstep.weigh(len(tokens))
+            if kind.startswith("tokens"):
                 squares.mean().backward()
             else:
                 squares.sum().backward()
@@ -275,7 +278,7 @@ def by_tokens(world: lockstep.World, kind: str) -> list[Tensor]:
     return state_of(model)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "sum", "as is"])
+@pytest.mark.parametrize("kind", ["tokens", "tokens, by prepare", "sum", "as is"])
 def test_the_weight_is_what_the_loss_is_a_mean_over(kind: str) -> None:
     model = nn.Linear(1, 1).double()
     nn.init.ones_(model.weight)
@@ -285,7 +288,7 @@ def test_the_weight_is_what_the_loss_is_a_mean_over(kind: str) -> None:
         rows = torch.stack([data[index] for index in range(begin, begin + 12)])
         tokens = rows[rows >= 0].double()[:, None]
         squares = (model(tokens) - 1) ** 2
-        divisor = {"tokens": len(tokens), "sum": 12, "as is": 1}[kind]
+        divisor = {"sum": 12, "as is": 1}.get(kind, len(tokens))
         model.zero_grad()
         (squares.sum() / divisor).backward()
         with torch.no_grad():

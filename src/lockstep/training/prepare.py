@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,15 +56,23 @@ class PreparedLoader:
         trained: the models that its windows train.
         seed: of the random streams of the forwards.
         reduction: what a loss is.
+        weight: returns what the loss of a batch is a mean over; None: its samples.
     """
 
     def __init__(
-        self, loader: Loader, trained: Sequence[Trained], *, seed: int, reduction: Reduction
+        self,
+        loader: Loader,
+        trained: Sequence[Trained],
+        *,
+        seed: int,
+        reduction: Reduction,
+        weight: Callable[[Any], float] | None = None,
     ) -> None:
         self.loader = loader
         self._trained = trained
         self._seed = seed
         self._reduction = reduction
+        self._weight = weight
         self.run: ScriptRun | None = None
         self._logged: dict[str, tuple[float, float]] = {}
         self._of_epoch: dict[str, tuple[float, float]] = {}
@@ -254,7 +262,8 @@ class PreparedLoader:
             slot = window.slots[index]
             self._padding.note(batch, slot)
             self._of_micro_batch = self._by_slot.of(slot)
-            weight = float(window.counts[index])
+            counted = window.counts[index] if self._weight is None else self._weight(batch)
+            weight = float(counted)
             micro_batch = MicroBatch(index, weight, last, self._reduction, self._logged)
         for one in self._trained:
             one.begin(micro_batch, batch)
@@ -313,6 +322,7 @@ def prepare(
     micro_batch: int | None = None,
     seed: int = 0,
     reduction: Reduction = "mean",
+    weight: Callable[[Any], float] | None = None,
     backwards: int | Sequence[int] = 1,
     run: Path | str | None = None,
     checkpoint_every: int | None = None,
@@ -327,7 +337,10 @@ def prepare(
             are saved with the run; their state must be equal on all ranks.
         micro_batch: samples of a forward.
         seed: of the shuffle, of samples and of forwards.
-        reduction: what a loss is.
+        reduction: what a loss is: the "mean" over a micro-batch, its "sum", or a sum that is not
+            divided ("as is").
+        weight: returns what the loss of a batch is a mean over, such as its number of tokens.
+            Default: its samples. `lockstep.weigh` gives it in the loop.
         backwards: backwards of a micro-batch that reach the model; with several optimizers one
             number for each, in their order.
         run: a folder for checkpoints and metrics. A training that is there is resumed.
@@ -374,7 +387,9 @@ def prepare(
             gate_scaler(one, trained)
     prepared: dict[int, Any] = {}
     for one, loader in zip(loaders, opened, strict=True):
-        prepared[id(one)] = PreparedLoader(loader, trained, seed=seed, reduction=reduction)
+        prepared[id(one)] = PreparedLoader(
+            loader, trained, seed=seed, reduction=reduction, weight=weight
+        )
         if run is not None:
             prepared[id(one)].save_in(
                 run, schedulers=schedulers, others=others, every=checkpoint_every, keep=keep
