@@ -5,6 +5,7 @@ torch that gets the same order.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -449,6 +450,8 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         model = DistributedDataParallel(model)
     if mistake == "backwards":
         options["backwards"] = (1, 2)
+    if mistake == "a typo":
+        options["microbatch"] = options.pop("micro_batch")
     if mistake == "witness":
         options |= {"witness": 0.5, "exact": True}
     if mistake == "server":
@@ -486,7 +489,7 @@ def refusal(world: lockstep.World, mistake: str) -> str:
                     lockstep.log(lr=0.1)
                 if mistake == "weigh late":
                     lockstep.weigh(1)
-                if mistake == "no step":
+                if mistake == "no step" or (mistake == "accumulation" and number % 4 != 3):
                     continue
                 if mistake == "written":
                     parameter = next(model.parameters())
@@ -516,21 +519,73 @@ def refusal(world: lockstep.World, mistake: str) -> str:
         ("step outside", "step-outside-loop"),
         ("weigh outside", "outside-prepared-loop"),
         ("second backward", "too-many-backwards"),
-        ("witness", "not-in-prepared-loop"),
         ("server", "not-in-prepared-loop"),
         ("clip of slices", "slices-written"),
         ("log", "metric-name-taken"),
         ("weigh late", "weigh-after-backward"),
         ("no step", "window-without-step"),
+        ("accumulation", "window-without-step"),
+        ("a typo", "unknown-name"),
         ("written", "partial-gradient-written"),
         ("left", "window-left"),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_mistake_is_an_error_with_a_code_on_all_ranks(
     mistake: str, code: str, ranks: int
 ) -> None:
     assert on_team(partial(refusal, mistake=mistake), ranks) == [code] * ranks
+
+
+def test_a_witness_is_refused() -> None:
+    assert on_team(partial(refusal, mistake="witness"), 3) == ["not-in-prepared-loop"] * 3
+
+
+def keeping_another(world: lockstep.World, folder: str) -> str:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best: Any = {"value": 0}
+    data = DataLoader(samples(), batch_size=32)
+    model, optimizer, loader, best = lockstep.prepare(
+        model, optimizer, data, best, run=folder, checkpoint_every=1, world=world
+    )
+    try:
+        for _ in loader.epochs(1):
+            for x, y in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                best["value"] = world.rank
+    except UsageError as error:
+        best["value"] = 0  # the world saves once more as it closes
+        return error.code
+    return ""
+
+
+def test_what_a_run_keeps_is_equal_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(keeping_another, 2, (str(tmp_path),)) == ["saved-state-differs"] * 2
+
+
+def adding_up_copies(world: lockstep.World) -> int:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(samples(), batch_size=32)
+    model, optimizer, loader = lockstep.prepare(model, optimizer, data, micro_batch=16, world=world)
+    seen = 0
+    for _ in loader.epochs(1):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            seen += len(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lockstep.total(seen=seen)
+        lockstep.total(seen=seen)
+    return len(caught)
+
+
+def test_who_adds_up_copies_is_told_once() -> None:
+    assert on_team(adding_up_copies, 1) == [0]
+    assert on_team(adding_up_copies, 3) == [0, 1, 1]  # rank 0 has a share of every step
 
 
 def by_batch_sampler(world: lockstep.World) -> list[list[int]]:
@@ -716,9 +771,10 @@ def test_a_loop_that_counts_steps_goes_on_too(tmp_path: Path) -> None:
     whole = run_ranks(trained_in_a_run, 2, (str(tmp_path / "whole"), 16, True))[0]
     folder = str(tmp_path / "left")
     run_ranks(trained_in_a_run, 2, (folder, 7, True))
-    for step, state in run_ranks(trained_in_a_run, 3, (folder, 16, True)):
-        assert step == 16
-        assert equal(state, whole[1])
+    for ranks in (3, 1):  # the second time nothing is left to train
+        for step, state in run_ranks(trained_in_a_run, ranks, (folder, 16, True)):
+            assert step == 16
+            assert equal(state, whole[1])
 
 
 def counted_again(world: lockstep.World, folder: str, loops: str) -> str:

@@ -252,9 +252,9 @@ class Trained:
         self._check_enough()
         if run.micro_batch is not None:
             run.discard()
+        if not left_out and (micro_batch.last or not self.asked):
+            raise UsageError("window-without-step")
         if micro_batch.last:
-            if not left_out:
-                raise UsageError("window-without-step")
             self._finish(run)
             return
         if reducer.unexpected:
@@ -416,6 +416,18 @@ def current() -> MicroBatch | None:
     return _open[-1][0].micro_batch if _open else None
 
 
+def note_copies(computed: bool) -> None:
+    """Note that a loop has computed a copy of a micro-batch, or that an evaluation begins."""
+    global _copies
+    _copies = computed
+
+
+def copies_computed() -> bool:
+    """Return whether a loop has computed copies since the last evaluation began."""
+    return _copies
+
+
+_copies = False
 _open: list[Sequence[Trained]] = []
 """The models of the loops that are inside an iteration."""
 _engine: Callable[..., Any] = torch.autograd.backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,16 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lockstep.data.device import to_device
 from lockstep.data.loader import is_iterable
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.runtime import randomness
-from lockstep.step.own_loop import current
+from lockstep.step.own_loop import copies_computed, current, note_copies
 from lockstep.world.world import World
 
+_COPIES = (
+    "lockstep.total was called after a loop over a prepared loader, in which this rank has computed"
+    " copies of micro-batches: what the body has added up counts them. Use lockstep.log(...) and"
+    " loader.logged, or call lockstep.total in the body."
+)
 _TAKEN = {"kind", "step", "epoch", "weight", "samples_by_rank", "lr", "samples_per_s", "bytes_sent"}
 """Names that every record of a step has."""
 
@@ -49,6 +55,9 @@ def total(**sums: float | Tensor) -> dict[str, float]:
     """
     micro_batch = current()
     counts = micro_batch is None or micro_batch.index is not None or micro_batch.evaluated
+    if micro_batch is None and copies_computed():
+        warnings.warn(_COPIES, LockstepWarning, stacklevel=2)
+        note_copies(False)
     whole = []
     values = []
     for name, value in sums.items():
@@ -92,6 +101,7 @@ def evaluating(loader: DataLoader[Any]) -> Iterator[Any]:
     world = World.current()
     rank, size = world.rank, world.size
     micro_batch = current()
+    note_copies(False)
     if micro_batch is not None:
         micro_batch.evaluated = True
     if is_iterable(loader.dataset) or loader.batch_sampler is None:

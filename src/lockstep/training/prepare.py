@@ -15,6 +15,7 @@ for epoch in loader.epochs(10):
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.plain_json import decoded, encoded
+from lockstep.config import knob
+from lockstep.config.parallelism import Parallelism
 from lockstep.data.from_dataloader import from_dataloader, is_shuffled
 from lockstep.data.loader import Loader
 from lockstep.data.padding import Padding
@@ -37,8 +40,9 @@ from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.gates import gate_scaler
 from lockstep.step.micro_batch import MicroBatch
-from lockstep.step.own_loop import Trained, backwards_of
+from lockstep.step.own_loop import Trained, backwards_of, note_copies
 from lockstep.step.step_result import StepResult
+from lockstep.step.stepper import Stepper
 from lockstep.training.script_run import ScriptRun
 from lockstep.world.world import World
 
@@ -86,6 +90,7 @@ class PreparedLoader:
         self._number = 0
         self._windows = 0  # of this process
         self._logs = False  # whether any rank's loop logs
+        self._last_step: int | None = None  # of a loop that counts steps
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the numbers of epochs up to `count`, from where the training is.
@@ -117,6 +122,8 @@ class PreparedLoader:
         for window in epoch:
             if self.run is not None:
                 self.run.go_on()
+            if self._last_step is not None and self.step >= self._last_step:
+                return
             self._window = window
             yield from self._micro_batches(window)
             self._agree_on_habits()
@@ -165,12 +172,21 @@ class PreparedLoader:
         """
         return _means(self._of_epoch)
 
-    def endless(self) -> Iterator[Any]:
-        """Iterate over the batches of epoch after epoch, from where the training is, without end.
-        For a loop that counts steps (`loader.step`) and no epochs.
+    def endless(self, steps: int | None = None) -> Iterator[Any]:
+        """Iterate over the batches of epoch after epoch, from where the training is. For a loop
+        that counts steps (`loader.step`) and no epochs.
+
+        Args:
+            steps: of the whole training. Default: no end.
         """
+        self._last_step = steps
         for _ in self.epochs(ENDLESS):
             yield from self
+            if steps is not None and self.step >= steps:
+                break
+        self._last_step = None
+        if self.run is not None:
+            self.run.finish()
 
     def save_in(
         self, path: Path | str, *, schedulers: Sequence[Any], others: Sequence[Any], **options: Any
@@ -254,6 +270,7 @@ class PreparedLoader:
         """Begin micro-batch `index` of this rank, and return its batch; a copy if it is negative."""
         if index < 0:
             batch, original = self._padding.copy(window)
+            note_copies(True)
             self._of_micro_batch = self._by_slot.copy_of(original)
             slot = _PADDING + self.loader.rank
             micro_batch = MicroBatch(None, 0.0, last, self._reduction, self._logged)
@@ -352,6 +369,9 @@ def prepare(
     Returns:
         The same objects, in the order given; the DataLoader as a `PreparedLoader`.
     """
+    names = [*inspect.signature(prepare).parameters, *inspect.signature(Stepper).parameters]
+    known = {*names, *knob.knobs(Parallelism)} - {"objects", "options", "model", "method"}
+    knob.known(sorted(known), options, "lockstep.prepare")
     kinds: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for one in objects:
         kinds[_kind_of(one)].append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.save_and_resume import Checkpoints
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
@@ -145,7 +147,20 @@ class ScriptCheckpoints:
         for name, one in self._others.items():
             state = one if isinstance(one, dict) else dict(one.state_dict())
             states[name] = encoded(state, f"the state of {name}")
+        self._compare(states)
         first.save({_OTHERS: states})
+
+    def _compare(self, states: Mapping[str, Any]) -> None:
+        """Raise UsageError on all ranks if one of them has another state of a saved object."""
+        digests = {}
+        for name, state in states.items():
+            text = json.dumps(state, sort_keys=True)
+            digests[name] = hashlib.sha256(text.encode()).hexdigest()
+        control = self._stepper.world.control
+        for rank, other in enumerate(everybodys(digests, control, "for what a run saves")):
+            for name, digest in digests.items():
+                if other[name] != digest:
+                    raise UsageError("saved-state-differs", name=name, rank=rank)
 
 
 class ScriptRun:
@@ -277,6 +292,9 @@ class ScriptRun:
         self._unsaved = False
         if self._stops:
             self.finish()
+            if self._file is not None:
+                where = f"step {self._stepper.steps} in {self.directory.shown}"
+                print(f"lockstep: saved {where}; the same command goes on", file=sys.stderr)
             self.event("preempted", step=self._stepper.steps)
             raise Preempted(self._stepper.steps, True)
         self._checkpoints.save_if_due()
