@@ -66,6 +66,7 @@ _OFTEN_IMPORTED = (
 )
 # files of which one test takes long: begun last, it would have a core to itself at the end
 _FIRST = (
+    "test_ports.py",
     "docs/test_readme.py",
     "docs/test_how_to.py",
     "integrations/ray_cluster/test_driver.py",

@@ -214,9 +214,7 @@ def refusals(folder: Path) -> None:
     if accelerator.process_index == 0:
         assert len(next(iter(alone))[0]) == 4
     else:
-        with refused(
-            "trainer-loader", reason="rank 1 of 2 has no batch of the stream's first step"
-        ):
+        with refused("rank-without-batches", rank=1, size=2):
             next(iter(alone))
     model, batches = accelerator.prepare(net(), loader())
     assert model.find_unused_parameters
