@@ -5,6 +5,7 @@ torch that gets the same order.
 from __future__ import annotations
 
 import json
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +29,7 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep.errors import UsageError
+from lockstep.errors import Preempted, UsageError
 from lockstep.testing import run_ranks
 from lockstep.tools import recorded
 from lockstep.tools.verify.finished_runs import differences
@@ -775,6 +776,42 @@ def test_a_loop_that_counts_steps_goes_on_too(tmp_path: Path) -> None:
         for step, state in run_ranks(trained_in_a_run, ranks, (folder, 16, True)):
             assert step == 16
             assert equal(state, whole[1])
+
+
+def asked_to_stop(world: lockstep.World, folder: str) -> int:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    data = DataLoader(samples(), batch_size=20)
+    model, optimizer, loader, falling = lockstep.prepare(
+        model, optimizer, data, falling, run=folder, clip=0.1, world=world
+    )
+    try:
+        for _ in loader.epochs(1):
+            for x, y in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                falling.step()
+                if loader.step == 2 and world.rank == 0:
+                    signal.raise_signal(signal.SIGTERM)
+    except Preempted as stop:
+        return stop.step
+    return 0
+
+
+def test_a_run_that_was_asked_to_stop_is_saved_and_not_finished(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run_ranks(asked_to_stop, 2, (str(folder),)) == [3, 3]
+    run = recorded.read(folder)
+    assert run.state == "interrupted"
+    assert [record["step"] for record in run.steps] == [1, 2, 3]
+    assert [record["lr"] for record in run.steps] == [0.1, 0.05, 0.025]
+    assert all(record["grad_norm"] > 0 for record in run.steps)
+    sent = [record["bytes_sent"] for record in run.steps]
+    assert sent[2] <= sent[1]  # of each step, and not of all so far
+    assert not (folder / "result.json").exists()
+    assert run_ranks(asked_to_stop, 3, (str(folder),)) == [0] * 3
+    assert recorded.read(folder).state == "finished"
 
 
 def counted_again(world: lockstep.World, folder: str, loops: str) -> str:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lockstep
@@ -46,13 +47,13 @@ MESH = "mesh.json"
 class Journal:
     """The records of one training that is planned for `epochs` epochs.
 
-    `says_skips`: print skipped steps, because nothing else reports them. `sent`: returns the bytes
+    `task`: has the callbacks; None for a script. `says_skips`: print skipped steps, because nothing else reports them. `sent`: returns the bytes
     sent so far. `loggers`: for rank 0. `facts`: what rank 0 shows; None: show nothing.
     """
 
     def __init__(
         self,
-        task: Task,
+        task: Task | None,
         world: World,
         run: RunDirectory | None,
         *,
@@ -78,9 +79,11 @@ class Journal:
             self._open.callback(self._screen.close)
             if run is not None:
                 self._print(f"run directory: {run.shown}")
-        calls = world.rank == 0 or task.callbacks_on == "all"
-        self._on_step = task.on_step if calls else None
-        self._on_evaluate = task.on_evaluate if calls else None
+        self._on_step: Callable[[Record], None] | None = None
+        self._on_evaluate: Callable[[Record], None] | None = None
+        if task is not None and (world.rank == 0 or task.callbacks_on == "all"):
+            self._on_step = task.on_step
+            self._on_evaluate = task.on_evaluate
         self._last: Mapping[str, Any] | None = None
         self._times: Sequence[StepTimes] = ()  # that the screen has not shown yet
         self._clock = time.perf_counter()
@@ -95,11 +98,18 @@ class Journal:
         if line:
             self._print(line)
 
-    def step(self, window: Window, lr: float, result: StepResult) -> None:
-        """Record one optimizer step, taken with learning rate `lr`."""
+    def step(
+        self,
+        window: Window,
+        lr: float,
+        result: StepResult,
+        logged: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Record one optimizer step, taken with learning rate `lr`. `logged`: further numbers."""
         numbers = {"lr": lr}
         if result.norm is not None:  # it is known only if `clip` is set
             numbers["grad_norm"] = result.norm
+        numbers |= logged
         skipped = None if result.applied else result.reason
         self._times = result.times
         self._step(

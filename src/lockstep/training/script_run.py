@@ -26,7 +26,8 @@ from lockstep.runtime.disk import write_whole
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.anatomy import AnatomyFile, begins
-from lockstep.training.metrics import MetricsFile, forget_after
+from lockstep.training.journal import Journal
+from lockstep.training.metrics import forget_after
 from lockstep.training.opening import claimed_by_first
 from lockstep.training.run_directory import RunDirectory
 
@@ -206,9 +207,18 @@ class ScriptRun:
         world.own(self)
         world.heed_signals()
         self.resumed = self._checkpoints.resume()
-        self._file: MetricsFile | None = None
         if world.rank == 0:
             self._begin_files()
+        self._journal = self._open.enter_context(
+            Journal(
+                None,
+                world,
+                self.directory,
+                epochs=None,
+                says_skips=False,
+                sent=lambda: stepper.bytes_sent,
+            )
+        )
         recipe = loader.recipe
         begin = begins(
             stepper,
@@ -219,9 +229,9 @@ class ScriptRun:
         self._anatomy = self._open.enter_context(AnatomyFile(self.directory.path, stepper, begin))
         self._unsaved = False
         self._stops = False
-        self._unrecorded: tuple[Window, StepResult] | None = None
-        self._began = self._clock = time.perf_counter()
-        self.event(
+        self._unrecorded: tuple[Window, float, StepResult] | None = None
+        self._began = time.perf_counter()
+        self._journal.event(
             "resumed" if self.resumed else "start",
             workers=world.size,
             step=stepper.steps,
@@ -235,53 +245,28 @@ class ScriptRun:
         Settings(task=task, workers=self._stepper.world.size).write(self.directory.path)
         self.directory.result.unlink(missing_ok=True)
         forget_after(self.directory.metrics, steps, steps)
-        self._file = self._open.enter_context(MetricsFile(self.directory.metrics))
         if self.resumed:
             line = f"lockstep: resumed at step {steps} from {self.directory.shown}"
             print(line, file=sys.stderr)
-
-    def event(self, event: str, **facts: Any) -> None:
-        """Record an event."""
-        self._write({"kind": "event", "event": event, **facts})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self.directory.check()
-            self._file.write(record)
 
     def stepped(self, window: Window, result: StepResult) -> None:
         """A step was taken. It is saved, if that is due, when the loop goes on, and recorded with
         what the rest of the loop's body has logged.
         """
         self._unsaved = True
-        self._unrecorded = window, result
+        lr = float(self._stepper.optimizer.param_groups[0]["lr"])  # before the body's scheduler
+        self._unrecorded = window, lr, result
         self._checkpoints.position.move()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Record the last step with these metrics."""
         if self._unrecorded is None:
             return
-        window, result = self._unrecorded
+        window, lr, result = self._unrecorded
         self._unrecorded = None
-        self._anatomy.step(result, window)
         self._stops = result.stop
-        now = time.perf_counter()
-        lr = self._stepper.optimizer.param_groups[0]["lr"]
-        self._write(
-            {
-                "kind": "step",
-                "step": result.step,
-                "epoch": window.epoch + 1,
-                "loss": result.loss,
-                "weight": result.weight,
-                "samples_by_rank": list(result.samples_by_rank),
-                "lr": float(lr),
-                "samples_per_s": sum(result.samples_by_rank) / max(now - self._clock, 1e-9),
-                "bytes_sent": result.bytes_sent,
-                **metrics,
-            }
-        )
-        self._clock = now
+        self._anatomy.step(result, window)
+        self._journal.step(window, lr, result, metrics)
 
     def go_on(self) -> None:
         """Before the next window: save if it is due. Raises Preempted on all ranks if one of them
@@ -291,20 +276,22 @@ class ScriptRun:
             return
         self._unsaved = False
         if self._stops:
-            self.finish()
-            if self._file is not None:
+            self._checkpoints.save_rest()
+            if self._stepper.world.rank == 0:
                 where = f"step {self._stepper.steps} in {self.directory.shown}"
                 print(f"lockstep: saved {where}; the same command goes on", file=sys.stderr)
-            self.event("preempted", step=self._stepper.steps)
+            self._journal.event("preempted", step=self._stepper.steps)
             raise Preempted(self._stepper.steps, True)
         self._checkpoints.save_if_due()
 
     def finish(self) -> None:
-        """Save the steps that are not saved yet, and wait until they are on disk."""
+        """The loop is over: save the steps that are not saved yet, wait until they are on disk, and
+        mark the run as finished.
+        """
         self._unsaved = False
         self.record({})
         self._checkpoints.save_rest()
-        if self._file is not None:
+        if self._stepper.world.rank == 0:
             self.directory.check()
             ended = {
                 "workers": self._stepper.world.size,
@@ -315,9 +302,9 @@ class ScriptRun:
 
     def close(self) -> None:
         """The world closes: the loop was left, or the script has ended without it."""
-        world = self._stepper.world
-        if not world.failing:
-            self.finish()
+        if not self._stepper.world.failing:
+            if not self._stops:
+                self.finish()
             self._anatomy.end(self._stepper.steps)
         self._open.close()
 

@@ -166,7 +166,7 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
     """Give the block a function that records a step as a training does, so that its cost is in the
     profile. The files are temporary; the task's callbacks are not called.
     """
-    task = replace(training.task, on_step=None, on_evaluate=None)
+    task = training.task
     stepper = training.stepper
     with TemporaryDirectory(prefix="lockstep-profile-") as folder:
         directory = RunDirectory(Path(folder))
@@ -178,7 +178,7 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
         )
         with (
             Journal(
-                task,
+                None,
                 training.world,
                 directory,
                 epochs=None,
