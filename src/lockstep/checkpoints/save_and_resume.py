@@ -141,7 +141,8 @@ class Checkpoints:
         self._next = FIRST if every is None else 0
         stepper.synchronize_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
-        self._saved = stepper.steps
+        self.saved = stepper.steps
+        """The step that was saved or loaded last."""
         self.newest: tuple[int, float] | None = None
         """On rank 0: the newest complete checkpoint, as (step, time.time() of its completion)."""
         self._extra: Extra = None
@@ -201,7 +202,7 @@ class Checkpoints:
                 self._loader.load_state_dict(position)
                 self._record_lag(position)
         self._began = perf_counter(), self._stepper.steps
-        self._saved = self._stepper.steps
+        self.saved = self._stepper.steps
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
         if self._world.rank == 0:
             preemption.leave_mark(preemption.RESUMED)
@@ -334,11 +335,6 @@ class Checkpoints:
             return False
         return steps >= self._next if self._every is None else steps % self._every == 0
 
-    @property
-    def saved(self) -> int:
-        """The step that was saved last."""
-        return self._saved
-
     def save(
         self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None
     ) -> None:
@@ -379,7 +375,7 @@ class Checkpoints:
                 state,
                 lambda folder: self._tidy(folder, best, last_good),
             )
-            self._saved = steps
+            self.saved = steps
             if self._every is None:
                 self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
             self._stepper.synchronize_before(self._due())
@@ -459,7 +455,7 @@ class Checkpoints:
             LockstepError: the last checkpoint could not be copied to `remote`.
         """
         if (
-            self._stepper.steps > self._saved
+            self._stepper.steps > self.saved
             and not self._stepper.between_synchronizations
             and sys.exception() is None
         ):

@@ -55,7 +55,8 @@ def doctor(
             nodes.run_on_ray(
                 cluster.ray,
                 target,
-                workers,
+                workers or 1,
+                workers or sys.maxsize,
                 each=1 if workers is None else None,
                 reports=False,
             )

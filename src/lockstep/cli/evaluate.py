@@ -131,7 +131,9 @@ class AppliedCheckpoint:
                 outcome = supervise(target, settings.workers, console="first")
             else:
                 gpus = nodes.gpus_for(settings.device)
-                outcome = nodes.run_on_ray(ray, target, settings.workers, gpus=gpus)
+                outcome = nodes.run_on_ray(
+                    ray, target, settings.workers, settings.workers, gpus=gpus
+                )
             return answer_of(outcome, file, self.task)
 
     def _checkpoint(self) -> Path:

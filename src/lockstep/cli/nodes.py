@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,15 +62,15 @@ class Command(options.GroupedCommand):
 
 
 def run_on_ray(
-    address: str, target: Target, workers: int | None, *, reports: bool = True, **more: Any
+    address: str, target: Target, least: int, most: int, *, reports: bool = True, **more: Any
 ) -> Outcome:
-    """Run `target` on a Ray cluster, on `workers` ranks or on as many as fit. `more` are fields of
-    Job.
+    """Run `target` on a Ray cluster, on as many of `least` to `most` ranks as fit. `more` are fields
+    of Job.
     """
     from lockstep.integrations.ray_cluster.driver import run_on_cluster
 
-    ranks = {"least": workers or 1, "most": workers or sys.maxsize}
-    return run_on_cluster(_job(address, target, **ranks | more), reports=reports)
+    job = _job(address, target, least=least, most=most, **more)
+    return run_on_cluster(job, reports=reports)
 
 
 def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., list[Any]]:

@@ -148,7 +148,7 @@ class _Script:
             address,
             self.target,
             workers.least,
-            most=workers.most,
+            workers.most,
             console="joined",
             logs=self.logs,
             launch=self.launch,

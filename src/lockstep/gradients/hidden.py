@@ -43,6 +43,10 @@ class HiddenSum:
             parameter.grad = self._hidden[number]
         self._hidden = None
 
+    def versions(self) -> list[int]:
+        """Return the versions of the sums: a write to a gradient changes one."""
+        return [flat._version for flat in self.reducer.sums]
+
     def drop(self) -> None:
         """Forget the gradients that were delivered while the sum was hidden."""
         self.reducer.forget_unexpected()

@@ -228,10 +228,14 @@ class Trained:
             self._sum.hide()
 
     def _complete_sum(self, run: WindowRun) -> None:
-        """Have every `.grad` be the mean over all ranks."""
+        """Have every `.grad` be the mean over all ranks. A micro-batch without a backward is left
+        out.
+        """
+        if run.micro_batch is not None:
+            run.discard()
         self._sum.show()
         run.average()
-        self._versions = [flat._version for flat in self.stepper.reducer.sums]
+        self._versions = self._sum.versions()
 
     def end(self) -> None:
         """End the micro-batch, after the loop's body."""
@@ -248,15 +252,14 @@ class Trained:
         if self._deferred:
             self._take_deferred_step()
             return
-        left_out = self._done == 0
         self._check_enough()
-        if run.micro_batch is not None:
-            run.discard()
-        if not left_out and (micro_batch.last or not self.asked):
+        if self._done and (micro_batch.last or not self.asked):
             raise UsageError("window-without-step")
         if micro_batch.last:
             self._finish(run)
             return
+        if run.micro_batch is not None:
+            run.discard()
         if reducer.unexpected:
             self._sum.drop()
         run.restart_buffers()
@@ -318,7 +321,7 @@ class Trained:
             self._check_enough()
             if self._run is not None and self.acts:
                 if not self._run.completed:
-                    self._complete()
+                    self._complete_sum(self._run)
                 if self._defers:
                     self._deferred = True
                     self._sum.hide()
@@ -339,13 +342,6 @@ class Trained:
     def acts(self) -> bool:
         """Whether this is the last micro-batch of the window."""
         return self.micro_batch is not None and self.micro_batch.last
-
-    def _complete(self) -> None:
-        run = self._run
-        assert run is not None
-        if run.micro_batch is not None:
-            run.discard()
-        self._complete_sum(run)
 
     def _evaluate(self) -> Tensor:
         """Return the loss of the window at the current weights, for an optimizer that evaluates its
@@ -381,13 +377,11 @@ class Trained:
             if not micro_batch.last:
                 run.restart_buffers()
         if not run.completed:
-            self._sum.show()
-            run.average()
+            self._complete_sum(run)
         run.finish_buffers()
 
     def _step(self) -> None:
-        versions = [flat._version for flat in self.stepper.reducer.sums]
-        if versions != self._versions:
+        if self._sum.versions() != self._versions:
             self.writes = True
             if self.stepper.method.update == "sharded":
                 raise UsageError("slices-written")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.data.device import to_device
 from lockstep.data.loader import is_iterable
@@ -117,18 +117,14 @@ def _own_batches(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[An
     batch_sampler: Any = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, RandomSampler):
-        numbers = range(len(sampler.data_source))
-        size_of_batch = batch_sampler.batch_size
-        every = [numbers[i : i + size_of_batch] for i in range(0, len(numbers), size_of_batch)]
-        if batch_sampler.drop_last and every and len(every[-1]) < size_of_batch:
-            every.pop()
-    else:
-        with randomness.preserved():  # the same on all ranks
-            randomness.sampler(0, 0)
-            every = list(batch_sampler)
+        in_order = SequentialSampler(sampler.data_source)
+        batch_sampler = BatchSampler(in_order, batch_sampler.batch_size, batch_sampler.drop_last)
+    with randomness.preserved():  # the same on all ranks
+        randomness.sampler(0, 0)
+        every = list(batch_sampler)
     return DataLoader(
         loader.dataset,
-        batch_sampler=every[rank::size],  # type: ignore[arg-type]
+        batch_sampler=every[rank::size],
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

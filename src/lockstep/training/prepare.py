@@ -48,6 +48,8 @@ from lockstep.world.world import World
 
 Reduction = Literal["mean", "sum", "as is"]
 _SHUFFLED = "lockstep: shuffle=True: the order is the keyed permutation of seed={seed}, on any number of ranks"
+_NO_OPTIONS = {"objects", "options", "model", "optimizer", "method", "mesh"}
+"""Parameters of `prepare` and of the Stepper that are no options of a prepared loop."""
 _PADDING = 2**47  # slots of padding's random streams begin here
 
 
@@ -180,11 +182,13 @@ class PreparedLoader:
             steps: of the whole training. Default: no end.
         """
         self._last_step = steps
-        for _ in self.epochs(ENDLESS):
-            yield from self
-            if steps is not None and self.step >= steps:
-                break
-        self._last_step = None
+        try:
+            for _ in self.epochs(ENDLESS):
+                yield from self
+                if steps is not None and self.step >= steps:
+                    break
+        finally:
+            self._last_step = None
         if self.run is not None:
             self.run.finish()
 
@@ -370,7 +374,7 @@ def prepare(
         The same objects, in the order given; the DataLoader as a `PreparedLoader`.
     """
     names = [*inspect.signature(prepare).parameters, *inspect.signature(Stepper).parameters]
-    known = {*names, *knob.knobs(Parallelism)} - {"objects", "options", "model", "method"}
+    known = {*names, *knob.knobs(Parallelism)} - _NO_OPTIONS
     knob.known(sorted(known), options, "lockstep.prepare")
     kinds: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for one in objects:
