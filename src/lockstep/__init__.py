@@ -18,7 +18,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "DistributedSampler": "lockstep.data.sampler",
     "EarlyStopping": "lockstep.config.task",
     "Loader": "lockstep.data.loader",
-    "PreparedLoader": "lockstep.training.prepare",
+    "PreparedLoader": "lockstep.training.prepared_loader",
     "Replicas": "lockstep.step.replicas",
     "ShardedOptimizer": "lockstep.step.sharded_optimizer",
     "Stepper": "lockstep.step.stepper",
@@ -96,7 +96,8 @@ if TYPE_CHECKING:
     from lockstep.training.inference.evaluation import evaluate
     from lockstep.training.inference.prediction import predict
     from lockstep.training.loop_functions import evaluating, log, total, weigh
-    from lockstep.training.prepare import PreparedLoader, prepare
+    from lockstep.training.prepare import prepare
+    from lockstep.training.prepared_loader import PreparedLoader
     from lockstep.training.train import train
     from lockstep.world.world import World, init
 

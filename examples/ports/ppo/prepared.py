@@ -16,7 +16,7 @@ world = lockstep.init()
 
 
 class CartPoles:
-    """As gymnasium's vector of CartPole-v1: an environment that ends begins anew."""
+    """Several CartPole games, played at once as gymnasium does it. A game that ends begins again."""
 
     def __init__(self, num_envs, seed):
         self.rng = np.random.default_rng(seed)

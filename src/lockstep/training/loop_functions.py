@@ -15,7 +15,7 @@ from lockstep.data.device import to_device
 from lockstep.data.loader import is_iterable
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.runtime import randomness
-from lockstep.step.own_loop import copies_computed, current, note_copies
+from lockstep.step.running_loops import copies_computed, current, note_copies
 from lockstep.world.world import World
 
 _COPIES = (
