@@ -20,7 +20,16 @@ import lockstep
 from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError
-from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, Stream, WorkerPids, with_draws
+from tests.data.datasets import (
+    AtOnce,
+    Augmented,
+    Broken,
+    Numbers,
+    Pairs,
+    Stream,
+    WorkerPids,
+    with_draws,
+)
 from tests.ending import end, wait_gone
 from tests.refused import refused
 from tests.teams import on_team
@@ -71,6 +80,53 @@ def test_world_size_balance_and_workers_change_no_batch() -> None:
         for size, workers, balance in [*equal, (2, 2, "1,3"), (2, 1, "4,0")]:
             options = {"collate_fn": collate, "num_workers": workers, "balance": balance}
             assert by_slot(size, dataset, **options) == expected, (size, workers, balance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1, "collate_fn": with_draws},
+        {"order": Pairs(), "micro_batches": 2, "global_batch": None, "micro_batch": None},
+        {"order": list(range(20, -1, -1))},
+    ],
+)
+def test_any_window_has_the_batches_of_the_training(options: dict[str, Any]) -> None:
+    expected = by_slot(1, Augmented(21), **options)
+    windows: dict[tuple[int, int, int], Any] = {}
+    for rank in range(3):
+        ours = loader(Augmented(21), rank=rank, size=3, **options)
+        walk = iter(next(ours.epochs(1)))
+        next(walk)
+        state = ours.state_dict()
+        for epoch in (1, 0):  # also while a walk is under way
+            steps = ours.batch_plan.plan(epoch).steps_per_epoch
+            for step in reversed(range(steps)):
+                window = ours.window(epoch, step)
+                assert (window.epoch, len(window.slots)) == (epoch, len(window.counts))
+                for slot, batch in zip(window.slots, window, strict=True):
+                    windows[epoch, window.step, slot] = as_data(batch)
+        assert ours.state_dict() == state
+        second = next(walk)
+        for slot, batch in zip(second.slots, second, strict=True):
+            assert as_data(batch) == expected[0, 1, slot]
+        ours.close()
+    assert windows == expected
+
+
+def test_the_indices_of_any_step() -> None:
+    ours = loader(Numbers(21), rank=2, size=3)
+    for epoch in ours.epochs(2):
+        for index, window in enumerate(epoch):
+            batches = ours.indices(epoch.number, index)
+            assert sum(map(len, batches)) == (8, 8, 5)[index]
+            for slot, batch in zip(window.slots, window, strict=True):
+                assert batches[slot] == as_data(batch)
+    for step in (3, -1):
+        with refused("wrong-value", name="step", value=step):
+            ours.window(1, step)
+    with refused("wrong-value", name="epoch", value=-1):
+        ours.indices(-1, 0)
 
 
 def test_epochs_begin_where_asked() -> None:
@@ -265,3 +321,6 @@ def test_an_iterable_dataset_gives_a_stream_loader() -> None:
     found = Loader(Stream(), global_batch=4, micro_batch=2, device="cpu")
     assert isinstance(found, StreamLoader)
     assert found.describe().endswith("an iterable dataset, sharded by the loader")
+    for read in (found.window, found.indices):
+        with refused("window-of-stream", dataset="Stream"):
+            read(0, 0)

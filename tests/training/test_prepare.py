@@ -108,6 +108,27 @@ def test_the_usual_loop_gives_the_same_bits_on_any_number_of_ranks() -> None:
     same_on_all(partial(usual_loop, exact=True))
 
 
+def replayed(world: lockstep.World) -> list[list[int]]:
+    """The samples of window 1 of epoch 1, which this rank reads while its loop is in epoch 0."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(range(SAMPLES), batch_size=32, shuffle=True)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, micro_batch=8, world=world
+    )
+    window = loader.window(1, 1)
+    batches = loader.indices(1, 1)
+    for slot, batch in zip(window.slots, window, strict=True):
+        assert batch.tolist() == batches[slot]
+    return [batches[slot] for slot in window.slots]
+
+
+def test_a_prepared_loader_reads_any_window() -> None:
+    first = len(order_of(1, 8)) + 4  # 4 micro-batches a step
+    parts = on_team(replayed, 2)
+    assert parts[0] + parts[1] == order_of(2, 8)[first : first + 4]
+
+
 def order_of(epochs: int, batch: int) -> list[list[int]]:
     """The global batches of the keyed shuffle."""
     loader = lockstep.Loader(range(SAMPLES), global_batch=batch, micro_batch=batch, rank=0, size=1)

@@ -359,6 +359,36 @@ class Loader(WindowLoader[Epoch]):
         self._loaded = True
         self._recipe = None
 
+    def window(self, epoch: int, step: int) -> Window:
+        """Return this rank's window of any step, with the batches that the training has there. They
+        are made in this process. The position of the loader stays, and a walk goes on.
+
+        Args:
+            epoch: the number of the epoch.
+            step: the number of the step in its epoch, from 0.
+
+        Raises:
+            UsageError: a step that the epoch does not have.
+        """
+        cut = self._cut(epoch, step)
+        return self._window(cut, partial(next, self._read(cut, cut.filled(self.rank, self.size))))
+
+    def indices(self, epoch: int, step: int) -> list[list[int]]:
+        """Return the indices in the data set of each micro-batch of a step, over all ranks. Takes
+        the arguments of `window`.
+        """
+        cut = self._cut(epoch, step)
+        return list(self.batch_plan.indices(epoch, range(step, step + 1), range(cut.slots)))
+
+    def _cut(self, epoch: int, step: int) -> Cut:
+        """Return the cut of a step of an epoch. Raises UsageError if the epoch lacks it."""
+        plan = self.batch_plan.plan(whole("epoch", epoch, 0))
+        steps = plan.steps_per_epoch
+        if whole("step", step, 0) >= steps:
+            expected = f"below {steps}, the number of steps of epoch {epoch}"
+            raise UsageError("wrong-value", name="step", value=step, expected=expected)
+        return plan.at(step, epoch, self.batch_plan.first(epoch) + step, self.by_rank)
+
     def _window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
         """Return this rank's window of a step; `take` returns its next batch."""
         recipe = self._recipe or self.recipe
@@ -373,8 +403,9 @@ class Loader(WindowLoader[Epoch]):
         copies = self._to_device()
         for indices in self.batch_plan.indices(cut.epoch, range(step, step + 1), slots):
             with status.inside("data"):
-                batch = self._source.__getitems__((cut.epoch, indices))
-                yield copies.arrive(copies.start(batch))
+                fetched = self._source.__getitems__((cut.epoch, indices))
+                batch = copies.arrive(copies.start(fetched))
+            yield batch
 
     def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
         """Start a walk over the micro-batches of these slots in these steps of an epoch."""

@@ -189,6 +189,16 @@ class PreparedLoader:
             count += self._padding.most(plan.at(index, 0, index, self.loader.by_rank))
         return count
 
+    def window(self, epoch: int, step: int) -> Window:
+        """Return this rank's window of any step, as `lockstep.Loader.window` does: its micro-batches
+        without copies. The position of the loop stays.
+        """
+        return self.loader.window(epoch, step)
+
+    def indices(self, epoch: int, step: int) -> list[list[int]]:
+        """Return the indices of each micro-batch of a step, as `lockstep.Loader.indices` does."""
+        return self.loader.indices(epoch, step)
+
     @property
     def steps(self) -> int:
         """The number of optimizer steps of an epoch."""

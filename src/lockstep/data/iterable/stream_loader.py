@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -205,6 +205,12 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
                 every_rank=True,
             )
         self._loaded = True
+
+    def window(self, epoch: int, step: int) -> NoReturn:
+        """Raise UsageError: the items of a stream have no numbers."""
+        raise UsageError("window-of-stream", dataset=self._name)
+
+    indices = window
 
     def _usable(self, saved: Mapping[int, Saved], items: int) -> dict[int, Saved]:
         """Return the earliest state that other processes have saved, for each process of this rank.
