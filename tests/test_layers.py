@@ -28,6 +28,7 @@ ROOMS = [
     "model_parallel",
     "launcher",
     "training",
+    "runs",
     "tools",
     "tasks",
     "testing",

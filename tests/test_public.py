@@ -36,6 +36,7 @@ NAMES = [
     "log",
     "predict",
     "prepare",
+    "runs",
     "scale_lr",
     "seed",
     "shared_memory_hook",
@@ -63,7 +64,7 @@ def test_import_and_help_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-CALLABLE = {*NAMES} - {"backend", "collectives", "errors", "testing"}
+CALLABLE = {*NAMES} - {"backend", "collectives", "errors", "runs", "testing"}
 
 
 def test_help_shows_every_parameter() -> None:

@@ -41,6 +41,7 @@ GROUPS = {
 
 MODULES = {
     "collectives": ["lockstep.collectives"],
+    "runs": ["lockstep.runs"],
     "testing": ["lockstep.testing"],
     "errors": ["lockstep.errors"],
     "backend": ["lockstep.backend"],

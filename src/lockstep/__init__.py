@@ -41,7 +41,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "train": "lockstep.training.train",
     "weigh": "lockstep.training.loop_functions",
 }
-_MODULES = ("backend", "collectives", "errors", "testing")
+_MODULES = ("backend", "collectives", "errors", "runs", "testing")
 
 __all__ = [
     "Checkpoints",
@@ -67,6 +67,7 @@ __all__ = [
     "log",
     "predict",
     "prepare",
+    "runs",
     "scale_lr",
     "seed",
     "shared_memory_hook",
@@ -78,7 +79,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep import backend, collectives, errors, testing
+    from lockstep import backend, collectives, errors, runs, testing
     from lockstep.checkpoints.save_and_resume import Checkpoints
     from lockstep.config.task import EarlyStopping, Task
     from lockstep.data.loader import Loader

@@ -11,9 +11,13 @@ import fcntl
 import os
 import select
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import singledispatch
 from pathlib import Path
 from typing import IO, Any
+
+_LONGEST_LINE = 2**20  # bytes
 
 
 def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
@@ -56,6 +60,24 @@ def allocate(descriptor: int, size: int, file: Path) -> None:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def last_lines(file: Path, most: int) -> Iterator[bytes]:
+    """Yield the complete and incomplete lines in the last `most` bytes of a file, without lines of
+    more than 1 MiB. Yield nothing if there is no regular file that can be read.
+    """
+    with suppress(OSError):
+        if not file.is_file():  # reading a pipe could block for ever
+            return
+        with file.open("rb") as stream:
+            skipped = max(0, file.stat().st_size - most)
+            stream.seek(skipped)
+            within = skipped > 0  # whether the next piece is the rest of a line that is left out
+            while piece := stream.readline(_LONGEST_LINE):
+                ends = piece.endswith(b"\n")
+                if not within and (ends or len(piece) < _LONGEST_LINE):
+                    yield piece
+                within = not ends
 
 
 @singledispatch

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Annotated
 
+from lockstep.runtime.disk import last_lines
 from lockstep.training.metrics import typed
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "checks", "other")
@@ -131,7 +132,7 @@ _KINDS: Mapping[str, type[Line]] = {
 }
 
 
-def parse(text: str) -> Line | None:
+def parse(text: str | bytes) -> Line | None:
     """Parse one line of the file; None if it is damaged or of another kind."""
     try:
         record = json.loads(text)
@@ -145,6 +146,7 @@ def parse(text: str) -> Line | None:
 
 
 FOLDER = "anatomy"
+_MOST = 64 * 2**20  # bytes of a rank's file; a million steps have about 3
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
@@ -300,12 +302,8 @@ def read(run: Path) -> Anatomy | None:
         match = _FILE.fullmatch(file.name)
         if match is None:
             continue
-        try:
-            text = file.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue  # reported as a missing rank
-        rank = int(match[1])
-        of_rank, damaged = _lanes(text, rank)
+        rank = int(match[1])  # without a lane, it is reported as a missing rank
+        of_rank, damaged = _lanes(last_lines(file, _MOST), rank)
         if of_rank:
             lanes[rank] = of_rank
         if damaged:
@@ -314,15 +312,14 @@ def read(run: Path) -> Anatomy | None:
     return Anatomy(generations=generations, unread=unread) if generations else None
 
 
-def _lanes(text: str, rank: int) -> tuple[list[Lane], int]:
+def _lanes(lines: Iterable[bytes], rank: int) -> tuple[list[Lane], int]:
     """Return a file's lanes, and how many of its lines could not be read. An incomplete line at the
     very end is not counted: a killed process leaves one, which the next start ends (anatomy.py).
     """
-    complete, _, _ = text.rpartition("\n")
     damaged = 0
     starts: list[tuple[Begin, list[Line]]] = []
-    for written in complete.splitlines():
-        if not written.strip():
+    for written in lines:
+        if not written.endswith(b"\n") or not written.strip():
             continue
         line = parse(written)
         if line is None:
