@@ -81,7 +81,7 @@ class Run:
         exact: bool = False,
         every: int | None = 4,
         keep: int = 3,
-        remote: str | None = None,
+        **options: Any,
     ) -> None:
         self.model = net()
         made = OPTIMIZERS[optimizer](list(self.model.parameters()))
@@ -91,7 +91,7 @@ class Run:
         )
         self.loader = lockstep.Loader(images(), global_batch=16, micro_batch=2, seed=3)
         self.checkpoints = lockstep.Checkpoints(
-            folder, self.stepper, self.loader, every=every, keep=keep, remote=remote
+            folder, self.stepper, self.loader, every=every, keep=keep, **options
         )
 
     def train(self, stop: int | None = None) -> list[float]:
@@ -113,11 +113,11 @@ class Run:
 
 
 def part(
-    world: lockstep.World, folder: Path, stop: int | None
+    world: lockstep.World, folder: Path, stop: int | None, **options: Any
 ) -> tuple[int, list[float], list[Tensor]]:
     """From which step it goes on, its losses and the weights after them."""
     update = "sharded" if world.size in (2, 3) else "replicated"
-    run = Run(world, folder, update=update, exact=True, every=3)
+    run = Run(world, folder, update=update, exact=True, every=3, **options)
     checkpoint = run.checkpoints.resume()
     assert checkpoint is None or checkpoint.state["note"] == checkpoint.step
     step = 0 if checkpoint is None else checkpoint.step
@@ -229,16 +229,85 @@ def test_every_flipped_bit_truncation_and_missing_file_is_seen(two: Path, tmp_pa
         shutil.rmtree(folder)
 
 
-def chosen(world: lockstep.World, folder: Path, **options: Any) -> tuple[int | None, list[str]]:
+def chosen(
+    world: lockstep.World, folder: Path, until: int | None = None, **options: Any
+) -> tuple[int | None, list[str]]:
     """Which step is gone on from, and what was warned of."""
     run = Run(world, folder, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        checkpoint = run.checkpoints.resume()
+        checkpoint = run.checkpoints.resume(until)
     run.checkpoints.close()
     ours = [warning for warning in caught if issubclass(warning.category, LockstepWarning)]
     step = None if checkpoint is None else checkpoint.step
     return step, [str(warning.message) for warning in ours]
+
+
+# -- a step of long ago --------------------------------------------------------------------------
+
+
+def tree(folder: Path) -> dict[str, int]:
+    """When each file and folder was changed last."""
+    return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def seen_again(world: lockstep.World, folder: Path) -> list[tuple[int, list[float]]]:
+    """From which step each look begins, and the losses from there to the end."""
+    looks = []
+    for until in (4, 9, 14, 99):
+        run = Run(world, folder, exact=True, every=1, read_only=True)
+        checkpoint = run.checkpoints.resume(until)
+        assert checkpoint is not None
+        looks.append((checkpoint.step, run.train()))
+        assert not run.checkpoints.step()
+        run.checkpoints.save()
+    return looks
+
+
+def test_a_look_at_an_earlier_step_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    [(_, losses, _)] = on_team(part, 1, (tmp_path, None), {"keep": 9})
+    leftover = tmp_path / ".step-0000018.1.unfinished"
+    leftover.mkdir()
+    before = tree(tmp_path)
+    for looks in on_team(seen_again, 2, (tmp_path,)):
+        assert [step for step, _ in looks] == [3, 9, 12, 15]
+        for step, again in looks:
+            assert again == losses[step:]
+    assert tree(tmp_path) == before
+
+
+def test_before_the_first_checkpoint_there_is_none(two: Path) -> None:
+    assert on_team(chosen, 2, (two, 3)) == [(None, [])] * 2
+    with lockstep.init() as world:
+        with refused("wrong-value", name="step", value=-1):
+            Run(world, two).checkpoints.resume(-1)
+        with refused("wrong-value", name="remote"):
+            Run(world, two, read_only=True, remote="memory://here")
+
+
+def test_a_look_takes_the_next_older_one_where_one_is_damaged(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "copy"))
+    (folder / "step-0000008" / "state.json").unlink()
+    step, [said] = on_team(chosen, 2, (folder, 11), {"read_only": True})[0]
+    assert (step, "falling back to step-0000004 (4 steps lost)" in said) == (4, True)
+
+
+def corrupted_look(world: lockstep.World, folder: Path) -> str:
+    """A look in which the replicas part: it sets nothing aside."""
+    run = Run(world, folder, read_only=True)
+    run.checkpoints.resume(4)
+    if world.rank:
+        with torch.no_grad():
+            next(run.model.parameters()).add_(1)
+    with pytest.raises(LockstepError) as caught:
+        run.stepper.check_replicas()
+    return str(caught.value.code)
+
+
+def test_a_look_sets_nothing_aside(two: Path) -> None:
+    before = tree(two)
+    assert on_team(corrupted_look, 2, (two,)) == ["replicas-differ"] * 2
+    assert tree(two) == before
 
 
 # -- a save that does not come to its end --------------------------------------------------------

@@ -83,8 +83,10 @@ def test_any_file_system_of_fsspec_takes_them_and_the_best_comes_back_too(tmp_pa
 def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     shutil.copytree(there, here)
-    shutil.rmtree(there / "step-0000008")
     options = {"remote": str(there)}
+    for until, step in ((7, 4), (8, 8)):
+        assert on_team(chosen, 2, (tmp_path / f"until {until}", until), options)[0] == (step, [])
+    shutil.rmtree(there / "step-0000008")
     assert on_team(chosen, 2, args=(here,), kwargs=options) == [(8, [])] * 2
     shutil.rmtree(here / "step-0000004")
     (here / "step-0000008" / "state.json").unlink()

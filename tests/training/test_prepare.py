@@ -5,6 +5,7 @@ torch that gets the same order.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -787,6 +788,21 @@ def test_a_loop_that_was_left_goes_on_with_the_same_bits_on_another_number_of_ra
     records = [json.loads(line) for line in lines]
     steps = [record["step"] for record in records if record["kind"] == "step"]
     assert steps == list(range(1, 17))
+
+
+def refused_run(world: lockstep.World, folder: str) -> dict[str, Any]:
+    try:
+        trained_in_a_run(world, folder)
+    except UsageError as error:
+        return {"code": error.code, "step": error.values["step"]}
+    return {}
+
+
+def test_models_of_different_steps_do_not_go_on_together(tmp_path: Path) -> None:
+    run_ranks(trained_in_a_run, 2, (str(tmp_path), 7))
+    shutil.rmtree(tmp_path / "checkpoints-2" / "step-0000007")
+    expected = {"code": "no-such-step", "step": 7}
+    assert run_ranks(refused_run, 2, (str(tmp_path),)) == [expected] * 2
 
 
 def test_a_loop_that_counts_steps_goes_on_too(tmp_path: Path) -> None:

@@ -255,10 +255,14 @@ def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
         return Checkpoint(folder, entries, {**state, "step": step})
 
 
-def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Return the latest complete checkpoint, and the errors of the later ones, latest first."""
+def newest_whole(
+    directory: Path, until: int | None = None
+) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """Return the latest complete checkpoint, and the errors of the later ones, latest first; of
+    all that are not after step `until`, if it is given.
+    """
     damaged: list[DamagedCheckpoint] = []
-    for folder in reversed(written(directory)):
+    for folder in reversed(written(directory, until)):
         try:
             return read(folder), damaged
         except DamagedCheckpoint as error:

@@ -46,11 +46,17 @@ def step_of(folder: Path) -> int:
     return step
 
 
-def written(directory: Path) -> list[Path]:
-    """Return all checkpoints in `directory`, oldest step first, complete or damaged."""
+def written(directory: Path, until: int | None = None) -> list[Path]:
+    """Return all checkpoints in `directory`, oldest step first, complete or damaged; with `until`
+    only those that are not after this step.
+    """
     if not directory.exists():
         return []
-    folders = [path for path in directory.glob("step-*") if step_in(path.name) is not None]
+    folders = []
+    for path in directory.glob("step-*"):
+        step = step_in(path.name)
+        if step is not None and (until is None or step <= until):
+            folders.append(path)
     return sorted(folders, key=step_of)
 
 
@@ -67,9 +73,11 @@ def found(path: Path) -> list[Path]:
     return folders
 
 
-def newest(directory: Path) -> Path | None:
-    """Return the checkpoint of the latest step, complete or damaged."""
-    folders = written(directory)
+def newest(directory: Path, until: int | None = None) -> Path | None:
+    """Return the checkpoint of the latest step, or of the latest until this step, complete or
+    damaged.
+    """
+    folders = written(directory, until)
     if folders:
         return folders[-1]
     return None

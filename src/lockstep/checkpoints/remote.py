@@ -42,9 +42,9 @@ class Remote:
         self._root = str(root).rstrip("/")
         self._best = f"{self._root}/{BEST}"
 
-    def steps(self) -> list[int]:
-        """Return the steps of the sealed copies, ascending. Raises LockstepError if the folder
-        cannot be listed.
+    def steps(self, until: int | None = None) -> list[int]:
+        """Return the steps of the sealed copies, ascending; none after `until`, if it is given.
+        Raises LockstepError if the folder cannot be listed.
         """
         self._fs.invalidate_cache()
         with self._translated_errors("cannot be listed"):
@@ -55,7 +55,9 @@ class Remote:
         steps = []
         for path in paths:
             step = step_in(Path(path).name)
-            if step is not None and self._fs.exists(self._path(step, manifest.SEAL)):
+            if step is None or (until is not None and step > until):
+                continue
+            if self._fs.exists(self._path(step, manifest.SEAL)):
                 steps.append(step)
         return sorted(steps)
 

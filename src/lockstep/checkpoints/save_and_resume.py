@@ -100,9 +100,11 @@ class Checkpoints:
             uploads again. `close` raises if the last upload failed.
         guard: called on every rank before anything is written; it raises LockstepError if
             `directory` must not be written to any more.
+        read_only: change nothing in `directory`: `step`, `save` and `close` save nothing. For a
+            look at a step of a finished or a running training.
 
     Raises:
-        UsageError: a scheduler belongs to the optimizer, but neither the Stepper nor this object
+        UsageError: `remote` with `read_only`; a scheduler belongs to the optimizer, but neither the Stepper nor this object
             was given one. `save` raises it if the scheduler was created later. A ReduceLROnPlateau
             leaves no trace in the optimizer: this cannot notice that it is missing.
     """
@@ -118,13 +120,18 @@ class Checkpoints:
         keep: int = 2,
         remote: str | None = None,
         guard: Callable[[], None] = lambda: None,
+        read_only: bool = False,
     ) -> None:
         if every is not None:
             knob.whole("every", every)
+        if read_only and remote is not None:
+            expected = "None with read_only=True: a copy is loaded by way of the folder"
+            raise UsageError("wrong-value", name="remote", value=remote, expected=expected)
         knob.whole("keep", keep)
         check_storable(stepper.model)
         self.directory = Path(directory)
         self.keep = keep
+        self._read_only = read_only
         self._stepper = stepper
         self._loader = loader
         self._every = every
@@ -155,7 +162,7 @@ class Checkpoints:
             return "" if method is None else method(compared)
 
         for check in (stepper.replicas, stepper.witness):
-            if check is not None:
+            if check is not None and not read_only:
                 check.on_divergence.append(on_divergence)
 
     # -- resuming ---------------------------------------------------------------------------------
@@ -166,22 +173,24 @@ class Checkpoints:
         *,
         check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     ) -> Checkpoint | None:
-        """Load the newest complete checkpoint, or the checkpoint of `step`.
+        """Load the newest complete checkpoint, or the newest one that is not after `step`.
 
         A damaged checkpoint causes a warning, which names its file and the steps lost.
 
         Args:
-            step: the step whose checkpoint must be loaded.
+            step: ignore the checkpoints after this step. They stay.
             check: called with the checkpoint before any state changes; it may raise.
 
         Returns:
             The checkpoint that was loaded; None if there is none.
 
         Raises:
-            DamagedCheckpoint: the checkpoint of `step` is damaged.
+            DamagedCheckpoint: the checkpoint holds what no training has.
             UsageError: the checkpoint belongs to another model, optimizer or data.
         """
-        self._resumes = True
+        if step is not None:
+            knob.whole("step", step, 0)
+        self._resumes = not self._read_only
         folder = self._agreed(lambda: self._chosen(step))
         if folder is None:
             return None
@@ -204,7 +213,7 @@ class Checkpoints:
         self._began = perf_counter(), self._stepper.steps
         self.saved = self._stepper.steps
         self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
-        if self._world.rank == 0:
+        if self._resumes and self._world.rank == 0:
             preemption.leave_mark(preemption.RESUMED)
         if self._every is None:
             self._next = self._stepper.steps + FIRST
@@ -243,22 +252,13 @@ class Checkpoints:
         """Choose the checkpoint to load, and return its folder's name. Rank 0 calls it, and
         verifies every byte.
         """
-        folders.sweep(self.directory)
-        if step is not None:
-            folder = folders.folder_of(self.directory, step)
-            if not folder.exists():
-                raise UsageError(
-                    "no-such-step",
-                    step=step,
-                    run=self.directory,
-                    there=[written.name for written in folders.written(self.directory)],
-                )
-            return files.read(folder).folder.name
-        newest = folders.newest(self.directory)
+        if not self._read_only:
+            folders.sweep(self.directory)
+        newest = folders.newest(self.directory, until=step)
         latest = 0 if newest is None else folders.step_of(newest)
-        chosen, damaged = files.newest_whole(self.directory)
+        chosen, damaged = files.newest_whole(self.directory, until=step)
         if self._remote is not None:
-            for remote_step in reversed(self._remote.steps()):
+            for remote_step in reversed(self._remote.steps(until=step)):
                 if chosen is not None and remote_step <= chosen.step:
                     break
                 latest = max(latest, remote_step)
@@ -331,7 +331,7 @@ class Checkpoints:
     def is_due(self) -> bool:
         """Whether `step` would save now."""
         steps = self._stepper.steps
-        if self._stepper.between_synchronizations:
+        if self._read_only or self._stepper.between_synchronizations:
             return False
         return steps >= self._next if self._every is None else steps % self._every == 0
 
@@ -344,6 +344,8 @@ class Checkpoints:
             extra: JSON values to save too.
             best: (metric, value): mark this checkpoint as the best so far.
         """
+        if self._read_only:
+            return
         if self._stepper.between_synchronizations:
             raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):

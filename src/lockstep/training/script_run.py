@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.folders import written
 from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.plain_json import decoded, encoded
@@ -111,7 +112,11 @@ class ScriptCheckpoints:
         if checkpoint is None:
             return False
         for checkpoints in rest:
-            checkpoints.resume(checkpoint.step)
+            other = checkpoints.resume(checkpoint.step)
+            if other is None or other.step != checkpoint.step:
+                names = [path.name for path in written(checkpoints.directory)]
+                folder = checkpoints.directory
+                raise UsageError("no-such-step", step=checkpoint.step, run=folder, there=names)
         saved = checkpoint.state[_OTHERS]
         if list(saved) != list(self._others):
             now = ", ".join(self._others) or "nothing"
