@@ -194,7 +194,7 @@ class ScriptRun:
     ) -> None:
         self._stepper = stepper = steppers[0]
         world = stepper.world
-        self._open = ExitStack()
+        self._open = world.own(ExitStack())
         claim = partial(RunDirectory.claim, path, Path(path).name, extends=True)
         refused = PeerFailed("rank-0-failed", what=f"use the run directory {path}")
         self.directory = self._open.enter_context(
@@ -209,7 +209,6 @@ class ScriptRun:
             guard=self.directory.check,
             **options,
         )
-        world.own(self)
         world.heed_signals()
         self.resumed = self._checkpoints.resume()
         if world.rank == 0:
@@ -242,6 +241,7 @@ class ScriptRun:
             step=stepper.steps,
             at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+        world.own(self)
 
     def _begin_files(self) -> None:
         """Write rank 0's files as of the step at which the training begins."""
@@ -311,7 +311,6 @@ class ScriptRun:
             if not self._stops:
                 self.finish()
             self._anatomy.end(self._stepper.steps)
-        self._open.close()
 
 
 def _scheduler_of(optimizer: Optimizer, schedulers: Sequence[Any]) -> Any:
