@@ -29,6 +29,7 @@ ROOMS = [
     "launcher",
     "training",
     "runs",
+    "timing",
     "tools",
     "tasks",
     "testing",

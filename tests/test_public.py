@@ -42,6 +42,7 @@ NAMES = [
     "shared_memory_hook",
     "stream",
     "testing",
+    "timing",
     "total",
     "train",
     "weigh",
@@ -64,7 +65,7 @@ def test_import_and_help_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-CALLABLE = {*NAMES} - {"backend", "collectives", "errors", "runs", "testing"}
+CALLABLE = {*NAMES} - {"backend", "collectives", "errors", "runs", "testing", "timing"}
 
 
 def test_help_shows_every_parameter() -> None:

@@ -42,6 +42,7 @@ GROUPS = {
 MODULES = {
     "collectives": ["lockstep.collectives"],
     "runs": ["lockstep.runs"],
+    "timing": ["lockstep.timing"],
     "testing": ["lockstep.testing"],
     "errors": ["lockstep.errors"],
     "backend": ["lockstep.backend"],

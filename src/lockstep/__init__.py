@@ -41,7 +41,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "train": "lockstep.training.train",
     "weigh": "lockstep.training.loop_functions",
 }
-_MODULES = ("backend", "collectives", "errors", "runs", "testing")
+_MODULES = ("backend", "collectives", "errors", "runs", "testing", "timing")
 
 __all__ = [
     "Checkpoints",
@@ -73,13 +73,14 @@ __all__ = [
     "shared_memory_hook",
     "stream",
     "testing",
+    "timing",
     "total",
     "train",
     "weigh",
 ]
 
 if TYPE_CHECKING:
-    from lockstep import backend, collectives, errors, runs, testing
+    from lockstep import backend, collectives, errors, runs, testing, timing
     from lockstep.checkpoints.save_and_resume import Checkpoints
     from lockstep.config.task import EarlyStopping, Task
     from lockstep.data.loader import Loader

@@ -7,8 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from lockstep.runs import read
-from lockstep.runs import reading
+from lockstep.runs import read, reading
 from tests.refused import refused
 from tests.tools.report.runs import make, metrics
 
@@ -97,9 +96,8 @@ def test_checkpoints_of_all_models(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "set-aside-step-0000050").mkdir()
     run = read(tmp_path)
     records = [(record.step, record.model, record.bytes, record.best) for record in run.checkpoints]
-    assert records[:4] == [(10, 1, 12, False), (10, 2, 12, False), (20, 1, 22, True)] + [
-        (20, 2, 12, False)
-    ]
+    assert records[:3] == [(10, 1, 12, False), (10, 2, 12, False), (20, 1, 22, True)]
+    assert len(records) == 6
     before = [run.checkpoint_before(step) for step in (10, 11, 30, 1000)]
     assert [record and record.step for record in before] == [None, 10, 20, 30]
     assert before[1] is not None

@@ -230,9 +230,7 @@ def _check_size(path: Path) -> None:
     elif file.exists() and file.stat().st_size > _LARGEST:
         reason = f"it has more than {_LARGEST} bytes"
     if reason:
-        raise UsageError(
-            "not-a-run-directory", directory=str(path), file=FILE, reason=reason
-        )
+        raise UsageError("not-a-run-directory", directory=str(path), file=FILE, reason=reason)
 
 
 def _parsed(line: bytes) -> StepRecord | Evaluation | Event | dict[str, Any] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -174,6 +175,7 @@ class StepperClock:
         """Whether to record spans (begin and end of every phase) for a step, by its number."""
         self.latest: StepTimes | None = None
         """The times of the latest step that has finished."""
+        self._listeners: list[Callable[[Sequence[StepTimes]], None]] = []
 
     def open(self) -> None:
         """Make this the active clock: from now on it counts the phases. Called for every window."""
@@ -195,11 +197,30 @@ class StepperClock:
         `StepTimes`.
         """
         spans = self.keeps_spans is not None and self.keeps_spans(step + 1)
-        self.running.end(step, hidden, spans=spans)
+        self.running.end(step, hidden, spans=spans or bool(self._listeners))
         finished = tuple(self.running.finished())
         if finished:
             self.latest = finished[-1]
+        for listener in self._listeners:
+            listener(finished)
         return finished
+
+    @contextmanager
+    def listening(self, listener: Callable[[Sequence[StepTimes]], None]) -> Iterator[None]:
+        """Call `listener` with the steps whose times have become known, at the end of each step in
+        the block. Their spans are kept.
+        """
+        self._listeners.append(listener)
+        self.restart()
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def restart(self) -> None:
+        """Begin the next step now: the time since the last one belongs to no step."""
+        self.open()
+        self.running.begin(spans=bool(self._listeners))
 
 
 def allow_scheduler(optimizer: Optimizer) -> None:

@@ -241,7 +241,7 @@ class AnatomyFile:
         if self._lost:
             lost = sorted(self._lost.items())
             record["lost"] = {str(rank): _rounded(seconds) for rank, seconds in lost}
-        if len(self._open) == 1 and latest.spans:
+        if len(self._open) == 1 and latest.spans and in_detail(latest.step - self._before):
             record |= self._open[0].detail()
         self.write(record)
         self._sums.clear()
