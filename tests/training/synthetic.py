@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.timeline import Anatomy, Lane, Line, join, parse
+from lockstep.training.timeline import Lane, Line, Timeline, join, parse
 
 BASE = {
     "data": 0.004,
@@ -105,7 +105,7 @@ def _spans(at: float, line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def anatomy(found: Mapping[int, Iterable[Mapping[str, Any]]]) -> Anatomy:
+def anatomy(found: Mapping[int, Iterable[Mapping[str, Any]]]) -> Timeline:
     """Without files."""
     lanes: dict[int, list[Lane]] = {}
     for rank, each in found.items():
@@ -113,7 +113,7 @@ def anatomy(found: Mapping[int, Iterable[Mapping[str, Any]]]) -> Anatomy:
         starts = [place for place, one in enumerate(each) if one["kind"] == "begin"]
         for start, end in zip(starts, [*starts[1:], len(parsed)], strict=True):
             lanes.setdefault(rank, []).append(Lane.of(parsed[start], parsed[start + 1 : end]))  # type: ignore[arg-type]
-    return Anatomy(generations=join(lanes), unread={})
+    return Timeline(starts=join(lanes), unread={})
 
 
 def write(run: Path, found: Mapping[int, Iterable[Mapping[str, Any]]]) -> Path:

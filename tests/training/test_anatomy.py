@@ -26,7 +26,7 @@ from lockstep import Loader, Stepper, testing
 from lockstep.errors import LockstepWarning, Preempted
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
-from lockstep.tools.report.judged import judged
+from lockstep.tools.report.rank_times import judged
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail, memory_use
 from lockstep.training.timeline import read
 from lockstep.updates.update import Applied
@@ -225,7 +225,7 @@ def test_a_rank_that_stops_as_it_is_asked_to_has_left_as_it_should(tmp_path: Pat
     toy.alone(stopped, str(tmp_path))
     timeline = read(tmp_path)
     assert timeline is not None
-    assert [lane.ended for lane in timeline.generations[0].lanes.values()] == [True]
+    assert [lane.ended for lane in timeline.starts[0].lanes.values()] == [True]
 
 
 def at_a_server(world: World, run: str) -> None:
@@ -237,9 +237,9 @@ def test_at_a_server_every_rank_numbers_its_own_steps(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert found is not None
     assert not found.unread
-    for lane in found.generations[0].lanes.values():
+    for lane in found.starts[0].lanes.values():
         assert [line.first for line in lane.steps] == list(range(1, len(lane.steps) + 1))
         assert all(line.count == 1 and not line.lost for line in lane.steps)
-    verdict_of = judged(found.generations[0])
+    verdict_of = judged(found.starts[0])
     assert verdict_of is not None
-    assert not any(place.lost for place in verdict_of.places.values())
+    assert not any(member.lost for member in verdict_of.members.values())

@@ -30,9 +30,9 @@ from torch.utils.data import (
 )
 
 import lockstep
+from lockstep import runs
 from lockstep.errors import Preempted, UsageError
 from lockstep.testing import run_ranks
-from lockstep.tools import recorded
 from lockstep.tools.verify.finished_runs import differences
 from tests.teams import on_team
 
@@ -783,7 +783,7 @@ def test_a_loop_that_was_left_goes_on_with_the_same_bits_on_another_number_of_ra
             assert step == 16
             assert equal(state, expected[1])
     assert differences(tmp_path / "whole", Path(folder)) == []
-    assert recorded.read(Path(folder)).anatomy is not None
+    assert runs.read(Path(folder)).timeline is not None
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     steps = [record["step"] for record in records if record["kind"] == "step"]
@@ -839,16 +839,16 @@ def asked_to_stop(world: lockstep.World, folder: str) -> int:
 def test_a_run_that_was_asked_to_stop_is_saved_and_not_finished(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert run_ranks(asked_to_stop, 2, (str(folder),)) == [3, 3]
-    run = recorded.read(folder)
+    run = runs.read(folder)
     assert run.state == "interrupted"
-    assert [record["step"] for record in run.steps] == [1, 2, 3]
-    assert [record["lr"] for record in run.steps] == [0.1, 0.05, 0.025]
-    assert all(record["grad_norm"] > 0 for record in run.steps)
-    sent = [record["bytes_sent"] for record in run.steps]
+    assert [record.step for record in run.steps] == [1, 2, 3]
+    assert [record.lr for record in run.steps] == [0.1, 0.05, 0.025]
+    assert all((record.grad_norm or 0) > 0 for record in run.steps)
+    sent = [record.bytes_sent or 0 for record in run.steps]
     assert sent[2] <= sent[1]  # of each step, and not of all so far
     assert not (folder / "result.json").exists()
     assert run_ranks(asked_to_stop, 3, (str(folder),)) == [0] * 3
-    assert recorded.read(folder).state == "finished"
+    assert runs.read(folder).state == "finished"
 
 
 def counted_again(world: lockstep.World, folder: str, loops: str) -> str:

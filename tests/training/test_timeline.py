@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.timeline import Anatomy, Pause, StepsLine, parse, read
+from lockstep.training.timeline import Pause, StepsLine, Timeline, parse, read
 from tests.training.synthetic import anatomy, begin, lines, write
 
 
@@ -19,7 +19,7 @@ def file(run: Path, rank: int) -> Path:
     return run / "anatomy" / f"rank-{rank}.jsonl"
 
 
-def known(run: Path) -> Anatomy:
+def known(run: Path) -> Timeline:
     anatomy = read(run)
     assert anatomy is not None
     return anatomy
@@ -33,7 +33,7 @@ def test_all_ranks_of_one_start(tmp_path: Path) -> None:
             {"kind": "end", "step": 4},
         ]
     found = known(write(tmp_path, made))
-    (generation,) = found.generations
+    (generation,) = found.starts
     assert (generation.workers, generation.step, generation.last) == (3, 0, 4)
     assert generation.missing == ()
     assert list(generation.lanes) == [0, 1, 2]
@@ -57,7 +57,7 @@ def test_a_killed_rank_leaves_half_a_line_and_who_starts_again_below_it_is_seen(
     with file(tmp_path, 1).open("a") as stream:
         stream.write('{"kind":"steps","first":4,"la')
     found = known(tmp_path)
-    lane = found.generations[0].lanes[1]
+    lane = found.starts[0].lanes[1]
     assert [line.first for line in lane.steps] == [1, 2, 3]
     assert not lane.ended
     assert not found.unread
@@ -65,7 +65,7 @@ def test_a_killed_rank_leaves_half_a_line_and_who_starts_again_below_it_is_seen(
         stream.write("\n")
     write(tmp_path, lines(2, 3, first=3))
     found = known(tmp_path)
-    starts = [(each.step, list(each.lanes), each.last) for each in found.generations]
+    starts = [(each.step, list(each.lanes), each.last) for each in found.starts]
     assert starts == [(0, [0, 1], 3), (2, [0, 1], 5)]
     assert found.unread == {1: 1}
 
@@ -74,8 +74,8 @@ def test_missing_ranks_are_told(tmp_path: Path) -> None:
     made = lines(4, 3)
     del made[0], made[2]
     found = known(write(tmp_path, made))
-    assert found.generations[0].missing == (0, 2)
-    assert found.generations[0].begin.rank == 1
+    assert found.starts[0].missing == (0, 2)
+    assert found.starts[0].begin.rank == 1
 
 
 def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
     rows[2] = rows[2][:20]
     file(tmp_path, 0).write_bytes("\n".join([*rows, "\x00garbage", ""]).encode() + b"\xff\xfe\n")
     found = known(tmp_path)
-    assert [line.first for line in found.generations[0].lanes[0].steps] == [1, 3]
+    assert [line.first for line in found.starts[0].lanes[0].steps] == [1, 3]
     assert found.unread == {0: 3}
 
 
@@ -92,7 +92,7 @@ def test_another_ranks_file_under_this_name_is_no_lane(tmp_path: Path) -> None:
     write(tmp_path, {0: [begin(0, 2)], 1: [begin(0, 2)], 2: []})
     (tmp_path / "anatomy" / "rank-x.jsonl").write_text(json.dumps(begin(0, 1)))
     found = known(tmp_path)
-    assert list(found.generations[0].lanes) == [0]
+    assert list(found.starts[0].lanes) == [0]
 
 
 def test_restarts_with_other_worker_counts(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_restarts_with_other_worker_counts(tmp_path: Path) -> None:
     for workers, steps, first in ((4, 5, 1), (4, 3, 1), (3, 6, 4), (4, 2, 10)):
         write(tmp_path, lines(workers, steps, first=first))
     found = known(tmp_path)
-    starts = [(each.workers, each.step, each.last) for each in found.generations]
+    starts = [(each.workers, each.step, each.last) for each in found.starts]
     assert starts == [(4, 0, 5), (4, 0, 3), (3, 3, 9), (4, 9, 11)]
-    assert [len(each.lanes) for each in found.generations] == [4, 4, 3, 4]
-    assert found.longest is found.generations[2]
+    assert [len(each.lanes) for each in found.starts] == [4, 4, 3, 4]
+    assert found.longest is found.starts[2]
 
 
 def test_order_is_kept_where_ranks_missed_a_start(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_order_is_kept_where_ranks_missed_a_start(tmp_path: Path) -> None:
     first, second, third = lines(3, 2), lines(3, 2, first=2), lines(2, 2, first=3)
     written = {0: first[0] + third[0], 1: first[1] + second[1] + third[1]}
     found = known(write(tmp_path / "one", {**written, 2: first[2] + second[2]}))
-    assert [(each.workers, each.step, list(each.lanes)) for each in found.generations] == [
+    assert [(each.workers, each.step, list(each.lanes)) for each in found.starts] == [
         (3, 0, [0, 1, 2]),
         (3, 1, [1, 2]),
         (2, 2, [0, 1]),
@@ -121,13 +121,13 @@ def test_order_is_kept_where_ranks_missed_a_start(tmp_path: Path) -> None:
     first, second, third = lines(2, 2), lines(2, 2, first=2), lines(1, 2, first=3)
     written = {0: first[0] + third[0], 1: first[1] + second[1]}
     found = known(write(tmp_path / "other", written))
-    assert [(each.workers, each.step) for each in found.generations] == [(2, 0), (2, 1), (1, 2)]
+    assert [(each.workers, each.step) for each in found.starts] == [(2, 0), (2, 1), (1, 2)]
 
 
 def test_only_steps_that_all_ranks_tell_of_are_common() -> None:
     made = lines(2, 5)
     del made[1][-2:]
-    for lane in anatomy(made).generations[0].common().lanes.values():
+    for lane in anatomy(made).starts[0].common().lanes.values():
         assert [line.first for line in lane.steps] == [1, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_hosts_of_one_name_are_told_apart() -> None:
     files = lines(3, 2)
     for rank, each in files.items():
         each[0]["node"] = min(rank, 1)
-    (generation,) = anatomy(files).generations
+    (generation,) = anatomy(files).starts
     hosts = [lane.begin.host for lane in generation.lanes.values()]
     assert hosts == ["anna (node 0)", "anna (node 1)", "anna (node 1)"]
 

@@ -53,7 +53,7 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     The best checkpoint is marked. This does not check the files; `lockstep checkpoints verify` does.
     """
     from lockstep.checkpoints.folders import best_name
-    from lockstep.tools.recorded import number
+    from lockstep.runs import number
     from lockstep.tools.timing.output_files import table, write_json
 
     folders = _checkpoints(run)

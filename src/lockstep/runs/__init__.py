@@ -13,6 +13,7 @@ train. It writes nothing, so a read-only disk is enough. It unpickles and runs n
 from __future__ import annotations
 
 from lockstep.config.settings import Settings
+from lockstep.runs.jumps import Spike, spikes, worst
 from lockstep.runs.reading import (
     CheckpointRecord,
     Evaluation,
@@ -23,34 +24,33 @@ from lockstep.runs.reading import (
     number,
     read,
 )
-from lockstep.runs.spikes import Spike, spikes, worst
 from lockstep.training.timeline import (
     PHASES,
-    Anatomy,
     Begin,
-    Generation,
     Lane,
     MemoryLine,
     Pause,
+    Start,
     StepsLine,
+    Timeline,
 )
 
 __all__ = [
     "PHASES",
-    "Anatomy",
     "Begin",
     "CheckpointRecord",
     "Evaluation",
     "Event",
-    "Generation",
     "Lane",
     "MemoryLine",
     "Pause",
     "Run",
     "Settings",
     "Spike",
+    "Start",
     "StepRecord",
     "StepsLine",
+    "Timeline",
     "load_task",
     "number",
     "read",

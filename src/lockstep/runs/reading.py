@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.disk import last_lines
 from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import METRICS, RESULT
-from lockstep.training.timeline import Anatomy
+from lockstep.training.timeline import Timeline
 from lockstep.training.timeline import read as read_timeline
 
 if TYPE_CHECKING:
@@ -113,10 +113,15 @@ class Run:
     """The contents of result.json; None if the training has not ended."""
     checkpoints: Sequence[CheckpointRecord]
     """The checkpoints on disk, oldest step first."""
-    timeline: Anatomy | None
+    timeline: Timeline | None
     """Where the time of the steps went; None if no rank has recorded it."""
     complete: bool
     """Whether metrics.jsonl was there and was read from the beginning, without unreadable records."""
+
+    @property
+    def task_name(self) -> str:
+        """The task's name: the bundled one, or its file's without the ending."""
+        return Path(self.settings.task).stem
 
     @property
     def start(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lockstep.config.settings import Settings
 from lockstep.training.run_directory import METRICS, RESULT
-from lockstep.training.timeline import Anatomy
+from lockstep.training.timeline import Timeline
 from lockstep.training.timeline import read as read_anatomy
 
 State = Literal["finished", "under way", "interrupted"]
@@ -29,7 +29,7 @@ class Recorded:
     evaluations: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
-    anatomy: Anatomy | None
+    anatomy: Timeline | None
     complete: bool
     """Whether all records could be read. Unreadable ones are left out."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runtime.disk import write_whole
-from lockstep.training.timeline import Anatomy, Lane, StepsLine
+from lockstep.training.timeline import Lane, StepsLine, Timeline
 
 FILE = "timeline.json"
 _PHASES = 1
@@ -28,13 +28,13 @@ _BUCKETS = 2
 Event = dict[str, Any]
 
 
-def trace(anatomy: Anatomy) -> dict[str, Any]:
+def trace(anatomy: Timeline) -> dict[str, Any]:
     """Return the contents of the file; no events if no step was recorded with spans."""
     by_host = offsets(anatomy)
     origin = min((began + by_host[host] for host, began in _beginnings(anatomy)), default=0.0)
     events: list[Event] = []
     hosts: dict[int, str] = {}
-    for number, generation in enumerate(anatomy.generations):
+    for number, generation in enumerate(anatomy.starts):
         for rank, lane in generation.lanes.items():
             hosts.setdefault(rank, lane.begin.host)
             events += _of_lane(rank, lane, number, by_host[lane.begin.host] - origin)
@@ -43,19 +43,19 @@ def trace(anatomy: Anatomy) -> dict[str, Any]:
     return {"traceEvents": [*_names(hosts, events), *events], "displayTimeUnit": "ms"}
 
 
-def write(run: Path, anatomy: Anatomy) -> Path:
+def write(run: Path, anatomy: Timeline) -> Path:
     """Write the trace of `anatomy` to timeline.json in `run`; return the file. Raises OSError."""
     file = run / FILE
     write_whole(file, json.dumps(trace(anatomy), separators=(",", ":")) + "\n")
     return file
 
 
-def offsets(anatomy: Anatomy) -> dict[str, float]:
+def offsets(anatomy: Timeline) -> dict[str, float]:
     """Return the seconds to add to each host's clock to get the first host's: the median over the
     steps that both recorded.
     """
     arrived: dict[str, dict[tuple[int, int], float]] = {}  # the latest arrival at a rank of a host
-    for number, generation in enumerate(anatomy.generations):
+    for number, generation in enumerate(anatomy.starts):
         for lane in generation.lanes.values():
             of_host = arrived.setdefault(lane.begin.host, {})
             for line in lane.steps:
@@ -84,18 +84,18 @@ def summed_at(line: StepsLine) -> float | None:
     return max(ends, default=None)
 
 
-def _offset_at_start(anatomy: Anatomy, host: str) -> float:
+def _offset_at_start(anatomy: Timeline, host: str) -> float:
     """Estimate an offset without common steps: ranks of one generation start at about one time."""
-    for generation in anatomy.generations:
+    for generation in anatomy.starts:
         starts = [lane.begin.at for lane in generation.lanes.values() if lane.begin.host == host]
         if starts and generation.begin.host != host:
             return generation.begin.at - min(starts)
     return 0.0
 
 
-def _beginnings(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
+def _beginnings(anatomy: Timeline) -> Iterator[tuple[str, float]]:
     """Yield (host, begin) of each span and bucket, on the host's clock."""
-    for generation in anatomy.generations:
+    for generation in anatomy.starts:
         for lane in generation.lanes.values():
             for line in lane.steps:
                 for _, began, _ in (*line.spans, *line.buckets):

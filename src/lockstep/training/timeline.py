@@ -1,4 +1,4 @@
-"""Read the files of a run directory into an `Anatomy`: which ranks took part from one start to the
+"""Read the files of a run directory into a `Timeline`: which ranks took part from one start to the
 next, and which steps all of them have recorded.
 
 Each kind of line of RUN/anatomy/rank-R.jsonl is one dataclass; times in seconds, sizes in bytes.
@@ -189,7 +189,7 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class Start:
     """The ranks that started together. Some may have left no file."""
 
     workers: int
@@ -208,6 +208,11 @@ class Generation:
         return next(iter(self.lanes.values())).begin
 
     @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts, each once."""
+        return list(dict.fromkeys(lane.begin.host for lane in self.lanes.values()))
+
+    @property
     def last(self) -> int:
         """The last step that a rank has recorded, else the step from which they continued."""
         lines = chain(*(lane.steps for lane in self.lanes.values()))
@@ -224,7 +229,7 @@ class Generation:
         """
         return max(lane.paused(kind) for lane in self.lanes.values())
 
-    def common(self) -> Generation:
+    def common(self) -> Start:
         """Return it with only the lines that every rank has; a killed rank lacks the last ones. If
         the ranks have no line in common, because they take different steps, it is unchanged.
         """
@@ -239,22 +244,22 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Anatomy:
-    """The anatomy of a whole run; it has at least one generation."""
+class Timeline:
+    """The times of a whole run; it has at least one start."""
 
-    generations: tuple[Generation, ...]
-    """In order; a new generation begins when the ranks are restarted."""
+    starts: tuple[Start, ...]
+    """In order; a new start is where the ranks are restarted."""
     unread: Mapping[int, int]
     """Lines in the middle of a rank's file that could not be read, by rank."""
 
     @property
-    def longest(self) -> Generation:
-        """The generation with the most time in steps; of equal ones the latest."""
-        return max(reversed(self.generations), key=lambda generation: generation.seconds)
+    def longest(self) -> Start:
+        """The start with the most time in steps; of equal ones the latest."""
+        return max(reversed(self.starts), key=lambda start: start.seconds)
 
 
-def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
-    """Join `lanes` (by rank, each rank's in order) into generations. Lanes belong together if they
+def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Start, ...]:
+    """Join `lanes` (by rank, each rank's in order) into starts. Lanes belong together if they
     start alike: as many workers, the same step, and the same number of earlier starts like that.
 
     (A run that dies twice before its next checkpoint starts at one step twice.)
@@ -277,7 +282,7 @@ def join(lanes: Mapping[int, Sequence[Lane]]) -> tuple[Generation, ...]:
     for key in order:
         workers, step, _ = key
         by_rank = _hosts_apart(dict(sorted(joined[key].items())))
-        generations.append(Generation(workers=workers, step=step, lanes=by_rank))
+        generations.append(Start(workers=workers, step=step, lanes=by_rank))
     return tuple(generations)
 
 
@@ -294,7 +299,7 @@ def _hosts_apart(lanes: dict[int, Lane]) -> dict[int, Lane]:
     return renamed
 
 
-def read(run: Path) -> Anatomy | None:
+def read(run: Path) -> Timeline | None:
     """Read the run directory `run`; None if no rank has left a file."""
     lanes: dict[int, list[Lane]] = {}
     unread: dict[int, int] = {}
@@ -309,7 +314,7 @@ def read(run: Path) -> Anatomy | None:
         if damaged:
             unread[rank] = damaged
     generations = join(lanes)
-    return Anatomy(generations=generations, unread=unread) if generations else None
+    return Timeline(starts=generations, unread=unread) if generations else None
 
 
 def _lanes(lines: Iterable[bytes], rank: int) -> tuple[list[Lane], int]:

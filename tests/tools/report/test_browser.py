@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.recorded import read
+from lockstep.runs import read
 from lockstep.tools.report.page import page
 from lockstep.tools.report.verdict import verdict
 from tests.browser import Page, browser, require
@@ -30,9 +30,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     out = run / "report.html"
     recorded = read(run)
-    assert recorded.anatomy is not None
-    found = verdict(recorded.anatomy, recorded.settings)
-    out.write_text(page(recorded, found), encoding="utf-8")
+    assert recorded.timeline is not None
+    found = verdict(recorded.timeline, recorded.settings)
+    out.write_text(page(recorded, found, "lockstep train digits"), encoding="utf-8")
     return out
 
 

@@ -47,7 +47,7 @@ def test_the_rank_and_the_phase_are_named(phase: str, data: st.DataObject) -> No
     workers = data.draw(st.integers(3, 64), "workers")  # of two, half of a delay is each one's own
     who = data.draw(st.integers(0, workers - 1), "who")
     noise = noisy(data.draw(st.integers(0, 99), "seed"), data.draw(st.floats(0, 0.5), "noise"))
-    made = lines(workers, 8, planted(who, phase), noise, lost=data.draw(st.booleans(), "lost"))
+    made = lines(workers, 8, planted(who, phase), noise)
     first = of(made).do_first
     assert (first.cause, first.rank, first.phase) == ("late", who, phase)
 
@@ -146,7 +146,7 @@ def test_the_longest_stretch_is_judged() -> None:
 def test_missing_ranks_and_damage_are_told() -> None:
     made = lines(4, 10)
     del made[1], made[3]
-    found = verdict(type(anatomy(made))(generations=anatomy(made).generations, unread={0: 1, 2: 2}))
+    found = verdict(type(anatomy(made))(starts=anatomy(made).starts, unread={0: 1, 2: 2}))
     assert found is not None
     missing, unread = found.notes
     assert missing.startswith("Ranks 1 and 3 of 4")

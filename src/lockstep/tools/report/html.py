@@ -37,16 +37,11 @@ class Section:
     name: str
     """The section's anchor."""
     title: str
-    text: Sequence[str] = ()
-    """Paragraphs of plain text."""
-    figures: Sequence[Illustration] = ()
-    tables: Sequence[Numbers] = ()
-    folded: bool = True
+    figures: Sequence[Illustration]
+    text: str = ""
+    """A paragraph of plain text."""
+    folded: bool = False
     """Whether only the title is visible at first; on paper everything is visible."""
-
-    @property
-    def empty(self) -> bool:
-        return not (self.text or self.figures or self.tables)
 
 
 def render(**values: Any) -> str:

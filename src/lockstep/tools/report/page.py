@@ -3,178 +3,160 @@
 from __future__ import annotations
 
 import shlex
-from math import isnan
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.config.knob import knobs
-from lockstep.config.settings import Settings
-from lockstep.data.windows import counted
-from lockstep.tools.recorded import Recorded, number
-from lockstep.tools.report import by_rank, history
-from lockstep.tools.report.html import Numbers, Section, render
-from lockstep.tools.report.judged import Judged, RankTimes, judged
+from lockstep.runs import PHASES, Run, Spike, Start, number, spikes, worst
+from lockstep.tools.report.figures import memory, times, training
+from lockstep.tools.report.html import render
+from lockstep.tools.report.rank_times import Judged, RankTimes, judged, ranks
 from lockstep.tools.report.verdict import Verdict
-from lockstep.training.resolve import BUNDLED, short_name
-from lockstep.training.timeline import PHASES
+from lockstep.tools.timing.output_files import counted
 
 FILE = "report.html"
-_INSIDE = ("grow", "grow_if_wanted")
-"""Settings that the launcher passes to the ranks; no option sets them."""
+_MOST_MARKS = 50
 
 
-NO_ANATOMY = "This run has no record of its steps' times (RUN/anatomy/)."
-NO_STEP = "No step was recorded yet, so there is nothing to judge."
-
-
-def told(recorded: Recorded, verdict: Verdict | None) -> list[str]:
+def sentences(run: Run, verdict: Verdict | None) -> list[str]:
     """Return what to do first and its reasons, in sentences."""
     if verdict is not None:
         return [verdict.do_first.sentence, *verdict.reasons()]
-    return [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
+    if run.timeline is None:
+        return ["This run has no record of its steps' times (RUN/anatomy/)."]
+    return ["No step was recorded yet, so there is nothing to judge."]
 
 
-def page(recorded: Recorded, verdict: Verdict | None) -> str:
-    """Return the report as HTML, with the verdict at the top."""
-    table = Numbers("Machine, versions and numbers", ["fact", "value"], _run(recorded))
-    sections = [
-        by_rank.times(_judged(recorded)),
-        history.curves(recorded),
-        by_rank.memory(recorded.anatomy),
-        history.history(recorded),
-        Section("run", "The run", tables=[table]),
-    ]
-    began = str(recorded.start.get("at", ""))
+def page(run: Run, verdict: Verdict | None, command: str) -> str:
+    """Return the report as HTML, with the verdict at the top. `command` trains the same again; it
+    is empty if no command does, and then no step can be replayed either.
+    """
+    jumps = spikes(run.steps)
+    figures = [times(_judged(run)), training(run, jumps), memory(run.timeline)]
+    starts = () if run.timeline is None else run.timeline.starts
     return render(
-        task=short_name(recorded.settings.task),
-        run=recorded.run.resolve().name,
-        state=recorded.state,
-        began=began.replace("T", " ").replace("+00:00", " UTC"),
-        command=_command(recorded.settings),
-        facts=_facts(recorded),
+        run=run,
+        name=run.path.resolve().name,
+        command=command,
+        replay=f"lockstep replay {shlex.quote(str(run.path))} --step" if command else "",
+        headline=_headline(run),
         do_first=None if verdict is None else verdict.do_first.sentence,
         shares=[] if verdict is None else verdict.parts(),
-        reasons=told(recorded, verdict) if verdict is None else verdict.notes,
-        sections=[section for section in sections if not section.empty],
+        reasons=sentences(run, verdict) if verdict is None else verdict.notes,
+        sections=[section for section in figures if section.figures],
+        marks=_marks(run, jumps),
+        starts=[(start, _ended(run, start)) for start in starts],
+        machine=_machine(run),
     )
 
 
-def _judged(recorded: Recorded) -> Judged | None:
-    if recorded.anatomy is None:
-        return None
-    return judged(recorded.anatomy.longest, recorded.settings.mesh)
+def _judged(run: Run) -> Judged | None:
+    return None if run.timeline is None else judged(run.timeline.longest, run.settings)
 
 
-def _command(settings: Settings) -> str:
-    """Return a command that trains the same, with the options that differ from the defaults. It is
-    empty for a task that was made in Python and that the command line does not know.
+def _marks(run: Run, jumps: Sequence[Spike]) -> dict[int, str]:
+    """Return what is to be seen in a step, by step: spikes, the largest jump of the loss, and what
+    was skipped.
     """
-    if settings.task not in BUNDLED and not settings.task.endswith(".py"):
-        return ""
-    words = ["lockstep", "train", settings.task]
-    for name, knob in knobs(Settings).items():
-        value = getattr(settings, name)
-        if value == knob.default or name in _INSIDE:
-            continue
-        flag = knob.flags[0]
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-            continue
-        for single in value if knob.is_repeated else [value]:
-            words += [flag, str(single)]
-    for key, value in settings.overrides.items():
-        words += ["--set", f"{key}={value}"]
-    return shlex.join(words)
+    marks = {}
+    largest = worst(run.steps)
+    if largest is not None and largest.jump > 0:
+        marks[largest.step] = f"largest jump: {_compared(largest)}"
+    for spike in jumps[:_MOST_MARKS]:
+        marks[spike.step] = f"spike: {_compared(spike)}"
+    skipped = [event for event in run.events if event.event == "step skipped" and event.step]
+    for event in skipped[:_MOST_MARKS]:
+        marks[event.step or 0] = f"skipped: {event.values.get('reason', event.line)}"
+    return dict(sorted(marks.items()))
 
 
-def _facts(recorded: Recorded) -> list[tuple[str, str]]:
+def _compared(spike: Spike) -> str:
+    return f"loss {spike.loss:.4g}, median before {spike.median:.4g}"
+
+
+def _ended(run: Run, start: Start) -> str:
+    """Say how a start of the ranks ended."""
+    missing = f"; {ranks(start.missing)} left no file" if start.missing else ""
+    cut_off = [rank for rank, lane in start.lanes.items() if not lane.ended]
+    if not cut_off:
+        return f"normally{missing}"
+    if run.state == "under way" and run.timeline and start is run.timeline.starts[-1]:
+        return f"under way{missing}"
+    return f"cut off: {ranks(cut_off)}{missing}"
+
+
+def _headline(run: Run) -> list[tuple[str, str]]:
     """Return the facts for the top of the page: workers, epochs, steps, headline, seconds."""
-    result = recorded.result or {}
-    last = recorded.steps[-1]["step"] if recorded.steps else None
+    result = run.result or {}
     facts = [
-        ("workers", result.get("workers", recorded.settings.workers)),
+        ("workers", result.get("workers", run.settings.workers)),
         ("epochs", result.get("epochs")),
-        ("steps", result.get("steps", last)),
+        ("steps", result.get("steps", run.steps[-1].step if run.steps else None)),
     ]
     headline = result.get("headline")
     if isinstance(headline, dict):
         facts.append((str(headline.get("name")), _short(headline.get("value"))))
-    seconds = result.get("seconds")
-    if isinstance(seconds, int | float):
-        facts.append(("seconds", f"{number(seconds):.1f}"))
+    if "seconds" in result:
+        facts.append(("seconds", f"{number(result['seconds']):.1f}"))
     return [(name, str(value)) for name, value in facts if value is not None]
 
 
-def _run(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return the machine, the versions and the main numbers of the run."""
+def _machine(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the machine, the versions and the main numbers of the run."""
+    machine = _mapping(run.start.get("machine"))
+    versions = {**_mapping(run.start.get("versions")), "torch": machine.get("torch")}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
     facts: dict[str, Any] = {}
-    machine = _mapping(recorded.start.get("machine"))
-    versions = {**_mapping(recorded.start.get("versions")), "torch": machine.get("torch")}
-    begin = None
-    if recorded.anatomy is not None:
-        generation = recorded.anatomy.generations[-1]
-        begin = generation.begin
-        hosts = dict.fromkeys(lane.begin.host for lane in generation.lanes.values())
-        facts["hosts"] = f"{', '.join(hosts)} ({counted(begin.cores, 'core')} each)"
+    if run.timeline is not None:
+        start = run.timeline.starts[-1]
+        begin = start.begin
+        facts["hosts"] = f"{', '.join(start.hosts)} ({counted(begin.cores, 'core')} each)"
+        facts["threads a rank"] = begin.threads
+        facts["batch"] = f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}"
     facts["processor"] = machine.get("processor")
     facts["GPU"] = machine.get("GPU")
-    installed = [f"{name} {version}" for name, version in versions.items() if version]
     facts["versions"] = ", ".join(installed)
-    if begin is not None:
-        facts["threads a rank"] = begin.threads
-        batch = f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}"
-        facts["batch"] = batch
-    facts["seed"] = recorded.start.get("seed")
-    facts["learning rate"] = _range(recorded, "lr")
-    facts["gradient norm"] = _range(recorded, "grad_norm")
-    facts["weights sha256"] = (recorded.result or {}).get("sha256")
-    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+    facts["seed"] = run.start.get("seed")
+    if run.steps:
+        facts["learning rate at the end"] = _short(run.steps[-1].lr)
+    facts["weights sha256"] = (run.result or {}).get("sha256")
+    for name, value in facts.items():
+        if value not in (None, ""):
+            yield name, str(value)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _range(recorded: Recorded, name: str) -> str:
-    """`0.001`, or `0.0001 to 0.002, 0.0003 at the end`."""
-    values = [number(record.get(name)) for record in recorded.steps]
-    known = [value for value in values if not isnan(value)]
-    if not known:
-        return ""
-    least = _short(min(known))
-    most = _short(max(known))
-    if least == most:
-        return f"{least}"
-    return f"{least} to {most}, {_short(known[-1])} at the end"
-
-
 def _short(value: Any) -> Any:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
+def as_json(run: Run, verdict: Verdict | None) -> dict[str, Any]:
     """Return the report as JSON, with times in seconds a step. `ranks` has one row per rank, or on
     a mesh one per replica.
     """
-    judged_run = _judged(recorded)
-    generations = () if recorded.anatomy is None else recorded.anatomy.generations
+    times = _judged(run)
     starts = [
         {
-            "workers": generation.workers,
-            "from": generation.step,
-            "to": generation.last,
-            "missing": list(generation.missing),
-            "seconds": generation.seconds,
+            "workers": start.workers,
+            "from": start.step,
+            "to": start.last,
+            "missing": list(start.missing),
+            "seconds": start.seconds,
         }
-        for generation in generations
+        for start in (() if run.timeline is None else run.timeline.starts)
     ]
-    places = () if judged_run is None else judged_run.places.values()
+    largest = worst(run.steps)
     return {
-        "run": str(recorded.run),
-        "state": recorded.state,
+        "run": str(run.path),
+        "state": run.state,
         "verdict": None if verdict is None else verdict.as_json(),
-        "ranks": [_row(times) for times in places],
+        "ranks": [] if times is None else list(map(_row, times.members.values())),
         "starts": starts,
-        "result": recorded.result,
+        "spikes": [spike.step for spike in spikes(run.steps)],
+        "worst": None if largest is None else largest.step,
+        "result": run.result,
     }
 
 
@@ -183,7 +165,7 @@ def _row(times: RankTimes) -> dict[str, Any]:
         "ranks": list(times.ranks),
         "steps": times.steps,
         **{name: times.per_step(name) for name in (*PHASES, "seconds", "moving", "waits")},
-        "hidden": times.hidden_per_step,
+        "hidden": None if times.hidden is None else times.hidden / times.steps,
         "lost": {str(number): times.waited_for(number) for number in times.lost},
         "micro_batches": times.per_step("micro_batches"),
     }

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from lockstep.config.settings import Settings
-from lockstep.data.windows import counted
-from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
-from lockstep.training.timeline import Anatomy
+from lockstep.runs import Settings, Timeline
+from lockstep.tools.report.rank_times import Judged, judged, milliseconds, percentages, ranks
+from lockstep.tools.timing.output_files import counted
 
 LEAST = 0.05
 """The smallest share of the time that is worth a change."""
@@ -80,19 +79,19 @@ class Verdict:
         return {**asdict(self), "sentences": [self.do_first.sentence, *self.reasons()]}
 
 
-def verdict(anatomy: Anatomy, settings: Settings | None = None) -> Verdict | None:
+def verdict(timeline: Timeline, settings: Settings | None = None) -> Verdict | None:
     """Return the verdict; None if no step was recorded. `settings` are those of the run."""
-    judged_run = judged(anatomy.longest, None if settings is None else settings.mesh)
+    judged_run = judged(timeline.longest, settings)
     if judged_run is None:
         return None
     shares = shares_of(judged_run)
     return Verdict(
-        ranks=judged_run.generation.workers,
+        ranks=judged_run.start.workers,
         first=judged_run.first,
         last=judged_run.last,
         shares=shares,
-        do_first=_do_first(anatomy, judged_run, shares),
-        notes=tuple(_notes(anatomy, judged_run)),
+        do_first=_do_first(timeline, judged_run, shares),
+        notes=tuple(_notes(timeline, judged_run)),
     )
 
 
@@ -107,17 +106,17 @@ def shares_of(judged: Judged) -> dict[str, float]:
         "checks": judged.total("checks"),
         "other": judged.total("other"),
     }
-    if judged.generation.workers == 1:  # nobody to communicate with
+    if judged.start.workers == 1:  # nobody to communicate with
         seconds["other"] += seconds.pop("communication")
     total = sum(seconds.values()) or 1.0
     return {name: value / total for name, value in seconds.items()}
 
 
-def _do_first(anatomy: Anatomy, judged: Judged, shares: Mapping[str, float]) -> DoFirst:
+def _do_first(timeline: Timeline, judged: Judged, shares: Mapping[str, float]) -> DoFirst:
     if judged.first == judged.last:
         sentence = f"Train more steps: only step {judged.first} was recorded, and it warms up."
         return DoFirst(cause="nothing", share=1.0, sentence=sentence)
-    again = steps_again(anatomy)
+    again = steps_again(timeline)
     losses: dict[Cause, float] = {
         "data": shares["data"],
         "late": shares["late"],
@@ -139,14 +138,14 @@ def _do_first(anatomy: Anatomy, judged: Judged, shares: Mapping[str, float]) -> 
         "data": (
             f"Load data faster: the ranks wait for data in {percent} of their time"
             f" ({_mean(judged, 'data')} ms a step, with --loader-workers"
-            f" {judged.generation.begin.loader_workers})."
+            f" {judged.start.begin.loader_workers})."
         ),
         "communication": (
             f"Send less, or less often: {percent} of the ranks' time is communication that no"
             f" computation hides ({_mean(judged, 'exposed')} ms a step with waits)."
         ),
         "restarts": (
-            f"Find out why the training was started {len(anatomy.generations)} times: {percent} of"
+            f"Find out why the training was started {len(timeline.starts)} times: {percent} of"
             " its steps were computed again."
         ),
     }
@@ -163,21 +162,21 @@ def _late(judged: Judged, share: float, percent: str) -> DoFirst:
         )
         return DoFirst(cause="late", share=share, sentence=sentence)
     rank, seconds = next(iter(judged.lost_to.items()))
-    if rank not in judged.places or seconds < _WHO_IS_LATE * sum(judged.lost_to.values()):
+    if rank not in judged.members or seconds < _WHO_IS_LATE * sum(judged.lost_to.values()):
         sentence = (
             f"Make the steps of all ranks equally long: a different rank is late in each step, and"
             f" the others wait for it in {percent} of their time."
         )
         return DoFirst(cause="late", share=share, sentence=sentence)
-    slow = judged.places[rank]
-    others = [times for number, times in judged.places.items() if number != rank]
+    slow = judged.members[rank]
+    others = [times for number, times in judged.members.items() if number != rank]
     usual = {}
     for phase in _PHASES:
         usual[phase] = statistics.median_low([times.per_step(phase) for times in others])
     phase = max(_PHASES, key=lambda name: slow.per_step(name) - usual[name])
     sentence = (
         f"Find out why {judged.name(rank)} is slow: the others wait for it in"
-        f" {100 * seconds / judged.seconds:.0f} % of the ranks' time (its {phase} phase takes"
+        f" {100 * seconds / (judged.total('seconds') or 1):.0f} % of the ranks' time (its {phase} phase takes"
         f" {milliseconds(slow.per_step(phase))} ms a step, others {milliseconds(usual[phase])})."
     )
     return DoFirst(cause="late", share=share, sentence=sentence, rank=rank, phase=phase)
@@ -185,7 +184,7 @@ def _late(judged: Judged, share: float, percent: str) -> DoFirst:
 
 def crowded_host(judged: Judged) -> str | None:
     """Describe a host with fewer cores than threads of ranks; None if there is none."""
-    begins = [lane.begin for lane in judged.generation.lanes.values() if lane.begin.device == "cpu"]
+    begins = [lane.begin for lane in judged.start.lanes.values() if lane.begin.device == "cpu"]
     count = Counter(begin.host for begin in begins)
     for begin in begins:
         ranks_here = count[begin.host]
@@ -197,37 +196,39 @@ def crowded_host(judged: Judged) -> str | None:
     return None
 
 
-def steps_again(anatomy: Anatomy) -> float:
+def steps_again(timeline: Timeline) -> float:
     """Return the share of computed steps that a later start computed again."""
-    generations = anatomy.generations
-    again = sum(max(0, before.last - after.step) for before, after in pairwise(generations))
-    computed = sum(generation.last - generation.step for generation in generations)
+    starts = timeline.starts
+    again = sum(max(0, before.last - after.step) for before, after in pairwise(starts))
+    computed = sum(start.last - start.step for start in starts)
     return again / max(1, computed)
 
 
 def _mean(judged: Judged, phase: str) -> str:
     """Return the milliseconds a step of the mean rank in this phase."""
-    return milliseconds(statistics.fmean(times.per_step(phase) for times in judged.places.values()))
+    return milliseconds(
+        statistics.fmean(times.per_step(phase) for times in judged.members.values())
+    )
 
 
-def _notes(anatomy: Anatomy, judged: Judged) -> Iterator[str]:
-    generation = judged.generation
-    if len(anatomy.generations) > 1:
+def _notes(timeline: Timeline, judged: Judged) -> Iterator[str]:
+    start = judged.start
+    if len(timeline.starts) > 1:
         yield (
-            f"The training was started {len(anatomy.generations)} times. The figures are of the"
+            f"The training was started {len(timeline.starts)} times. The figures are of the"
             f" longest stretch: steps {judged.first} to {judged.last}, on"
-            f" {counted(generation.workers, 'rank')}."
+            f" {counted(start.workers, 'rank')}."
         )
-    if generation.missing:
+    if start.missing:
         yield (
-            f"{ranks(generation.missing).capitalize()} of {generation.workers} left no record: the"
+            f"{ranks(start.missing).capitalize()} of {start.workers} left no record: the"
             " figures are of the others."
         )
-    if anatomy.unread:
-        lines = sum(anatomy.unread.values())
+    if timeline.unread:
+        lines = sum(timeline.unread.values())
         yield (
-            f"{counted(lines, 'line')} of {ranks(sorted(anatomy.unread))} could not be read and"
+            f"{counted(lines, 'line')} of {ranks(sorted(timeline.unread))} could not be read and"
             f" {'are' if lines > 1 else 'is'} left out."
         )
-    if judged.alone and generation.workers > 1:
-        yield f"Ranks do not wait for each other in a step ({judged.generation.begin.method})."
+    if judged.alone and start.workers > 1:
+        yield f"Ranks do not wait for each other in a step ({judged.start.begin.method})."

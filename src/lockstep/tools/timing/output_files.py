@@ -104,6 +104,11 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Return a text such as `1 rank` or `3 micro-batches`. `plural`: the ending of the plural."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{plural}"
+
+
 def milliseconds(seconds: float) -> str:
     """Return a text such as `12.3 ms`."""
     return f"{1e3 * seconds:.1f} ms"
