@@ -109,7 +109,7 @@ for line in json.load(sys.stdin):
             code = left.code or 0
         except Started:
             code = None
-    heavy = [name for name in ("torch", "numpy", "rich", "sklearn", "libcst") if name in sys.modules]
+    heavy = [name for name in ("torch", "numpy", "rich", "sklearn") if name in sys.modules]
     commands = [name for name in sys.modules if name.startswith("lockstep.cli.")]
     written = sorted(os.listdir(".")) != before
     answers.append(dict(code=code, heavy=heavy, commands=commands, written=written, text=text.getvalue()))

@@ -5,13 +5,11 @@ use.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command, command
-from tests.refused import refused
+from tests.cli.command import Command
 
 WRONG = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 PORT = 'os.environ["MASTER_PORT"] = "1234"\n'
@@ -67,14 +65,3 @@ def test_fix_writes_what_is_safe_and_reports_the_rest(folder: Path, lockstep: Co
     assert ended.out.count("\n") == 3
     assert wrong.read_text() == 'os.environ.setdefault("MASTER_PORT", "1234")\n' + WRONG
     assert lockstep("lint --fix clean.py").out == "no mistakes found in 1 file\n"
-
-
-def test_without_libcst_it_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("lockstep.tools.lint")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "libcst", None)  # as if it were not installed
-    with refused("missing-extra") as refusal:
-        command("lint", str(folder / "clean.py"))
-    assert "[lint]'" in str(refusal.value)

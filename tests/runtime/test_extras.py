@@ -16,14 +16,14 @@ from tests.refused import refused
 def test_an_extra_is_installed_from_where_the_package_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _wanted("lint", tmp_path, None) == "'lockstep-train[lint]'"
+    assert _wanted("tasks", tmp_path, None) == "'lockstep-train[tasks]'"
     origin = "https://host/it.whl"
-    assert _wanted("lint", tmp_path, origin) == f"'lockstep-train[lint] @ {origin}'"
+    assert _wanted("tasks", tmp_path, origin) == f"'lockstep-train[tasks] @ {origin}'"
     (tmp_path / "src" / "lockstep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    assert _wanted("lint", tmp_path, None) == f"-e '{tmp_path}[lint]'"
+    assert _wanted("tasks", tmp_path, None) == f"-e '{tmp_path}[tasks]'"
     monkeypatch.chdir(tmp_path)
-    assert _wanted("lint", tmp_path, None) == "-e '.[lint]'"
+    assert _wanted("tasks", tmp_path, None) == "-e '.[tasks]'"
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers", "ray_train"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ import typer
 from lockstep.cli.arguments import JsonFile
 from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
-from lockstep.runtime import extras
 from lockstep.tools.timing.output_files import write_json, writing
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ def lint(
     Such mistakes make replicas drift apart, or make ranks wait forever. The exit code is 1 if it
     finds one, and 2 if a file cannot be read.
     """
-    if find_spec("libcst") is None:
-        raise extras.missing("lint", "LibCST", "lint")
     findings: list[LintFinding] = []
     unreadable: list[str] = []
     for file in files:

@@ -87,7 +87,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         with refused("not-python", file=str(path), **values):
             check_file(path)
     # what is nested too deeply
-    for content in (b"(" * 3000 + b")" * 3000, b"+".join([b"1"] * 5000), b"+".join([b"1"] * 900)):
+    for content in (b"(" * 3000 + b")" * 3000, b"+".join([b"1"] * 5000)):
         with pytest.raises(UsageError, match=r"(deep|nested).* \[(cannot-read|not-python)\]"):
             check_source(b"x = " + content)
 

@@ -26,6 +26,64 @@ torch.manual_seed(args.seed + rank)  # <- seed-plus-rank
 torch.cuda.manual_seed_all(dist.get_rank() + seed)  # <- seed-plus-rank
 model = Net()
 """,
+    "the seed is the rank": """
+torch.manual_seed(rank)  # <- seed-plus-rank
+torch.manual_seed(int(os.environ["RANK"]))  # <- seed-plus-rank
+criterion(model(x), y).backward()
+""",
+    "a sum that is never divided": """
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)  # <- undivided-sum
+    optimizer.step()
+    print(total / len(loader), total / 100)
+""",
+    "a sum in a function, by its name": """
+criterion = nn.MSELoss()
+def average_gradients(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)  # <- undivided-sum
+def train():
+    loss = criterion(model(x), y)
+    loss.backward()
+    average_gradients(model)
+    optimizer.step()
+""",
+    "one seed for all epochs": """
+for epoch in range(3):
+    g = torch.Generator()
+    g.manual_seed(0)  # <- constant-seed
+    order = torch.randperm(n, generator=g)
+    for i in order[rank::world_size]:
+        train_step(data[i])
+""",
+    "one seed for all epochs, of the process": """
+seed = 7
+for epoch in range(3):
+    random.seed(seed)  # <- constant-seed
+    random.shuffle(indices)
+    for i in indices:
+        model(data[i]).backward()
+""",
+    "one seed for all epochs, in one line": """
+for ep in range(3):
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(args.seed))  # <- constant-seed
+    fit(model, order)
+""",
+    "a group of some ranks": """
+if rank < 2:
+    group = dist.new_group([0, 1])  # <- rank-conditional-collective
+if rank in (2, 3):
+    group = dist.new_group([2, 3], backend="gloo")  # <- rank-conditional-collective
+""",
+    "everything on the first GPU": """
+tensor = torch.tensor([rank], device='cuda')
+dist.all_reduce(tensor, op=dist.ReduceOp.SUM)  # <- device-not-set
+dist.broadcast(torch.ones(3).cuda(), 0)  # <- device-not-set
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.all_reduce(torch.ones(3).to(device))  # <- device-not-set
+""",
     "a port": """
 os.environ["MASTER_PORT"] = "12355"  # <- fixed-port
 os.environ['MASTER_PORT'] = str(12355)  # <- fixed-port
@@ -108,6 +166,14 @@ EVALUATION = "with torch.no_grad():\n    for x in loader:\n"
 WRAPPED = "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(net)\n"
 TURN = "for i, x in enumerate(loader):\n    model(x).backward()\n"
 SHARED = "loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+SUMMED = "F.mse_loss(x, y).backward()\nfor p in ps:\n    {}\noptimizer.step()\n"
+EPOCHS = """
+for epoch in range(3):
+    {}
+    order = torch.randperm(n, generator=g)
+    train(data[order])
+"""
+ON_CUDA = "dist.all_reduce(torch.ones(3, device='cuda'))"
 RIGHT = {
     "every parameter": """
 for p in ps:
@@ -127,6 +193,48 @@ dist.all_reduce(norm)
     "a generator's own seed": "g = torch.Generator()\ng.manual_seed(seed + rank)",
     "numpy's seed": "np.random.seed(seed + rank)",
     "one seed": "torch.manual_seed(seed + epoch)",
+    "a rank's seed without a training": "torch.manual_seed(rank)\ndist.all_reduce(torch.randn(3))",
+    "a rank's seed, and weights that are sent": (
+        "torch.manual_seed(rank)\nmodel = DDP(net)\nmodel(x).backward()"
+    ),
+    "another number": "torch.manual_seed(worker)\nmodel(x).backward()",
+    "an average": SUMMED.format("dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)"),
+    "a gradient that is divided": SUMMED.format(
+        "dist.all_reduce(p.grad)\n    p.grad /= dist.get_world_size()"
+    ),
+    "a gradient that is divided in place": SUMMED.format(
+        "dist.all_reduce(p.grad)\n    p.grad.div_(n)"
+    ),
+    "a learning rate that is divided": (
+        "optimizer = SGD(ps, lr=0.1 / world_size)\n" + SUMMED.format("dist.all_reduce(p.grad)")
+    ),
+    "a loss that is divided": SUMMED.replace("F.mse_loss(x, y)", "(F.mse_loss(x, y) / n)").format(
+        "dist.all_reduce(p.grad)"
+    ),
+    "a sum of a sum": SUMMED.replace("(x, y)", "(x, y, reduction='sum')").format(
+        "dist.all_reduce(p.grad)"
+    ),
+    "a sum in a group": SUMMED.format("dist.all_reduce(p.grad, group=replicas)"),
+    "a sum of no gradient": SUMMED.format("dist.all_reduce(p)"),
+    "a seed for each epoch": EPOCHS.format("g.manual_seed(seed + epoch)"),
+    "a seed that changes": EPOCHS.format("seed += 1\n    g.manual_seed(seed)"),
+    "a seed by a function": EPOCHS.format("g.manual_seed(new_seed())"),
+    "another generator": EPOCHS.format("other.manual_seed(0)"),
+    "the process's seed, which the generator does not use": EPOCHS.format("torch.manual_seed(0)"),
+    "a seed for an evaluation": (
+        "for epoch in range(3):\n    train(epoch)\n    torch.manual_seed(0)\n"
+        "    show(data[torch.randperm(9)])"
+    ),
+    "one seed for each of several runs": EPOCHS.replace("epoch", "fold").format("g.manual_seed(0)"),
+    "one seed before": f"g.manual_seed(0)\n{EPOCHS.format('pass')}",
+    "a group by all ranks": "group = dist.new_group([0, 1])\nif rank < 2:\n    use(group)",
+    "groups by all ranks": "if world_size > 2:\n    group = dist.new_group([0, 1])",
+    "a device that is set": f"torch.cuda.set_device(local_rank)\n{ON_CUDA}",
+    "a device by the group": f"dist.init_process_group(device_id=device)\n{ON_CUDA}",
+    "a device by its number": "dist.all_reduce(torch.ones(3, device=f'cuda:{local}'))",
+    "one device a process": f"os.environ['CUDA_VISIBLE_DEVICES'] = gpu\n{ON_CUDA}",
+    "the processor": "dist.all_reduce(torch.ones(3))\ndist.all_reduce(torch.ones(3, device='cpu'))",
+    "no collective": "t = torch.ones(3, device='cuda')\nmodel(t)",
     "a default port": 'os.environ.setdefault("MASTER_PORT", "12355")',
     "a free port": 'os.environ["MASTER_PORT"] = str(free_port())\nos.environ["MASTER_PORT"] = "0"',
     "a port where none is given": (

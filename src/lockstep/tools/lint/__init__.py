@@ -1,9 +1,7 @@
 """Find mistakes in data-parallel scripts without running them. The rules are pure functions over a
-LibCST tree and need no torch.
+syntax tree. They need no torch.
 
 A rule reports nothing if it is not sure; docs/guide/lint.md says what each rule cannot see.
-Lockstep uses LibCST without Fixit: Fixit 2.2 requires click < 8.2, which huggingface-hub (and
-with it accelerate and datasets) forbids.
 """
 
 from lockstep.tools.lint.check import Checked, LintFinding, check_file, check_source

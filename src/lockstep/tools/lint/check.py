@@ -8,17 +8,17 @@ name would have no effect, silently.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import warnings
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
-
-import libcst as cst
 
 from lockstep.errors import UsageError, sentence
 from lockstep.tools.lint.rules import RULES
-from lockstep.tools.lint.script import Script
+from lockstep.tools.lint.script import Problem, Script
 
 UNKNOWN = "unknown-rule"
 _COMMENT = re.compile(r"#\s*lockstep:\s*ignore\[([^\]]*)\]")
@@ -60,63 +60,72 @@ def check_file(path: Path) -> Checked:
 def check_source(source: bytes, file: str = "<text>") -> Checked:
     """Check source code in the encoding that it declares. `file` is the name in the findings."""
     try:
-        return _checked(Script(_parsed(source, file)), file)
-    except RecursionError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python shows these itself when it runs the file
+            tree = ast.parse(source)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        script = Script(tree, source.decode(encoding))
+        findings, fixes = _findings(script, file)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or the encoding
+        line = getattr(error, "lineno", None) or 1
+        reason = getattr(error, "msg", str(error))
+        raise UsageError("not-python", file=file, place=f":{line}", reason=reason) from error
+    except (RecursionError, MemoryError) as error:
         reason = "its code is nested too deeply"
         raise UsageError("cannot-read", name="file", file=file, reason=reason) from error
+    fixed = _fixed(script.source, fixes).encode(encoding) if fixes else None
+    return Checked(findings, fixed)
 
 
-def _checked(script: Script, file: str) -> Checked:
+def _findings(script: Script, file: str) -> tuple[list[LintFinding], list[Problem]]:
+    """The findings in the order of lines, and the problems that can be fixed."""
     findings: dict[tuple[int, str], LintFinding] = {}
-    fixes: dict[cst.CSTNode, cst.CSTNode] = {}
+    fixes: list[Problem] = []
     ignored = _ignored(script)
     for code, rule in RULES.items():
         for problem in rule(script):
-            line = script.line(problem.node)
+            line = problem.node.lineno
             if code in ignored.get(line, ()):
                 continue
             message = sentence(code, problem.values)
             findings.setdefault((line, code), LintFinding(file, line, code, message))
             if problem.fix is not None:
-                fixes[problem.node] = problem.fix
+                fixes.append(problem)
     for line, names in ignored.items():
         for name in names:
             if name not in RULES:
                 message = sentence(UNKNOWN, {"name": name, "rules": list(RULES)})
                 findings[line, name] = LintFinding(file, line, UNKNOWN, message)
-    fixed = script.module.visit(_Fix(fixes)).bytes if fixes else None
-    return Checked(sorted(findings.values()), fixed)
+    return sorted(findings.values()), fixes
 
 
 def _ignored(script: Script) -> dict[int, list[str]]:
     """The rules that comments ask to ignore, by line."""
     ignored = {}
-    for comment in script.all(cst.Comment):
-        if match := _COMMENT.search(comment.value):
-            ignored[script.line(comment)] = re.split(r"\s*,\s*", match[1].strip())
+    for token in tokenize.generate_tokens(io.StringIO(script.source).readline):
+        match = _COMMENT.search(token.string)
+        if match and token.type == tokenize.COMMENT:
+            ignored[token.start[0]] = re.split(r"\s*,\s*", match[1].strip())
     return ignored
 
 
-def _parsed(source: bytes, file: str) -> cst.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python shows these itself when it runs the file
-            ast.parse(source)  # raises on deeply nested brackets, where LibCST crashes
-        return cst.parse_module(source)
-    except SyntaxError as error:
-        raise UsageError(
-            "not-python", file=file, place=f":{error.lineno or 1}", reason=error.msg
-        ) from error
-    except ValueError as error:  # null bytes, in a Python before 3.11.4
-        raise UsageError("not-python", file=file, place="", reason=str(error)) from error
-    except (cst.ParserSyntaxError, MemoryError) as error:
-        raise UsageError("cannot-read", name="file", file=file, reason=str(error)) from error
+def _fixed(source: str, problems: list[Problem]) -> str:
+    """Return the source with each problem's node replaced by its fix. A node inside another one
+    waits for the next run. The columns of a syntax tree count bytes of UTF-8.
+    """
+    text = source.encode()
+    lengths = [len(line) + 1 for line in text.split(b"\n")]
+    starts = list(accumulate(lengths, initial=0))
+    fixed = b""
+    done = 0
+    for problem in sorted(problems, key=_position):
+        node = problem.node
+        first = starts[node.lineno - 1] + node.col_offset
+        if first >= done:
+            fixed += text[done:first] + str(problem.fix).encode()
+            done = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+    return (fixed + text[done:]).decode()
 
 
-class _Fix(cst.CSTTransformer):
-    def __init__(self, fixes: dict[cst.CSTNode, cst.CSTNode]) -> None:
-        super().__init__()
-        self.fixes = fixes
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        return self.fixes.get(original_node, updated_node)
+def _position(problem: Problem) -> tuple[int, int]:
+    return problem.node.lineno, problem.node.col_offset

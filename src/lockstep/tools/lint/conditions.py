@@ -5,97 +5,65 @@ remainder, and tests that hold on some ranks only, such as `rank == 0` or `is_ma
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import libcst as cst
-
-from lockstep.tools.lint.script import Binding, Loop, Script, Value, dotted, last_name
+from lockstep.tools.lint.script import Loop, Script, Value, argument, dotted, last_name
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
     """An expression and the truth value that it must have."""
 
-    expression: cst.BaseExpression
+    expression: ast.expr
     value: bool
 
 
-def conditions(script: Script, node: cst.CSTNode) -> Iterator[Test]:
+def conditions(script: Script, node: ast.AST) -> Iterator[Test]:
     """Yield the tests of `if`, `x if c else y`, `c and x` around `node`, the innermost first. All
     of them hold at `node`.
     """
     for above, below in script.ancestors(node):
         match above:
-            case cst.If() | cst.IfExp() if below is not above.test:
-                yield Test(above.test, below is above.body)
-            case cst.BooleanOperation() if below is above.right:
-                yield Test(above.left, isinstance(above.operator, cst.And))
+            case ast.If(test, body) if below is not test:
+                yield Test(test, below in body)
+            case ast.IfExp(test, body) if below is not test:
+                yield Test(test, below is body)
+            case ast.BoolOp(joined, values):
+                for value in values:
+                    if value is below:
+                        break
+                    yield Test(value, isinstance(joined, ast.And))
 
 
-def any_of(script: Script, test: Test) -> list[Test]:
-    """Split `test` into tests of which at least one holds if and only if `test` holds."""
-    return _parts(script, test, cst.Or)
-
-
-def all_of(script: Script, test: Test) -> list[Test]:
-    """Split `test` into tests that all hold if and only if `test` holds."""
-    return _parts(script, test, cst.And)
-
-
-_Joined = type[cst.BaseBooleanOp]
-
-
-def _parts(script: Script, test: Test, joined: _Joined, depth: int = 8) -> list[Test]:
-    parts = _halves(test, joined)
-    if not parts and depth:
-        meaning = definition(script, test.expression)
-        if meaning is not None:
-            parts = [Test(meaning, test.value)]
-    if not parts:
-        return [test]
+def split(script: Script, test: Test, joined: type[ast.boolop], depth: int = 8) -> list[Test]:
+    """Split a test into tests that all hold (`joined` is ast.And), or of which at least one holds
+    (ast.Or), if and only if it holds.
+    """
+    parts: list[Test] = []
+    match test.expression:
+        case ast.UnaryOp(ast.Not(), negated):
+            parts.append(Test(negated, not test.value))
+        case ast.BoolOp(op, values) if isinstance(op, joined) == test.value:
+            parts += [Test(value, test.value) for value in values]  # not (a and b): not a or not b
+        case expression:
+            meaning = script.definition(expression) if depth else None
+            if meaning is None:
+                return [test]
+            parts.append(Test(meaning, test.value))
     tests: list[Test] = []
     for part in parts:
-        tests += _parts(script, part, joined, depth - 1)
+        tests += split(script, part, joined, depth - 1)
     return tests
-
-
-def _halves(test: Test, joined: _Joined) -> list[Test]:
-    """Return the tests that `test` consists of, without `not`; none if it has no such parts."""
-    match test.expression:
-        case cst.UnaryOperation(operator=cst.Not(), expression=negated):
-            return [Test(negated, not test.value)]
-        case cst.BooleanOperation(left=left, right=right, operator=operator):
-            if isinstance(operator, joined) == test.value:  # not (a and b) is not a or not b
-                return [Test(left, test.value), Test(right, test.value)]
-    return []
-
-
-def definition(script: Script, node: cst.BaseExpression) -> Value:
-    """Return the value of a name, or None if it is not certain. It is certain if the name is bound
-    once in its function, or once in the innermost loop, and before `node`.
-    """
-    name = dotted(node)
-    bindings = script.lookup(name, node)
-    if name.startswith("self."):
-        scope = script.scope(node)
-        bindings = [binding for binding in bindings if script.scope(binding.node) is scope]
-    loops = script.loops(node)
-    if len(bindings) > 1 and loops:
-        bindings = [binding for binding in bindings if script.inside(binding.node, loops[0])]
-    if len(bindings) != 1:
-        return None
-    binding = bindings[0]
-    if isinstance(binding.node, cst.WithItem) or not script.before(binding.node, node):
-        return None
-    return binding.value
 
 
 _MODULO = re.compile(
     r"(?:0(?P<flipped>[=!]=))?"
     r"\(?(?P<counter>[A-Za-z_][\w.]*)(?P<offset>[+-]\d+)?\)?%(?P<size>[\w.]+)"
-    r"(?:(?P<sign>[=!]=|[<>])\(?(?P<value>[\w.]+(?:-1)?)\)?)?"
+    r"(?:(?P<sign>[=!]=|[<>])(?P<value>[\w.]+(?:-1)?))?"
 )
 
 
@@ -117,40 +85,17 @@ def modulo(script: Script, test: Test) -> Modulo | None:
     if match is None:
         return None
     size = match["size"]
+    last = str(int(size) - 1) if size.isdigit() else f"{size}-1"
     value = match["value"] or "0"
     sign = match["flipped"] or match["sign"] or "!="
-    last = str(int(size) - 1) if size.isdigit() else f"{size}-1"
-    if value == "0":
-        residue = 0
-        unequal = ("!=", ">")
-    elif value == last:
-        residue = -1
-        unequal = ("!=", "<")
-    else:
-        return None
-    if sign != "==" and sign not in unequal:
+    residue = {last: -1, "0": 0}.get(value)
+    if residue is None or sign == (">" if residue else "<"):
         return None
     residue -= int(match["offset"] or 0)
     return Modulo(match["counter"], size, residue, (sign == "==") == test.value)
 
 
-def only_modulo(script: Script, tests: list[Test]) -> tuple[Modulo, list[Test]] | None:
-    """The one test of a remainder among `tests`, and the others."""
-    remainders = set()
-    others = []
-    for test in tests:
-        remainder = modulo(script, test)
-        if remainder is None:
-            others.append(test)
-        else:
-            remainders.add((test, remainder))
-    if len(remainders) != 1:
-        return None
-    _, remainder = remainders.pop()
-    return remainder, others
-
-
-def counting_loop(script: Script, counter: str, node: cst.CSTNode) -> Loop | None:
+def counting_loop(script: Script, counter: str, node: ast.AST) -> Loop | None:
     """The innermost loop around `node` that gives the counter its values."""
     bindings = script.lookup(counter, node)
     for loop in script.loops(node):
@@ -159,57 +104,73 @@ def counting_loop(script: Script, counter: str, node: cst.CSTNode) -> Loop | Non
     return None
 
 
-def first_value(script: Script, counter: str, loop: Loop, node: cst.CSTNode) -> int | None:
+def first_value(script: Script, counter: str, loop: Loop, node: ast.AST) -> int | None:
     """Return the counter's value at `node` in the loop's first iteration; None if unknown."""
     bindings = script.lookup(counter, node)
     within = [binding for binding in bindings if script.inside(binding.node, loop)]
     before = [binding for binding in bindings if script.before(binding.node, loop)]
     if len(within) != 1:
         return None
-    if within[0].node is loop:
+    change = within[0].node
+    if change is loop:
         return _first_counted(script, loop, counter)
-    if len(before) != 1 or not _adds_one(script, within[0], loop):
+    if change not in loop.body or not script.text(change).endswith("+= 1") or len(before) != 1:
         return None
-    start = _integer(script, before[0].value)
-    return None if start is None else start + script.before(within[0].node, node)
-
-
-def _adds_one(script: Script, binding: Binding, loop: Loop) -> bool:
-    above = [above for above, _ in script.ancestors(binding.node)]
-    always = loop in above[:3]  # a line, a block, the loop
-    return always and script.text(binding.node).replace(" ", "").endswith("+=1")
+    start = _integer(before[0].value)
+    return None if start is None else start + script.before(change, node)
 
 
 def _first_counted(script: Script, loop: Loop, counter: str) -> int | None:
     call = counted_call(loop)
-    if call is None or len(call.args) > 2:
+    if call is None or isinstance(loop, ast.While):
         return None
-    arguments = [argument.value for argument in call.args]
     if last_name(call) == "range":
-        return _integer(script, arguments[0]) if len(arguments) == 2 else 0
-    if not isinstance(loop, cst.For) or not script.text(loop.target).startswith(f"{counter},"):
-        return None
-    return _integer(script, arguments[1]) if len(arguments) == 2 else 0
+        return _integer(call.args[0]) if len(call.args) == 2 else 0
+    start = argument(call, "start", 1)
+    match loop.target:
+        case ast.Tuple([first, *_]) if dotted(first) == counter:
+            return 0 if start is None else _integer(start)
+    return None
 
 
-def _integer(script: Script, node: Value) -> int | None:
-    text = script.text(node)
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
+def _integer(node: Value) -> int | None:
+    match node:
+        case ast.Constant(int(number)):
+            return number
+        case ast.UnaryOp(ast.USub(), ast.Constant(int(number))):
+            return -number
+    return None
 
 
-def counted_call(loop: Loop) -> cst.Call | None:
+def counted_call(loop: Loop) -> ast.Call | None:
     """Return the enumerate(...) or range(...) of a loop, also if a progress bar wraps it:
     `tqdm(enumerate(x), ...)`.
     """
-    node = loop.iter if isinstance(loop, cst.For) else None
-    while isinstance(node, cst.Call) and node.args:
+    node = None if isinstance(loop, ast.While) else loop.iter
+    while isinstance(node, ast.Call) and node.args:
         name = last_name(node)
         if name in ("enumerate", "range"):
             return node
-        if not re.search(r"(tqdm|track|trange)$", name):
-            return None
-        node = node.args[0].value
+        node = node.args[0] if re.search(r"(tqdm|track|trange)$", name) else None
     return None
+
+
+_HARMLESS = re.compile(
+    r"isinstance|hasattr|getattr|len|get_world_size|is_initialized|is_available|bool"
+)
+
+
+def is_constant(script: Script, expression: ast.expr, loop: Loop | None) -> bool:
+    """Whether an expression has the same value in every iteration of the loop."""
+    for name in script.names(expression):
+        for binding in script.lookup(name, expression):
+            varies = isinstance(binding.node, ast.arg)
+            if loop is not None:
+                varies = script.inside(binding.node, loop)
+            if varies:
+                return False
+    called = [last_name(call) for call in script.calls(expression)]
+    return all(_HARMLESS.fullmatch(name) for name in called)
 
 
 _RANK = re.compile(
@@ -223,104 +184,87 @@ _MAIN = re.compile(
     r"(main|master|rank_?0|rank_?zero|global_zero|zero_rank)(_process|_rank)?",
     re.IGNORECASE,
 )
-_ALONE = re.compile(
-    r"distributed|ddp|world_size|is_initialized|is_available|multi_?gpu|num_processes|nprocs|world\.size",
-    re.IGNORECASE,
+_SIZE = r"world_size|num_processes|nprocs|world\.size"
+_SEVERAL = re.compile(
+    rf"distributed|ddp|is_initialized|is_available|multi_?gpu|{_SIZE}", re.IGNORECASE
 )
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda rank, ranks: rank in ranks,
+    ast.NotIn: lambda rank, ranks: rank not in ranks,
+}
+RANKS = frozenset(range(16))
+"""The ranks of the run for which conditions are evaluated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """The rank `number` if `inside` is true; otherwise all ranks but this one."""
-
-    number: int
-    inside: bool
-
-
-def side(script: Script, test: Test) -> Side | None:
-    """Return the ranks that pass a test. None if it does not depend on the rank, or if only a run
-    of one process passes it.
-    """
-    parts = all_of(script, test)
-    sides = _sides(script, parts)
-    if sides:
-        return None if any(_means_alone(script, part) for part in parts) else sides[0]
-    parts = any_of(script, test)  # rank == 0 or not distributed
-    sides = _sides(script, parts)
-    alone = [part for part in parts if _means_alone(script, part)]
-    return sides[0] if len(sides) == 1 and len(alone) == len(parts) - 1 else None
+def reaching(script: Script, tests: Iterable[Test]) -> frozenset[int]:
+    """The ranks for which all tests hold or may hold."""
+    ranks = RANKS
+    for test in tests:
+        ranks = frozenset(
+            r for r in ranks if _truth(script, test.expression, r) is not (not test.value)
+        )
+    return ranks
 
 
-def _sides(script: Script, parts: list[Test]) -> list[Side]:
-    singles = [_single(script, part) for part in parts]
-    return [single for single in singles if single is not None]
+def _truth(script: Script, node: ast.expr, rank: int, depth: int = 8) -> bool | None:
+    """The value of a test on a rank of a run of several processes; None if it is not known."""
+    match node:
+        case ast.UnaryOp(ast.Not(), negated):
+            truth = _truth(script, negated, rank, depth)
+            return None if truth is None else not truth
+        case ast.BoolOp(op, values):
+            decisive = isinstance(op, ast.Or)
+            truths = [_truth(script, value, rank, depth) for value in values]
+            if decisive in truths:
+                return decisive
+            return None if None in truths else not decisive
+        case ast.Compare(left, [comparison], [right]):
+            return _compared(script, left, comparison, right, rank)
+    meaning = script.definition(node) if depth else None
+    if meaning is not None:
+        return _truth(script, meaning, rank, depth - 1)
+    is_call = isinstance(node, ast.Call)
+    if is_rank(script, node):
+        return None if is_call else rank != 0
+    main = _MAIN.fullmatch(last_name(node))
+    if main and (main[1] or not is_call):
+        return rank == 0
+    return True if _SEVERAL.search(script.text(node)) else None
 
 
-def _means_alone(script: Script, part: Test) -> bool:
-    """Whether a test says that only one process runs: `not distributed`, `world_size == 1`."""
-    text = script.text(part.expression)
-    if not _ALONE.search(text) or _single(script, part) is not None:
-        return False
-    if isinstance(part.expression, cst.Comparison):
-        return re.search(r"(==|<=) ?1$" if part.value else r"(>|!=) ?1$", text) is not None
-    return not part.value
-
-
-def _single(script: Script, part: Test) -> Side | None:
-    expression = part.expression
-    if isinstance(expression, cst.Comparison):
-        return _compared(script, expression, part.value)
-    is_call = isinstance(expression, cst.Call)
-    if is_rank(script, expression):
-        return None if is_call else Side(0, not part.value)
-    main = _MAIN.fullmatch(last_name(expression))
-    if main is None or (is_call and not main[1]):
-        return None
-    return Side(0, part.value)
-
-
-def _compared(script: Script, comparison: cst.Comparison, value: bool) -> Side | None:
-    """Return the ranks for which the comparison of a rank with a number has this value."""
-    if len(comparison.comparisons) != 1:
-        return None
-    target = comparison.comparisons[0]
-    left, right = comparison.left, target.comparator
-    if is_rank(script, right):
-        left, right = right, left
-    if not is_rank(script, left):
-        return None
-    numbers = _numbers(script.text(right))
-    if len(numbers) != 1:
-        return None
-    number = numbers.pop()
-    sign = script.text(target.operator)
-    if sign in ("==", "in"):
-        return Side(number, value)
-    if sign in ("!=", "not in"):
-        return Side(number, not value)
-    if (sign, number) == (">", 0):
-        return Side(0, not value)
-    return Side(0, value) if (sign, number) == ("<", 1) else None
-
-
-def _numbers(text: str) -> set[int]:
-    """Return the ranks in `0`, `"0"` or `(0, -1)`, without -1, which in older scripts means that
-    the run is not distributed.
-    """
+def _compared(
+    script: Script, left: ast.expr, comparison: ast.cmpop, right: ast.expr, rank: int
+) -> bool | None:
+    compare = _COMPARISONS.get(type(comparison))
     try:
-        value = ast.literal_eval(text)
-        several = value if isinstance(value, (tuple, list, set)) else [value]
-        return set(map(int, several)) - {-1}
-    except (ValueError, TypeError, SyntaxError):
-        return set()
+        numbers = [_number(script, node, rank) for node in (left, right)]
+    except (ValueError, TypeError):
+        return None
+    return compare(*numbers) if compare else None
 
 
-def is_rank(script: Script, node: cst.BaseExpression) -> bool:
+def _number(script: Script, node: ast.expr, rank: int) -> int | list[int]:
+    """The value of a rank, the number of ranks, a number or a tuple of numbers, also in quotes."""
+    if is_rank(script, node):
+        return rank
+    if re.search(_SIZE, script.text(node), re.IGNORECASE):
+        return len(RANKS)
+    value = ast.literal_eval(node)
+    return [int(v) for v in value] if isinstance(value, tuple | list | set) else int(value)
+
+
+def is_rank(script: Script, node: ast.expr) -> bool:
     """Whether an expression is the number of a process. The rank in a group is not, nor a loop
     variable with the name of a rank.
     """
     name = dotted(node)
     for binding in script.lookup(name, node):
-        if isinstance(binding.node, (cst.For, cst.CompFor)):
+        if isinstance(binding.node, ast.For | ast.comprehension):
             return False
     return not name.endswith("group.rank") and _RANK.fullmatch(script.text(node)) is not None

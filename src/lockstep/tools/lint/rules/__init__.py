@@ -19,7 +19,9 @@ RULES: dict[str, Callable[[Script], Iterator[Problem]]] = {
     "rank-conditional-collective": rank_conditional_collective,
     "gradient-conditional-collective": gradients.gradient_conditional_collective,
     "clip-inside-no-sync": gradients.clip_inside_no_sync,
+    "undivided-sum": gradients.undivided_sum,
     "sum-loss": gradients.sum_loss,
+    "constant-seed": data.constant_seed,
     "unseeded-data": data.unseeded_data,
     "blocking-copy": data.blocking_copy,
     "padded-metric": data.padded_metric,
@@ -27,4 +29,5 @@ RULES: dict[str, Callable[[Script], Iterator[Problem]]] = {
     "fixed-port": process_start.fixed_port,
     "nccl-timeout": process_start.nccl_timeout,
     "device-from-rank": process_start.device_from_rank,
+    "device-not-set": process_start.device_not_set,
 }

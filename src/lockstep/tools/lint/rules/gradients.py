@@ -1,91 +1,140 @@
-"""Rules for gradients that only some ranks reduce, that are clipped before they are complete, or
-that bypass the wrapper; and for losses whose scale depends on the number of ranks.
+"""Rules for gradients that only some ranks reduce, that are clipped before they are complete, that
+are never averaged, or that bypass the wrapper; and for losses whose scale depends on the number of
+ranks.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from itertools import chain
 
-import libcst as cst
-
-from lockstep.tools.lint.conditions import Test, all_of, conditions
-from lockstep.tools.lint.rules.accumulation import BLOCKS
+from lockstep.tools.lint.conditions import Test, conditions, split
 from lockstep.tools.lint.script import (
     Problem,
     Script,
     Value,
+    With,
     argument,
-    collective,
+    arguments,
     dotted,
-    is_torch_wrapper,
     last_name,
+)
+from lockstep.tools.lint.torch_names import (
+    alternatives,
+    collective,
+    is_lockstep_wrapper,
+    reduces_gradient,
     without_gradients,
+    wrapper,
 )
 
 _CLIPS = re.compile(r"clip_grad_norm_?|clip_grad_value_?|clip_gradients|clip_grads_with_norm_")
 _BY_HAND = re.compile(r"reduce|average|sync_grad", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce|average|sync(?!hronize$)(?<!no_sync)", re.IGNORECASE)
 _OF_GRADIENTS = re.compile(r"(reduce|average|sync|mean)\w*grad|requires_grad|toggle", re.IGNORECASE)
+_HELD_BACK = re.compile(r"\.no_(backward_)?sync\b(?!.*enabled=False)")
+_MEAN_LOSS = re.compile(r"cross_entropy|\w+_loss|\w+Loss|mean")
+_SCALES = re.compile(r"(true_)?(div|mul|divide|multiply)_?|_foreach_\w+")
+_OF_RANKS = re.compile(r"world|rank|grad|worker|replica|nproc", re.IGNORECASE)
 
 
 def gradient_conditional_collective(script: Script) -> Iterator[Problem]:
-    for call in script.all(cst.Call):
+    for call in script.all(ast.Call):
         name = collective(script, call)
         if name and any(_has_gradient(script, test) for test in _tests(script, call)):
             yield Problem(call, {"what": name})
 
 
-def _tests(script: Script, call: cst.Call) -> Iterator[Test]:
+def _tests(script: Script, call: ast.Call) -> Iterator[Test]:
     """Yield the tests that hold at a call: its conditions, and those of an earlier
     `if ...: continue` in the loop.
     """
     for test in conditions(script, call):
-        yield from all_of(script, test)
+        yield from split(script, test, ast.And)
     for loop in script.loops(call)[:1]:
-        for node in script.within(loop, cst.If):
-            if script.before(node, call) and any(script.within(node.body, cst.Continue)):
+        for node in script.within(loop, ast.If):
+            if script.before(node, call) and any(script.within(node.body, ast.Continue)):
                 yield Test(node.test, False)
 
 
 def _has_gradient(script: Script, test: Test) -> bool:
-    wanted = r"[\w.]+\.grad is not None" if test.value else r"[\w.]+\.grad is None"
-    return re.fullmatch(wanted, script.text(test.expression)) is not None
+    expected = r"[\w.]+\.grad is not None" if test.value else r"[\w.]+\.grad is None"
+    return re.fullmatch(expected, script.text(test.expression)) is not None
 
 
 def sum_loss(script: Script) -> Iterator[Problem]:
     modules = " ".join(chain(*script.imports.values()))
     if not re.search(r"\btorch\.(distributed|nn\.parallel)", modules):
         return
-    for call in script.all(cst.Call):
-        if last_name(call) != "backward" or call.args or not isinstance(call.func, cst.Attribute):
-            continue
-        loss: Value = call.func.value
-        for binding in script.lookup(dotted(loss), call):
-            if script.before(binding.node, call):
-                loss = binding.value
-        if not isinstance(loss, cst.Call) or last_name(loss) != "sum" or loss.args:
-            continue
-        if script.calls(script.scope(call), "step"):
+    for call, loss in _losses(script):
+        is_sum = isinstance(loss, ast.Call) and last_name(loss) == "sum" and not loss.args
+        if loss and is_sum and script.calls(script.scope(call), "step"):
             yield Problem(loss, {})
 
 
+def _losses(script: Script) -> Iterator[tuple[ast.Call, Value]]:
+    """Yield each `loss.backward()`, with the value of its loss."""
+    for call in script.all(ast.Call):
+        match call:
+            case ast.Call(ast.Attribute(loss, "backward"), []):
+                value: Value = loss
+                for binding in script.lookup(dotted(loss), call):
+                    if script.before(binding.node, call):
+                        value = binding.value
+                yield call, value
+
+
+def undivided_sum(script: Script) -> Iterator[Problem]:
+    called = {last_name(call) for call in script.all(ast.Call)}
+    if "step" not in called or not any(map(_MEAN_LOSS.fullmatch, called)):
+        return
+    losses = list(_losses(script))
+    if not losses or any("sum" in script.text(loss) for _, loss in losses):
+        return
+    for call in script.all(ast.Call):
+        if not reduces_gradient(script, call):
+            continue
+        op = script.text(argument(call, "op", 1))
+        scopes = {script.scope(node) for node in (call, *(backward for backward, _ in losses))}
+        if re.fullmatch(r"|(.*\.)?SUM|'sum'", op) and not _divides(script, scopes):
+            yield Problem(call, {})
+
+
+def _divides(script: Script, scopes: set[ast.AST]) -> bool:
+    """Whether the file may divide gradients, the loss or the learning rate by the number of
+    ranks: any division in these functions, and one that names ranks or gradients elsewhere.
+    """
+    for node in script.nodes:
+        match node:
+            case ast.BinOp(_, ast.Div(), divisor) | ast.AugAssign(_, ast.Div(), divisor):
+                is_other = re.search(r"\blen\(|^[\d.]+$", script.text(divisor))
+            case ast.Call() if _SCALES.fullmatch(last_name(node)):
+                is_other = None
+            case _:
+                continue
+        if _OF_RANKS.search(script.text(node)) or (not is_other and script.scope(node) in scopes):
+            return True
+    return False
+
+
 def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
-    for call in script.all(cst.Call):
+    for call in script.all(ast.Call):
         name = last_name(call)
         if not _CLIPS.fullmatch(name):
             continue
-        blocks = [above for above, _ in script.ancestors(call) if isinstance(above, cst.With)]
+        blocks = [above for above, _ in script.ancestors(call) if isinstance(above, With)]
         if any(_holds_for(script, block, call) for block in blocks):
             yield Problem(call, {"name": name, "where": "inside no_sync()"})
         elif _reduced_later(script, call):
             yield Problem(call, {"name": name, "where": "before the gradients are reduced"})
 
 
-def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
+def _holds_for(script: Script, block: With, call: ast.Call) -> bool:
     """Whether the block skips the exchange of gradients whenever it clips."""
-    contexts = [item.item for item in block.items if _holds_back(script, item.item)]
+    contexts = [item.context_expr for item in block.items]
+    contexts = [context for context in contexts if _holds_back(script, context)]
     if not contexts:
         return False
     for other in script.calls(block):
@@ -96,26 +145,17 @@ def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
     return not any(script.inside(test.expression, block) for test in conditions(script, call))
 
 
-def _holds_back(script: Script, expression: cst.BaseExpression) -> bool:
+def _holds_back(script: Script, expression: ast.expr) -> bool:
     """Whether an expression is `model.no_sync()`, a conditional with it as a branch, or a name
     that is bound to either.
     """
-    values: list[Value] = [expression]
-    name = expression.func if isinstance(expression, cst.Call) else expression
-    if isinstance(name, cst.Name):
-        values += [binding.value for binding in script.lookup(name.value, name)]
-    for value in values:
-        if value is None:
-            continue
-        for node in script.within(value, cst.Attribute):
-            call = script.parents[node]
-            off = isinstance(call, cst.Call) and script.text(argument(call, "enabled")) == "False"
-            if node.attr.value in BLOCKS and not off:
-                return True
-    return False
+    name = expression.func if isinstance(expression, ast.Call) else expression
+    bindings = script.lookup(name.id, name) if isinstance(name, ast.Name) else []
+    texts = [script.text(node) for node in (expression, *(b.value for b in bindings))]
+    return any(_HELD_BACK.search(text) for text in texts)
 
 
-def _reduced_later(script: Script, clip: cst.Call) -> bool:
+def _reduced_later(script: Script, clip: ast.Call) -> bool:
     """Whether the iteration runs a backward before `clip` and reduces gradients by hand after."""
     choices = {test.expression: test.value for test in conditions(script, clip)}
     for loop in script.loops(clip)[:1]:
@@ -130,40 +170,45 @@ def _reduced_later(script: Script, clip: cst.Call) -> bool:
     return False
 
 
-def _reduces(script: Script, call: cst.Call) -> bool:
+def _reduces(script: Script, call: ast.Call) -> bool:
     """Whether a call is `all_reduce(p.grad)`, or calls a function of this file that does it."""
-    if collective(script, call).endswith(".all_reduce"):
-        return dotted(argument(call, "tensor", 0)).endswith((".grad", ".grad.data"))
     function = script.called(call)
     inner = script.calls(function, "all_reduce") if function is not None else []
-    return any(_reduces(script, inner_call) for inner_call in inner)
+    return reduces_gradient(script, call) or any(_reduces(script, below) for below in inner)
 
 
 def forward_through_module(script: Script) -> Iterator[Problem]:
-    for call in script.all(cst.Call):
+    for call in script.all(ast.Call):
         module = call.func
-        if isinstance(module, cst.Attribute) and last_name(module) == "forward":
+        if isinstance(module, ast.Attribute) and module.attr == "forward":
             module = module.value
-        if not isinstance(module, cst.Attribute) or last_name(module) != "module":
+        if not isinstance(module, ast.Attribute) or module.attr != "module":
             continue
-        wrapper = module.value
-        name = dotted(wrapper)
-        if is_torch_wrapper(script, wrapper, call) and _trains(script, call, name):
-            yield Problem(call.func, {"name": name}, wrapper)
+        name = dotted(module.value)
+        if _is_torch_wrapper(script, module.value, call) and _trains(script, call, name):
+            yield Problem(call.func, {"name": name}, name)
 
 
-def _trains(script: Script, node: cst.Call, name: str) -> bool:
+def _is_torch_wrapper(script: Script, node: ast.expr, use: ast.expr) -> bool:
+    """Whether a name at `use` is certainly torch's DistributedDataParallel."""
+    for binding in script.lookup(dotted(node), use):
+        if any(is_lockstep_wrapper(script, call) for call in alternatives(binding.value)):
+            return False
+    return wrapper(script, node, use) is not None
+
+
+def _trains(script: Script, node: ast.Call, name: str) -> bool:
     """Whether a forward of `.module` leads to a backward that nothing reduces. False without
     gradients, in eval mode, if detached, or if the script reduces gradients itself.
     """
     around = script.calls(script.scope(node))
     if without_gradients(script, node) or last_name(script.parents[node]) == "detach":
         return False
-    if not any(last_name(call) == "backward" for call in around):
+    if not script.calls(script.scope(node), "backward"):
         return False
     for call in around:
         # the wrapper's forward prepares the reduction, or the backward is of another model
-        forward = is_torch_wrapper(script, call.func, call) and not without_gradients(script, call)
+        forward = _is_torch_wrapper(script, call.func, call) and not without_gradients(script, call)
         if forward or _by_hand(script, call, name):
             return False
     modes = re.compile(rf"{re.escape(name)}(\.module)?\.(train|eval)")
@@ -172,16 +217,15 @@ def _trains(script: Script, node: cst.Call, name: str) -> bool:
     return not modes_before or modes_before[-1].endswith("train")
 
 
-def _by_hand(script: Script, call: cst.Call, name: str) -> bool:
+def _by_hand(script: Script, call: ast.Call, name: str) -> bool:
     """Whether a call reduces or disables gradients by hand, as far as its name, its arguments or a
     `.grad` in the same function tell.
     """
     called = last_name(call)
     if not _REDUCES.search(called):
         return _OF_GRADIENTS.search(called) is not None
-    for arg in call.args:
-        text = script.text(arg.value)
-        if text == name or "param" in text:
-            return True
-    attributes = script.within(script.scope(call), cst.Attribute)
-    return any(node.attr.value == "grad" for node in attributes)
+    texts = [script.text(value) for value in arguments(call).values()]
+    if any(text == name or "param" in text for text in texts):
+        return True
+    attributes = script.within(script.scope(call), ast.Attribute)
+    return any(node.attr == "grad" for node in attributes)
