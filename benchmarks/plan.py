@@ -31,15 +31,13 @@ from pathlib import Path
 
 import namespaces
 from lockstep.config.knob import pairs
-from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import Task
 from lockstep.runtime.cores import cores
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.curve import predicted
+from lockstep.tools.plan.forecast import simulate
 from lockstep.tools.plan.networks import connection
-from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
-from lockstep.tools.timing.profile import Profile
-from lockstep.tools.timing.profiler import profile
+from lockstep.tools.plan.profile import Profile, profile
+from lockstep.tools.plan.work import PlanScaling, work_of
 from lockstep.training.resolve import locate, resolve
 
 _SKIPPED = 10  # steps of a training
@@ -170,34 +168,27 @@ def _trained_on(hosts: list[namespaces.Host], scratch: Path, model: Model, worke
 
 def profiled(model: Model, scaling: PlanScaling, counts: Sequence[int], seconds: float) -> Profile:
     source = model.source()
-    return profile(
-        source,
-        sides(scaling, counts, slots_of(source()), cores(), "cpu"),
-        seconds,
-        "cpu",
-        talking=talking(scaling, counts, "cpu"),
-    )
+    task = source()
+    slots = -(-task.global_batch // task.micro_batch)
+    sides = scaling.sides(counts, slots, cores())
+    talking = scaling.messages(counts)
+    return profile(source, sides, seconds, "cpu", cores=cores(), talking=talking)
 
 
-def middle(every: Sequence[Profile]) -> Profile:
+def middle(profiles: Sequence[Profile]) -> Profile:
     """The profile whose figures are the medians over the rounds."""
-    found = []
-    for number, side in enumerate(every[0].sides):
-        names = ("forward", "backward", "optimizer", "other", "loading", "spread")
-        found.append(
-            replace(
-                side,
-                **{
-                    name: statistics.median(getattr(each.sides[number], name) for each in every)
-                    for name in names
-                },
+    sides = {}
+    for ranks, side in profiles[0].sides.items():
+        medians = {}
+        for name in ("forward", "backward", "optimizer", "other", "loading", "spread"):
+            medians[name] = statistics.median(
+                getattr(profile.sides[ranks], name) for profile in profiles
             )
-        )
-    messages = {
-        ranks: statistics.median(each.messages[ranks] for each in every)
-        for ranks in every[0].messages
-    }
-    return replace(every[0], sides=found, messages=messages)
+        sides[ranks] = replace(side, **medians)
+    messages = {}
+    for ranks in profiles[0].messages:
+        messages[ranks] = statistics.median(profile.messages[ranks] for profile in profiles)
+    return replace(profiles[0], sides=sides, messages=messages)
 
 
 def compare(
@@ -216,7 +207,7 @@ def compare(
     for _ in range(rounds):
         profiles.append(profiled(model, scaling, [count], seconds))
         measured.append(train(model, count))
-    step = predicted(middle(profiles), count, scaling, network, Parallelism())
+    step = simulate(work_of(middle(profiles), scaling, count), count, network)
     return Row(
         model=model.name,
         workers=count,

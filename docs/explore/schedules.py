@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.parallelism import Parallelism
+from lockstep.runs import Settings
 from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Network
 from lockstep.schedules.schedule import Schedule
 from lockstep.tools.plan.carriers import cost
-from lockstep.tools.plan.communication import messages
+from lockstep.tools.plan.communication import WIDTH, messages
 from lockstep.tools.plan.networks import NETWORKS, TCP
-from lockstep.tools.plan.work import BACKWARD, WIDTH
-from lockstep.tools.timing.profile import Leaves
+from lockstep.tools.plan.profile import GradientBucket
+from lockstep.tools.plan.work import BACKWARD
 
 PAGE = Path(__file__).with_name("index.html")
 ALGORITHMS = ("ring", "tree", "halving_doubling", "central")
@@ -54,7 +54,7 @@ def of_schedule(found: Schedule) -> dict[str, Any]:
 
 def data() -> dict[str, Any]:
     """All that the page takes from the code."""
-    bucket = Leaves(ready=1.0, elements=1)
+    bucket = GradientBucket(ready=1.0, elements=1)
     return {
         "payload": TCP,
         "backward": BACKWARD,
@@ -65,7 +65,7 @@ def data() -> dict[str, Any]:
             if name != "free"
         },
         "late": {
-            name: messages(Parallelism(reduce=name), bucket, WIDTH, 2)[0].late  # type: ignore[arg-type]  # four of its choices
+            name: messages(Settings(task="page", reduce=name), bucket, WIDTH)[0].late  # type: ignore[arg-type]  # four of its choices
             for name in ALGORITHMS
         },
         "schedules": {

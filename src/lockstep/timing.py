@@ -140,9 +140,16 @@ class Trial:
         self.loader = training.loader
 
     def windows(self) -> Iterator[Window]:
-        """Yield windows without an end, epoch after epoch."""
+        """Yield windows without an end, epoch after epoch. The short last window of an epoch is left
+        out.
+        """
+        full = 0
         for epoch in self.loader.epochs(ENDLESS):
-            yield from epoch
+            for window in epoch:
+                samples = window.cut.stop - window.cut.start
+                full = full or samples
+                if samples == full:
+                    yield window
 
     def step(self, window: Window) -> StepResult:
         """Train one window, as `lockstep train` does.

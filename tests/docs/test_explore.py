@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.parallelism import Parallelism
+from lockstep.runs import Settings
 from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Network
-from lockstep.tools.plan.given_step import GivenStep, rows
+from lockstep.tools.plan.forecast import forecasts
 from lockstep.tools.plan.networks import TCP
+from lockstep.tools.plan.work import given_work
 from lockstep.tools.show.schedule_picture import rounds
 from tests.browser import Page, browser, require
 from tests.cli.command import command
@@ -51,17 +52,14 @@ def test_the_data_are_those_of_the_code() -> None:
 
 
 def planned(setting: dict[str, Any]) -> dict[str, float]:
-    given = GivenStep(
-        gradient_mb=setting["megabytes"], buckets=setting["buckets"], step_ms=setting["compute"]
-    )
+    work = given_work(setting["megabytes"], setting["buckets"], setting["compute"])
     network = Network.flat(setting["latency"] / 1e6, TCP * setting["rate"] * 1e9 / 8)
-    method = Parallelism(reduce=setting["algorithm"])
-    found = rows(given, [setting["workers"]], network, method)[0]
-    step = found.predicted
+    method = Settings(task="page", reduce=setting["algorithm"])
+    (step,) = forecasts(lambda workers: work, [setting["workers"]], 1, network, method)
     return {
         "step": step.step,
-        "efficiency": found.efficiency,
-        "exposed": step.exposed,
+        "efficiency": step.efficiency,
+        "exposed": step.parts["network"],
         "communication": step.communication,
         "sent": step.sent,
     }

@@ -22,6 +22,7 @@ from lockstep.cli.options import GivenNames, Only, option_name
 from lockstep.config import knob
 from lockstep.config.knob import Knob
 from lockstep.config.parallelism import Parallelism
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, warn_if_busy
 from lockstep.tools.timing.output_files import check_writable, write_json
@@ -112,36 +113,38 @@ def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parall
     counts = counts_of(options.workers)
     check_writable(options.json_file, "--json")
     task_path, overrides = task_of(task, choice.overrides)
+    from lockstep.tools.plan.forecast import check_method, describe, forecasts  # imports torch
     from lockstep.tools.plan.networks import connection, described
-
-    network = connection(options.network, options.nodes_of)
-    from lockstep.tools.plan.curve import describe, plan_rows  # imports torch
-    from lockstep.tools.plan.simulate import check_method
-    from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
+    from lockstep.tools.plan.profile import profile
+    from lockstep.tools.plan.work import PlanScaling, work_of
     from lockstep.tools.timing.machine import kind_of_device
-    from lockstep.tools.timing.profiler import profile
     from lockstep.training.resolve import resolve, short_name
 
-    check_method(method)
+    network = connection(options.network, options.nodes_of)
+    settings = _settings(method)
+    check_method(settings)
     scaling = PlanScaling(
         base=counts[0] if len(counts) > 1 else 1, weak=options.weak, per_host=options.nodes_of
     )
-    device = kind_of_device()
-    ranks = scaling.on_host(counts[-1])
+    ranks = min(counts[-1], options.nodes_of)
     most = 8 * cores()
-    if device == "cpu" and ranks > most:
-        raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
     source = partial(resolve, task_path, overrides)
-    ranks_beside = sides(scaling, counts, slots_of(source()), cores(), device)
+    sides = [1]
+    talking: list[int] = []
+    if kind_of_device() == "cpu":
+        if ranks > most:
+            raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
+        task_here = source()
+        slots = -(-task_here.global_batch // task_here.micro_batch)
+        sides = scaling.sides(counts, slots, cores())
+        talking = scaling.messages(counts)
     warn_if_busy()
-    measured = profile(
-        source, ranks_beside, options.seconds, talking=talking(scaling, counts, device)
-    )
+    measured = profile(source, sides, options.seconds, cores=cores(), talking=talking)
     print(measured.describe(options.nodes_of))
     network_text = described(network, options.network)
     print(network_text)
-    rows = plan_rows(measured, counts, scaling, network, method)
-    print(describe(rows, measured, scaling))
+    rows = forecasts(partial(work_of, measured, scaling), counts, scaling.base, network, settings)
+    print(describe(rows), *scaling.notes(counts, measured.slots), sep="\n")
     report = {
         "task": short_name(task_path),
         "network": network_text,
@@ -150,6 +153,10 @@ def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parall
         "rows": [row.as_json() for row in rows],
     }
     write_json(options.json_file, report)
+
+
+def _settings(method: Parallelism) -> Settings:
+    return Settings(task="plan", **knob.values_of(method, Parallelism))
 
 
 def _plan_numbers(options: PlanChoice, gradient_mb: float, method: Parallelism) -> None:
@@ -163,16 +170,19 @@ def _plan_numbers(options: PlanChoice, gradient_mb: float, method: Parallelism) 
         )
     counts = counts_of(options.workers)
     check_writable(options.json_file, "--json")
-    from lockstep.tools.plan.given_step import GivenStep, describe, rows  # imports torch
+    from lockstep.tools.plan.forecast import describe, forecasts  # imports torch
     from lockstep.tools.plan.networks import connection, described
+    from lockstep.tools.plan.work import given_work
 
     network = connection(options.network, options.nodes_of)
-    step = GivenStep(gradient_mb=gradient_mb, buckets=options.buckets, step_ms=options.step_ms)
-    times = rows(step, counts, network, method)
     network_text = described(network, options.network)
     print(network_text)
-    print(describe(step, times))
-    report = {"network": network_text, "rows": [row.as_json() for row in times]}
+    sizes = f"{gradient_mb:g} MB of gradients in {options.buckets} equal buckets"
+    print(f"{sizes}; every rank computes {options.step_ms:g} ms")
+    work = given_work(gradient_mb, options.buckets, options.step_ms)
+    rows = forecasts(lambda workers: work, counts, 1, network, _settings(method))
+    print(describe(rows))
+    report = {"network": network_text, "rows": [row.as_json() for row in rows]}
     write_json(options.json_file, report)
 
 

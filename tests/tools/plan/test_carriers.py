@@ -54,5 +54,4 @@ def test_what_the_busiest_rank_sends() -> None:
 
 def test_nothing_to_send_and_a_long_latency_that_does_not_swallow_the_bandwidth() -> None:
     assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 1) is NOTHING
-    assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 4).seconds(0) == 0
     assert cost(Network.flat(1e9, 1e9), "all_reduce", "ring", 4).per_byte == pytest.approx(1.5e-9)

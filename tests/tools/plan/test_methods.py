@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.config.parallelism import Parallelism
+from lockstep.runs import Settings
 from lockstep.schedules.network import Link, Network
-from lockstep.tools.plan.simulate import simulate
-from lockstep.tools.plan.work import RankWork
-from lockstep.tools.timing.profile import Leaves, laid_out
+from lockstep.tools.plan.forecast import RankWork, simulate
+from lockstep.tools.plan.profile import GradientBucket
 from tests.teams import on_team
 
 # A matrix of 1000 x 600, which is worth factoring, one of 4 x 5, which is not at rank 4, and a
@@ -24,8 +23,8 @@ from tests.teams import on_team
 SHAPES = ((1000, 600), (4, 5), (380,))
 ELEMENTS = 600_400
 BUCKETS = (
-    Leaves(ready=400 / ELEMENTS, elements=400, tensors=(SHAPES[2], SHAPES[1])),
-    Leaves(ready=1.0, elements=600_000, tensors=SHAPES[:1]),
+    GradientBucket(ready=400 / ELEMENTS, elements=400, tensors=(SHAPES[2], SHAPES[1])),
+    GradientBucket(ready=1.0, elements=600_000, tensors=SHAPES[:1]),
 )
 S = 4 * ELEMENTS
 SLOW = Link(1e-3, 1e6)
@@ -36,18 +35,18 @@ def computing(step: float, behind: float) -> RankWork:
     return RankWork(forward=step - behind, backward=behind, micro_batches=1, buckets=BUCKETS)
 
 
-def method_of(text: str) -> Parallelism:
+def method_of(text: str) -> Settings:
     """The options of `lockstep train` in a text; a bare word is a value of --reduce."""
     words = text.split() if text.startswith("--") else ["--reduce", text]
     names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
     values = [int(word) if word.isdigit() else word for word in words[1::2]]
-    return Parallelism(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+    return Settings(task="step", **dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
 
 
 MODEL = computing(0.0, 0.0)
 
 
-def sends(method: Parallelism, work: RankWork, workers: int) -> float:
+def sends(method: Settings, work: RankWork, workers: int) -> float:
     """Bytes of a step, by the rank that sends most."""
     return simulate(work, workers, Network.flat(0.0, 1.0), method).sent
 
@@ -136,8 +135,10 @@ def counted(world: lockstep.World) -> dict[str, int]:
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_ranks_send_what_was_predicted(workers: int) -> None:
-    parameters = list(net().parameters())
-    work = replace(MODEL, buckets=laid_out(parameters, [1.0] * len(parameters)))
+    shapes = tuple(tuple(parameter.shape) for parameter in net().parameters())
+    elements = sum(map(math.prod, shapes))
+    bucket = GradientBucket(ready=1.0, elements=elements, tensors=shapes)
+    work = replace(MODEL, buckets=[bucket])
     ranks = on_team(counted, workers)
     for reduce in REDUCTIONS:
         predicted = sends(method_of(reduce), work, workers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.tools.plan.work import PlanScaling, samples_of, sides, work_of
-from tests.tools.timing.profiles import profile
+from lockstep.tools.plan.work import PlanScaling, work_of
+from tests.tools.plan.profiles import profile
 
 STRONG = PlanScaling(base=1)
 WEAK = PlanScaling(base=2, weak=True)
@@ -18,9 +18,9 @@ def micro_batches(scaling: PlanScaling, *workers: int) -> list[int]:
 
 def test_strong_scaling_deals_out_the_micro_batches_and_weak_keeps_those_of_the_base() -> None:
     assert micro_batches(STRONG, 1, 2, 3, 8, 64) == [8, 4, 3, 1, 1]
-    assert samples_of(profile(), STRONG, 64) == 64
+    assert work_of(profile(), STRONG, 64).samples == 64
     assert micro_batches(WEAK, 2, 4, 64) == [4, 4, 4]
-    assert samples_of(profile(), WEAK, 64) == 32 * 64
+    assert work_of(profile(), WEAK, 64).samples == 32 * 64
 
 
 def test_ranks_of_one_host_compute_as_those_side_by_side_and_others_as_one_alone() -> None:
@@ -34,7 +34,6 @@ def test_ranks_of_one_host_compute_as_those_side_by_side_and_others_as_one_alone
 
 def test_gpus_are_not_shared() -> None:
     assert work_of(profile(device="cuda"), HERE, 8).backward == 2.0
-    assert sides(HERE, [1, 2, 8], 8, 2, "cuda") == [1]
 
 
 @pytest.mark.parametrize(
@@ -49,4 +48,4 @@ def test_gpus_are_not_shared() -> None:
 def test_what_must_be_profiled(
     scaling: PlanScaling, counts: list[int], expected: list[int]
 ) -> None:
-    assert sides(scaling, counts, 8, 2, "cpu") == expected
+    assert scaling.sides(counts, 8, 2) == expected

@@ -1,70 +1,22 @@
-"""The work of a rank in a step, as the simulation needs it. It comes from the profile of a task,
-for any number of ranks, or from three numbers (given_step.py).
+"""The work of a rank in a step, as a forecast needs it: from the profile of a task for any number of
+ranks, or from three numbers. docs/explore/index.html computes the same from three numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep.config import knob
-from lockstep.config.task import Task
-from lockstep.data.windows import Plan
-from lockstep.gradients.facts import numbers
-from lockstep.tools.timing.profile import Leaves, Profile
+from lockstep.timing import facts_bytes
+from lockstep.tools.plan.communication import WIDTH
+from lockstep.tools.plan.forecast import RankWork
+from lockstep.tools.plan.profile import GradientBucket, Profile
+from lockstep.tools.timing.output_files import counted
 
-WIDTH = 4  # bytes of an element: float32
 # share of a micro-batch's time: a backward has two products (for the gradients of the inputs and of
 # the weights), a forward has one
 BACKWARD = 2 / 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankWork:
-    """Work of the rank that has the most micro-batches. Seconds are means. Raises UsageError for
-    values out of range.
-    """
-
-    forward: float
-    """Seconds of one micro-batch's forward."""
-    backward: float
-    """Seconds of one micro-batch's backward."""
-    micro_batches: int
-    optimizer: float = 0.0
-    other: float = 0.0
-    """Seconds per step that do not depend on the number of micro-batches: Python, records,
-    checks.
-    """
-    spread: float = 0.0
-    """Standard deviation of a rank's computation in a step, divided by its mean; independent from
-    rank to rank.
-    """
-    in_turns: float = 1.0
-    """Number of ranks that take turns on one core. A rank that is done leaves the core to the
-    others, so only the sum of their times can be late.
-    """
-    buckets: Sequence[Leaves] = ()
-    """Buckets in the order in which they leave."""
-    width: float = WIDTH
-    """Bytes per element of a gradient."""
-    facts: int = 0
-    """Bytes that ranks exchange before the last backward of a step: weights, losses."""
-    buffers: int = 0
-    """Bytes that are averaged after the gradients in every step: BatchNorm's statistics."""
-    loading: float = 0.0
-    """Seconds to load a rank's samples of a step, in its own process."""
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward", "optimizer", "other", "spread", "loading"):
-            knob.number(name, getattr(self, name), least=0)
-        knob.whole("micro_batches", self.micro_batches)
-        for bucket in self.buckets:
-            knob.number("ready", bucket.ready, least=0, most=1)
-
-    @property
-    def computation(self) -> float:
-        """Seconds of forwards and backwards in a step."""
-        return self.micro_batches * (self.forward + self.backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,84 +32,90 @@ class PlanScaling:
     per_host: int = 1
     """Number of ranks that share the cores of one host."""
 
-    def on_host(self, workers: int) -> int:
-        """Return the number of ranks on one host."""
-        return min(workers, self.per_host)
+    def computing(self, workers: int, slots: int) -> int:
+        """Return the number of ranks of one host that have one of `slots` micro-batches."""
+        on_host = min(workers, self.per_host)
+        return on_host if self.weak else min(on_host, slots)
 
+    def talking(self, workers: int) -> int:
+        """Return the number of ranks of one host whose messages represent those of `workers` ranks:
+        those that share its cores, but at least two.
+        """
+        return max(2, min(workers, self.per_host))
 
-def slots_of(sizes: Profile | Task) -> int:
-    """Return the number of micro-batches of the task's own global batch."""
-    return Plan(
-        samples=sizes.global_batch, global_batch=sizes.global_batch, micro_batch=sizes.micro_batch
-    ).slots
+    def sides(self, counts: Iterable[int], slots: int, cores: int) -> list[int]:
+        """Return the numbers of ranks to profile side by side on CPUs: as many as share a host, but
+        at most one per core.
+        """
+        computing = [self.computing(count, slots) for count in (*counts, self.base)]
+        return sorted({min(ranks, cores) for ranks in computing})
 
+    def messages(self, counts: Iterable[int]) -> list[int]:
+        """Return the numbers of ranks of one host whose messages must be timed on CPUs."""
+        return sorted({self.talking(count) for count in (*counts, self.base) if count > 1})
 
-def sides(
-    scaling: PlanScaling, counts: Iterable[int], slots: int, cores: int, device: str
-) -> list[int]:
-    """Return the numbers of ranks to profile side by side: as many as share a host, but at most one
-    per core. GPU ranks share nothing, so one is enough.
-    """
-    if device == "cuda":
-        return [1]
-    computing = {_computing(scaling, count, slots) for count in (*counts, scaling.base)}
-    return sorted({min(ranks, cores) for ranks in computing})
-
-
-def talking(scaling: PlanScaling, counts: Iterable[int], device: str) -> list[int]:
-    """Return the numbers of ranks of one host whose messages must be timed: those that share its
-    cores, but at least two.
-    """
-    if device == "cuda":
-        return []
-    return sorted(
-        {representative_ranks(scaling, count) for count in (*counts, scaling.base) if count > 1}
-    )
-
-
-def representative_ranks(scaling: PlanScaling, workers: int) -> int:
-    """Return the number of ranks of one host whose messages represent those of `workers` ranks."""
-    return max(2, scaling.on_host(workers))
-
-
-def _computing(scaling: PlanScaling, workers: int, slots: int) -> int:
-    """Return the number of ranks of one host that have a micro-batch."""
-    on_host = scaling.on_host(workers)
-    return on_host if scaling.weak else min(on_host, slots)
-
-
-def samples_of(profile: Profile, scaling: PlanScaling, workers: int) -> float:
-    """Return the samples of all ranks in a step."""
-    if not scaling.weak:
-        return profile.global_batch
-    return profile.global_batch * workers / scaling.base
+    def notes(self, counts: Iterable[int], slots: int) -> Iterator[str]:
+        """Yield sentences about the rows of a plan."""
+        kind = "the global batch stays the same (strong scaling)"
+        if self.weak:
+            kind = f"every rank keeps its share of {self.base} (weak scaling)"
+        yield f"{kind}; efficiency is relative to {counted(self.base, 'rank')}"
+        idle = [workers for workers in counts if workers > slots]
+        if idle and not self.weak:
+            yield (
+                f"a step has {counted(slots, 'micro-batch', 'es')}: among {idle[0]} ranks some have"
+                " none and wait. Use a smaller micro_batch, a larger global_batch, or --weak"
+            )
 
 
 def work_of(profile: Profile, scaling: PlanScaling, workers: int) -> RankWork:
     """Return the work of the rank with the most micro-batches, among `workers` ranks.
 
-    If a host has more ranks than cores, they take turns: all times grow in proportion.
+    If a host has more ranks than cores, they take turns: all times grow in proportion. GPU ranks
+    share nothing.
     """
-    slots = slots_of(profile)
     side_by_side = 1
     turns = 1.0
     if profile.device != "cuda":
-        on_host = _computing(scaling, workers, slots)
+        on_host = scaling.computing(workers, profile.slots)
         side_by_side = min(on_host, profile.cores)
         turns = on_host / side_by_side
-    side = profile.side(side_by_side)
-    micro_batches = -(-slots // (scaling.base if scaling.weak else workers))
+    side = profile.sides[side_by_side]
+    micro_batches = -(-profile.slots // (scaling.base if scaling.weak else workers))
     return RankWork(
         forward=turns * side.forward,
         backward=turns * side.backward,
         micro_batches=micro_batches,
         optimizer=turns * side.optimizer,
         other=turns * side.other,
+        loading=turns * micro_batches * side.loading,
         spread=side.spread,
         in_turns=turns,
         buckets=profile.buckets,
         width=profile.width,
-        facts=8 * numbers(workers),
+        facts=facts_bytes(workers),
         buffers=profile.buffers,
-        loading=turns * micro_batches * side.loading,
+        software=profile.messages.get(scaling.talking(workers), 0.0),
+        samples=profile.global_batch * (workers / scaling.base if scaling.weak else 1),
+        on_cpus=profile.device == "cpu",
+    )
+
+
+def given_work(gradient_mb: float, buckets: int, step_ms: float) -> RankWork:
+    """Return the work of a step that is known by three numbers: 10^6 bytes of float32 gradients, the
+    number of equal buckets, milliseconds of forward and backward.
+
+    A third of the computation is the forward. Bucket i of n is complete after (i + 1)/n of the
+    backward. Every rank computes as long among any number of ranks: the global batch grows.
+    """
+    seconds = step_ms / 1e3
+    elements = math.floor(gradient_mb * 1e6 / WIDTH + 0.5)
+    size, longer = divmod(elements, buckets)
+    return RankWork(
+        forward=(1 - BACKWARD) * seconds,
+        backward=BACKWARD * seconds,
+        buckets=[
+            GradientBucket(ready=(number + 1) / buckets, elements=size + (number < longer))
+            for number in range(buckets)
+        ],
     )

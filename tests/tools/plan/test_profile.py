@@ -4,15 +4,17 @@ in a moment.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
-from lockstep.tools.timing.profiler import profile as measured
-from lockstep.tools.timing.profiler import spread_of
-from tests.refused import refused
+from lockstep.errors import WorkerFailed
+from lockstep.tools.plan.profile import profile as measured
+from lockstep.tools.plan.profile import spread_of
 
 
 def test_what_slows_all_ranks_of_a_step_is_no_spread() -> None:
@@ -46,8 +48,9 @@ def small() -> Task:
 
 
 def test_two_ranks_side_by_side() -> None:
-    found = measured(small, [2], 0.01, "cpu")
-    (side,) = found.sides
+    found = measured(small, [2], 0.01, "cpu", cores=2, talking=[2])
+    side = found.sides[2]
+    assert found.messages[2] > 0
     assert (side.ranks, found.global_batch, found.micro_batch, found.width) == (2, 16, 4, 4)
     assert min(side.forward, side.backward, side.optimizer, side.loading) > 0
     ready = [bucket.ready for bucket in found.buckets]
@@ -61,7 +64,10 @@ def test_two_ranks_side_by_side() -> None:
     assert found.buffers == 2 * 4 * 18_750
 
 
-def test_no_time() -> None:
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        with refused("wrong-value", name="seconds", expected="a number above 0"):
-            measured(small, [1], seconds, "cpu")
+def too_large() -> Task:
+    return replace(small(), micro_batch=16)
+
+
+def test_a_rank_without_a_micro_batch_is_refused() -> None:
+    with pytest.raises(WorkerFailed, match="idle-rank-profiled"):
+        measured(too_large, [2], 0.01, "cpu", cores=2)

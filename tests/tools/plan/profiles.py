@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lockstep.tools.timing.profile import Leaves, PhaseTimes, Profile
+from lockstep.tools.plan.profile import GradientBucket, PhaseTimes, Profile
 
 ALONE = PhaseTimes(
     ranks=1,
@@ -24,8 +24,8 @@ PAIR = replace(ALONE, ranks=2, threads=1, forward=1.5, backward=3.0)
 def profile(**changes: Any) -> Profile:
     """Eight micro-batches of 8, a megabyte of gradients in two buckets, on a host of two cores."""
     buckets = (
-        Leaves(ready=0.5, elements=125_000, tensors=((500, 250),)),
-        Leaves(ready=1.0, elements=125_000, tensors=((125_000,),)),
+        GradientBucket(ready=0.5, elements=125_000, tensors=((500, 250),)),
+        GradientBucket(ready=1.0, elements=125_000, tensors=((125_000,),)),
     )
     given: dict[str, Any] = {
         "task": "digits",
@@ -37,6 +37,6 @@ def profile(**changes: Any) -> Profile:
         "width": 4,
         "buffers": 0,
         "messages": {2: 0.0, 4: 0.0, 8: 0.0},
-        "sides": (ALONE, PAIR),
+        "sides": {1: ALONE, 2: PAIR},
     }
     return Profile(**given | changes)
