@@ -22,7 +22,7 @@ These are the options of `lockstep train`, by group. Other commands take some of
   `sync_every = 8` is `--sync-every 8`, and `set = {lr = 0.05}` is `--set lr=0.05`. The command line overrides the file, and prints one
   line if the two differ. An unknown name, or a value of another type, is an error.
 - **From Python.** `lockstep.train(task, sync_every=8)` takes the same names for the groups training, gradients and model split, and for
-  epochs, steps, device, checkpoint_every, checkpoints and allow_changes.
+  epochs, steps, device, checkpoint_every, keep, keep_bytes, checkpoints and allow_changes.
 - **A task's parameters.** [Configuration](../guide/configuration.md) explains the values of `--set`.
 - **In the run directory.** settings.json holds the options of a run.
 """

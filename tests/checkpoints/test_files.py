@@ -5,6 +5,7 @@ bit.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import re
 import signal
@@ -15,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import measured
 from lockstep.checkpoints.pieces import TensorFile, image, write
 from lockstep.checkpoints.saver import Pace, Saver
+from lockstep.config.retention import Retention
 from lockstep.errors import LockstepError
 from lockstep.gradients.saved_state import TensorPiece
 from tests.checkpoints.model_alone import write_model
@@ -209,6 +213,68 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert folders.written(tmp_path) == made[1:]
     mark = {"checkpoint": "step-0000002", "metric": "accuracy", "value": 0.95}
     assert json.loads((tmp_path / "best.json").read_text()) == mark
+
+
+gaps = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+@given(gaps, st.booleans(), st.data())
+def test_any_step_is_half_of_its_age_from_a_checkpoint(
+    gaps: list[int], even: bool, data: st.DataObject
+) -> None:
+    """After every save: as near as the saved steps allow, also if others stay for other reasons."""
+    saved = list(itertools.accumulate([gaps[0]] * len(gaps) if even else gaps))
+    there: dict[int, int] = {}
+    for newest in saved:
+        there[newest] = 1
+        protected = data.draw(st.sets(st.sampled_from(sorted(there)), max_size=1))
+        stays = folders.staying(there, Retention(), newest, protected)
+        there = dict.fromkeys(stays, 1)
+        for step in range(newest + 1):
+            nearest = max((saved for saved in stays if saved <= step), default=0)
+            possible = max((other for other in saved if other <= step), default=0)
+            assert nearest == possible or 2 * (step - nearest) <= newest - step
+
+
+def test_few_checkpoints_stay_of_many() -> None:
+    steps: list[int] = []
+    counts = {}
+    for newest in range(100, 100_001, 100):
+        steps = folders.by_age([*steps, newest])
+        counts[newest] = len(steps)
+    assert steps[-2:] == [99_900, 100_000]
+    assert [counts[saves * 100] for saves in (1, 10, 100, 1000)] == [1, 7, 14, 23]
+
+
+def test_what_else_stays() -> None:
+    sizes = dict.fromkeys((10, 20, 30, 40, 50, 60), 100)
+    for keep, keep_bytes, expected in (
+        (2, None, {10, 40, 50}),
+        ("3", None, {10, 30, 40, 50}),
+        ("all", None, {10, 20, 30, 40, 50}),
+        ("all", 300, {10, 40, 50}),
+        ("all", "0.35 kB", {10, 40, 50}),
+        (None, "1GiB", {10, 20, 30, 40, 50}),
+        ("all", 1, {10, 50}),
+    ):
+        retention = Retention.of(keep, keep_bytes)
+        # 60 is of a training that has resumed before it, 10 is the best
+        assert folders.staying(sizes, retention, 50, {10}) == expected, (keep, keep_bytes)
+    for name, value in (("keep", 0), ("keep", "some"), ("keep", True), ("keep", 1.5)):
+        with refused("wrong-value", name=name, value=value):
+            Retention.of(value)
+    for value in ("20", "GB", 0, "0B", "-1GB", "20XB"):
+        with refused("wrong-value", name="keep_bytes", value=value):
+            Retention.of(None, value)
+
+
+def test_tidy_removes_what_need_not_stay(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        newest = write_model(tmp_path, step, {"x": torch.ones(100)}, {})
+    remaining = folders.tidy(newest, Retention.of(1), 3, tmp_path / "step-0000002")
+    assert [path.name[-1] for path in remaining] == ["2", "3", "6"]
+    assert folders.written(tmp_path) == list(remaining)
+    assert set(remaining.values()) == {folders.size_of(newest)}
 
 
 def test_a_large_file_is_written_with_pauses_between_its_pieces(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from torch import Tensor
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.checkpoints.remote import Remote
+from lockstep.config.retention import Retention
 from lockstep.config.settings import Settings
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
 from lockstep.training.run_directory import claimed
+from tests.checkpoints.model_alone import write_model
 from tests.checkpoints.test_checkpoints import Run, chosen, stopped
 from tests.refused import refused
 from tests.teams import on_team
@@ -80,6 +82,19 @@ def test_any_file_system_of_fsspec_takes_them_and_the_best_comes_back_too(tmp_pa
     assert names == ["best.json", "step-0000009", "step-0000010"]
 
 
+def test_copies_of_a_lost_host_stay_by_the_same_rule(tmp_path: Path) -> None:
+    remote = Remote(str(tmp_path / "there"))
+    first = [
+        write_model(tmp_path / "lost", step, {"x": torch.ones(9)}, {}) for step in (1, 2, 3, 4)
+    ]
+    remote.mirror(first[-1], dict.fromkeys(first, 100), None, Retention.of("all"))
+    new = {write_model(tmp_path / "here", 5, {"x": torch.ones(9)}, {}): 100}
+    remote.mirror(*new, new, None, Retention.of(None))
+    assert remote.steps() == [2, 4, 5]
+    remote.mirror(*new, new, None, Retention.of("all", 200))
+    assert remote.steps() == [4, 5]
+
+
 def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     shutil.copytree(there, here)
@@ -126,7 +141,8 @@ def test_half_an_upload_is_no_checkpoint(
         if folder == "step-0000008":
             assert left == [4], "the other is as it was"
     monkeypatch.undo()
-    remote.mirror(two / "step-0000008", [two / "step-0000004", two / "step-0000008"], None)
+    sizes = {two / "step-0000004": 1, two / "step-0000008": 1}
+    remote.mirror(two / "step-0000008", sizes, None, Retention.of(2))
     assert remote.steps() == [4, 8], "and the next upload makes up for it"
 
 

@@ -51,7 +51,8 @@ def refuses(line: str, code: str, **values: Any) -> None:
 
 def test_ls(run: Path, tmp_path: Path) -> None:
     found = called("ls", run, "--json", tmp_path / "rows.json")
-    first, second = found.stdout.splitlines()
+    first, second, total = found.stdout.splitlines()
+    assert total.split()[0] == "all"
     assert first.startswith("step-0000004")
     assert first.endswith("accuracy 0.4000  best")
     assert second.endswith("accuracy 0.8000")

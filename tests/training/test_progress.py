@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoints.folders import Stored
 from lockstep.launcher.logs import Tee
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.training import progress
@@ -134,11 +135,11 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
 
 
 def test_what_is_left_saved_restarted_and_done_between_steps(time: Clock) -> None:
-    facts = ProgressFacts(300, None, starts=2, newest=lambda: (80, time.now - 65))
+    facts = ProgressFacts(300, None, starts=2, stored=lambda: Stored(80, time.now - 65, 3_000_000))
     assert facts.all() == []
     facts.step(record(101), times(101))
     assert facts.position() == "epoch 11, step 101/300"
-    assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "started 3 times"]
+    assert facts.all()[-2:] == ["step 80 saved 1:05 ago, 2.9 MiB on disk", "started 3 times"]
     assert not any("left" in fact for fact in facts.all())
     for step in range(102, 201):
         time.now += 2
@@ -177,7 +178,9 @@ def test_the_bar_is_one_row_whatever_the_width(
     be_a_terminal(monkeypatch)
     for width in (20, 40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(width))
-        shown = progress.progress(ProgressFacts(20, 2, starts=1, newest=lambda: (1, 100.0)))
+        shown = progress.progress(
+            ProgressFacts(20, 2, starts=1, stored=lambda: Stored(1, 100.0, 500))
+        )
         train(shown, time, 1)
         shown.close()
         # the cursor goes up a row once, when the bar is removed

@@ -41,7 +41,7 @@ from lockstep.checkpoints.manifest import (
     seal,
 )
 from lockstep.errors import DamagedCheckpoint
-from lockstep.runtime.disk import force, free, remove_tree, write_whole
+from lockstep.runtime.disk import force, free, remove_tree, size_text, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,20 +223,9 @@ def check_room(folder: Path, needed: int) -> None:
     available = free(folder)
     if available < _SPARE * needed:
         raise OSError(
-            f"it needs {_size_text(_SPARE * needed)}, and {_size_text(available)} are free on the disk of"
+            f"it needs {size_text(_SPARE * needed)}, and {size_text(available)} are free on the disk of"
             f" {folder.parent}: make room, or keep fewer checkpoints"
         )
-
-
-def _size_text(size: float) -> str:
-    """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
-    if size < 1024:
-        return f"{size:.0f} bytes"
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"
 
 
 def read(folder: Path, *, trusted: bool = False) -> Checkpoint:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.config.retention import Retention
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import force, remove_tree
 
@@ -104,17 +106,83 @@ def keep_only(directory: Path, remaining: Collection[Path]) -> None:
             remove_tree(folder)
 
 
-def tidy(newest: Path, keep: int, compared: int | None, best: Path | None) -> set[Path]:
-    """Remove the checkpoints that need not stay, and return those that stay: the `newest`, the last
-    `keep`, the `best`, and the last one up to step `compared`, at which replicas were equal.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored: the newest complete checkpoint, and the size of all."""
+
+    step: int
+    written_at: float
+    """The time of its completion, as of time.time()."""
+    bytes: int
+    """Bytes of all checkpoints in the directory."""
+
+
+def by_age(steps: Sequence[int]) -> list[int]:
+    """Return which checkpoints of these steps (ascending) stay: the newest two, and as many before
+    them that the weights of any step can be computed again from one that is at most half as many
+    steps away as the step is old, or from the beginning. Where no such checkpoint was saved, the
+    nearest one before it stays.
+
+    by_age([1, 2, 3, 4, 5]) is [2, 4, 5]: step 3 is 1 step from 2, and 2 steps old.
     """
-    folders = written(newest.parent)
-    remaining = {newest, *folders[-keep:]}
-    if compared is not None:
-        good = [folder for folder in folders if step_of(folder) <= compared]
-        remaining.update(good[-1:])
-    if best is not None:
-        remaining.add(best)
+    remaining = list(steps[-2:])
+    for index in reversed(range(len(steps) - 2)):
+        earlier = steps[index - 1] if index else 0
+        farthest = remaining[0] - 1  # of the steps that would be computed again from `earlier`
+        if 2 * (farthest - earlier) > steps[-1] - farthest:
+            remaining.insert(0, steps[index])
+    return remaining
+
+
+def staying(
+    sizes: Mapping[int, int], retention: Retention, newest: int, protected: Collection[int]
+) -> set[int]:
+    """Return the steps of the checkpoints that stay: what `retention` says, and the `protected`
+    ones. None of them is after `newest`, the step that was saved last: a training that has resumed
+    before a later checkpoint comes there again.
+
+    Args:
+        sizes: the bytes of each checkpoint, by its step.
+        retention: the rule.
+        newest: the step that was saved last.
+        protected: steps of checkpoints that stay in any case.
+    """
+    steps = sorted(step for step in sizes if step <= newest)
+    if retention.count is not None:
+        chosen = steps[-retention.count :]
+    elif retention.everything:
+        chosen = steps
+    else:
+        chosen = by_age(steps)
+    remaining = {newest, *chosen, *protected}
+    if retention.most_bytes is not None:
+        total = sum(sizes[step] for step in remaining)
+        for step in sorted(remaining - {newest, *protected}):
+            if total > retention.most_bytes:
+                remaining.remove(step)
+                total -= sizes[step]
+    return remaining
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+
+
+def tidy(
+    newest: Path, retention: Retention, compared: int | None, best: Path | None
+) -> dict[Path, int]:
+    """Remove the checkpoints that need not stay. Return those that stay, with their sizes. Besides
+    those of `retention` these are the `newest`, the `best`, and the last one up to step `compared`,
+    at which replicas were equal.
+    """
+    folders = {step_of(folder): folder for folder in written(newest.parent)}
+    sizes = {step: size_of(folder) for step, folder in folders.items()}
+    protected = [step for step in folders if compared is not None and step <= compared][-1:]
+    if best is not None and best.exists():
+        protected.append(step_of(best))
+    steps = staying(sizes, retention, step_of(newest), protected)
+    remaining = {folders[step]: sizes[step] for step in sorted(steps)}
     keep_only(newest.parent, remaining)
     return remaining
 

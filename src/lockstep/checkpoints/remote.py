@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -21,7 +21,8 @@ import fsspec.core
 
 from lockstep.checkpoints import files, manifest
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.folders import BEST, folder_of, step_in, step_of, unfinished
+from lockstep.checkpoints.folders import BEST, folder_of, staying, step_in, step_of, unfinished
+from lockstep.config.retention import Retention
 from lockstep.errors import DamagedCheckpoint, LockstepError, UsageError
 
 _LARGEST_MARK = 4096  # bytes of best.json
@@ -74,20 +75,28 @@ class Remote:
             for name in [*names, *last]:
                 self._fs.put_file(str(folder / name), self._path(step, name))
 
-    def mirror(self, written: Path, remaining: Collection[Path], best: Path | None) -> None:
-        """Copy the checkpoint that was just `written` and those of `remaining` that have no copy,
-        and remove all other copies.
+    def mirror(
+        self, written: Path, remaining: Mapping[Path, int], best: Path | None, retention: Retention
+    ) -> None:
+        """Copy the checkpoint that was just `written` and those of `remaining` that have no copy.
+        Remove the copies that need not stay by the same rule: there may be more copies than
+        checkpoints here, after a host was lost.
 
         Raises LockstepError if one cannot be copied.
         """
-        copied = set(self.steps()) - {step_of(written)}
-        for folder in sorted(remaining):
+        newest = step_of(written)
+        copied = set(self.steps()) - {newest}
+        local = {}
+        for folder, size in sorted(remaining.items()):
+            local[step_of(folder)] = size
             if step_of(folder) not in copied:
                 self.upload(folder)
+        sizes = dict.fromkeys(copied, remaining[written]) | local  # all are about as large
+        stays = staying(sizes, retention, newest, local)
         with self._translated_errors("cannot be tidied"):
             if best is not None:
                 self._fs.put_file(str(best.parent / BEST), self._best)
-            for step in copied - {step_of(folder) for folder in remaining}:
+            for step in copied - stays:
                 self._remove(step)
 
     def forget(self, after: int) -> None:

@@ -35,6 +35,7 @@ from lockstep.checkpoints.stepper_state import restore, snapshot
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.plain_json import decoded, encoded
 from lockstep.config import knob
+from lockstep.config.retention import Retention
 from lockstep.errors import (
     DamagedCheckpoint,
     LockstepError,
@@ -94,7 +95,12 @@ class Checkpoints:
             scheduler.last_epoch < epoch.number: scheduler.step()`. What a loop does after an
             epoch's last step is not in the checkpoint of that step.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
-        keep: number of newest checkpoints to keep, in addition to the best one.
+        keep: number of newest checkpoints to keep, or "all". Default: the newest two, and fewer the
+            older they are: the weights of any step can be computed again from a checkpoint that is
+            at most half as many steps away as the step is old. The best one and the last one that
+            was compared always stay.
+        keep_bytes: bytes that all checkpoints may take, such as "20GB". The oldest are removed; the
+            newest, the best and the last compared one stay. While one is written, it comes on top.
         remote: a folder, or a URL that fsspec supports, such as s3://bucket/run. Each checkpoint is
             copied there; `resume` looks there too. A failed upload is a warning; the next save
             uploads again. `close` raises if the last upload failed.
@@ -117,7 +123,8 @@ class Checkpoints:
         *,
         scheduler: LRScheduler | None = None,
         every: int | None = None,
-        keep: int = 2,
+        keep: int | str | None = None,
+        keep_bytes: int | str | None = None,
         remote: str | None = None,
         guard: Callable[[], None] = lambda: None,
         read_only: bool = False,
@@ -127,10 +134,9 @@ class Checkpoints:
         if read_only and remote is not None:
             expected = "None with read_only=True: a copy is loaded by way of the folder"
             raise UsageError("wrong-value", name="remote", value=remote, expected=expected)
-        knob.whole("keep", keep)
+        self._retention = Retention.of(keep, keep_bytes)
         check_storable(stepper.model)
         self.directory = Path(directory)
-        self.keep = keep
         self._read_only = read_only
         self._stepper = stepper
         self._loader = loader
@@ -150,8 +156,8 @@ class Checkpoints:
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
         self.saved = stepper.steps
         """The step that was saved or loaded last."""
-        self.newest: tuple[int, float] | None = None
-        """On rank 0: the newest complete checkpoint, as (step, time.time() of its completion)."""
+        self.stored: folders.Stored | None = None
+        """On rank 0: the newest complete checkpoint, and the size of all."""
         self._extra: Extra = None
         # A strong reference would form a cycle, which keeps the loader's processes alive until
         # garbage collection.
@@ -212,7 +218,10 @@ class Checkpoints:
                 self._record_lag(position)
         self._began = perf_counter(), self._stepper.steps
         self.saved = self._stepper.steps
-        self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
+        if self._world.rank == 0:
+            written_at = checkpoint.folder.stat().st_mtime
+            size = sum(map(folders.size_of, folders.written(self.directory)))
+            self.stored = folders.Stored(checkpoint.step, written_at, size)
         if self._resumes and self._world.rank == 0:
             preemption.leave_mark(preemption.RESUMED)
         if self._every is None:
@@ -394,16 +403,17 @@ class Checkpoints:
         """Delete old checkpoints and copy to `remote`, on rank 0 in the background. It also keeps
         the newest checkpoint that is not after step `compared`. Return the error of a failed copy.
         """
-        self.newest = folders.step_of(folder), time()
         if self._resumes:
             preemption.leave_mark(preemption.SAVED)
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)
-        remaining = folders.tidy(folder, self.keep, compared, marked)
+        remaining = folders.tidy(folder, self._retention, compared, marked)
+        size = sum(remaining.values())
+        self.stored = folders.Stored(folders.step_of(folder), time(), size)
         if self._remote is not None:
             try:
-                self._remote.mirror(folder, list(filter(Path.exists, remaining)), marked)
+                self._remote.mirror(folder, remaining, marked, self._retention)
             except LockstepError as error:
                 return str(error)
         return None

@@ -54,6 +54,7 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     """
     from lockstep.checkpoints.folders import best_name
     from lockstep.runs import number
+    from lockstep.runtime.disk import size_text
     from lockstep.tools.timing.output_files import table, write_json
 
     folders = _checkpoints(run)
@@ -65,6 +66,8 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
         metrics = [f"{name} {number(value):.4f}" for name, value in record["metrics"].items()]
         mark = "best" if record["best"] else ""
         rows.append([record["name"], size, record["written"], ", ".join(metrics), mark])
+    total = size_text(sum(record["bytes"] for record in records))
+    rows.append(["all", total, "", "", ""])
     print(plain(table([""] * 5, rows, left=(0, 2, 3, 4))))
     write_json(json_file, records)
 
@@ -279,16 +282,17 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _record(folder: Path, *, best: bool) -> dict[str, Any]:
+    from lockstep.checkpoints.folders import size_of
+
     try:
         state: Any = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         metrics = dict(state.get("metrics") or {})
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         metrics = {}
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
     return {
         "name": folder.name,
-        "bytes": size,
+        "bytes": size_of(folder),
         "written": written,
         "metrics": metrics,
         "best": best,

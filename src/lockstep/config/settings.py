@@ -19,6 +19,7 @@ from lockstep.config.documented import documented
 from lockstep.config.knob import Knob
 from lockstep.config.mesh import Mesh, Schedule
 from lockstep.config.parallelism import Parallelism
+from lockstep.config.retention import Retention
 from lockstep.config.task import Precision
 from lockstep.errors import UsageError
 
@@ -83,6 +84,13 @@ class Config(Parallelism):
         ),
     ] = None
     """Optimizer steps between two checkpoints."""
+    keep: Annotated[
+        int | str | None,
+        Knob("checkpoints", unit="N|all", default="the newest two, and fewer the older they are"),
+    ] = None
+    """Number of newest checkpoints to keep, or all. The best one stays too."""
+    keep_bytes: Annotated[int | str | None, Knob("checkpoints", unit="SIZE")] = None
+    """Most bytes of all checkpoints, such as 20GB. The oldest are removed; the newest stays."""
     checkpoints: Annotated[str | None, Knob("checkpoints", unit="URL")] = None
     """Copy every checkpoint to this URL (s3://..., or a folder), and resume from there."""
     allow_changes: Annotated[bool, Knob("checkpoints")] = False
@@ -93,6 +101,7 @@ class Config(Parallelism):
     def __post_init__(self) -> None:
         Parallelism.__post_init__(self)
         object.__setattr__(self, "log", _loggers(self.log))
+        Retention.of(self.keep, self.keep_bytes)
         if self.epochs is not None and self.steps is not None:
             raise UsageError("epochs-and-steps", epochs=self.epochs, steps=self.steps)
         if self.schedule != SCHEDULE and (self.mesh is None or self.mesh.pipeline == 1):

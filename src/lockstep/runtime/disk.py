@@ -120,3 +120,14 @@ def lock(file: IO[bytes]) -> None:
 def status_of(file: IO[Any]) -> os.stat_result:
     """Return the status of the opened file, even if its name now belongs to another file."""
     return os.fstat(file.fileno())
+
+
+def size_text(size: float) -> str:
+    """Return a size as text: 12 bytes, 34.5 KiB, 6.0 MiB, ..."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

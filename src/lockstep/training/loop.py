@@ -90,7 +90,7 @@ class Training(AssembledTraining):
                     self.length.steps,
                     self.length.epochs,
                     starts=previous_starts,
-                    newest=lambda: self.saving.newest,
+                    stored=lambda: self.saving.stored,
                 ),
             )
         except BaseException:

@@ -50,7 +50,7 @@ def prepare(
     backwards: int | Sequence[int] = 1,
     run: Path | str | None = None,
     checkpoint_every: int | None = None,
-    keep: int = 2,
+    keep: int | str | None = None,
     **options: Any,
 ) -> Any:
     """Make the loop that you have data-parallel.
@@ -70,7 +70,8 @@ def prepare(
         run: a folder for checkpoints and metrics. A training that is there is resumed.
         checkpoint_every: steps between two checkpoints. Default: as often as costs less than 2 % of
             the time.
-        keep: the newest checkpoints to keep.
+        keep: number of newest checkpoints to keep, or "all". Default: thinned by age, as by
+            `lockstep.Checkpoints`.
         options: those of `lockstep.Stepper`.
 
     Returns:

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from lockstep.checkpoints.folders import Stored
 from lockstep.launcher.logs import Tee
+from lockstep.runtime.disk import size_text
 from lockstep.runtime.step_clock import StepTimes
 
 _REDRAW_SECONDS = 0.2
@@ -38,15 +40,15 @@ class ProgressFacts:
         epochs: int | None,
         *,
         starts: int = 0,
-        newest: Callable[[], tuple[int, float] | None] = lambda: None,
+        stored: Callable[[], Stored | None] = lambda: None,
     ) -> None:
         """`steps` and `epochs`: how long the training is; None if unknown. `starts`: how often it
-        was started before. `newest()`: step and time (time.time()) of the newest checkpoint.
+        was started before. `stored()`: the newest checkpoint, and the size of all.
         """
         self.steps = steps
         self._epochs = epochs
         self._starts = starts
-        self._newest = newest
+        self._stored = stored
         self.record: Mapping[str, Any] = {}
         """The record of the latest step."""
         self._first: tuple[float, int] | None = None
@@ -92,11 +94,10 @@ class ProgressFacts:
         facts.append(f"{self._samples / max(self._seconds, 1e-9):,.0f} samples/s")
         if self._timed and len(self.record["samples_by_rank"]) > 1:
             facts.append(f"communication {100 * self._exposed / self._timed:.0f} %")
-        newest = self._newest()
-        if newest is not None:
-            step, saved_at = newest
-            age = max(0.0, time.time() - saved_at)
-            facts.append(f"step {step} saved {clock(age)} ago")
+        stored = self._stored()
+        if stored is not None:
+            age = clock(max(0.0, time.time() - stored.written_at))
+            facts.append(f"step {stored.step} saved {age} ago, {size_text(stored.bytes)} on disk")
         if self._starts:
             facts.append(f"started {self._starts + 1} times")
         return facts

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.folders import folder_of
+from lockstep.checkpoints.folders import Stored, folder_of
 from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
@@ -53,8 +53,8 @@ class NoSaving:
     path: Path | None = None
 
     @property
-    def newest(self) -> tuple[int, float] | None:
-        """On rank 0: step and time (time.time()) of the newest complete checkpoint."""
+    def stored(self) -> Stored | None:
+        """On rank 0: the newest complete checkpoint, and the size of all."""
         return None
 
     def resume(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
@@ -115,13 +115,15 @@ class Saving(NoSaving):
             loader,
             scheduler=scheduler,
             every=settings.checkpoint_every,
+            keep=settings.keep,
+            keep_bytes=settings.keep_bytes,
             remote=settings.checkpoints,
             guard=run.check,
         )
 
     @property
-    def newest(self) -> tuple[int, float] | None:
-        return self._checkpoints.newest
+    def stored(self) -> Stored | None:
+        return self._checkpoints.stored
 
     def resume(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
         return self._checkpoints.resume(check=check)

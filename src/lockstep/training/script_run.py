@@ -15,10 +15,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.folders import written
+from lockstep.checkpoints.folders import folder_of, keep_only, written
 from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.plain_json import decoded, encoded
+from lockstep.config.retention import ALL
 from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
@@ -68,7 +69,7 @@ class ScriptCheckpoints:
         others: what else is saved: dicts, and objects with `state_dict` and `load_state_dict`,
             whose states are equal on all ranks.
         every: steps between two checkpoints. Default: as often as costs less than 2 % of the time.
-        keep: the newest checkpoints to keep.
+        keep: as for Checkpoints.
         guard: called before files are written; it may raise.
 
     Raises:
@@ -84,7 +85,7 @@ class ScriptCheckpoints:
         others: Sequence[Any],
         *,
         every: int | None,
-        keep: int,
+        keep: int | str | None,
         guard: Callable[[], None],
     ) -> None:
         self.position = LastPosition(loader)
@@ -99,8 +100,7 @@ class ScriptCheckpoints:
                     None if number else self.position,
                     scheduler=_scheduler_of(stepper.optimizer, schedulers),
                     every=every,
-                    # the first one may fall back to an older one, which all must have
-                    keep=keep + 1 if number else keep,
+                    keep=ALL if number else keep,
                     guard=guard,
                 )
             )
@@ -149,12 +149,23 @@ class ScriptCheckpoints:
             checkpoints.save()
         for checkpoints in rest:
             checkpoints.wait()
+            self._remove_others(checkpoints)
         states = {}
         for name, one in self._others.items():
             state = one if isinstance(one, dict) else dict(one.state_dict())
             states[name] = encoded(state, f"the state of {name}")
         self._compare(states)
         first.save({_OTHERS: states})
+
+    def _remove_others(self, checkpoints: Checkpoints) -> None:
+        """Remove the checkpoints of another model of which the first has none. The first has not
+        saved the newest step yet, and may have to fall back to any of its own.
+        """
+        if self._stepper.world.rank == 0:
+            directory = checkpoints.directory
+            newest = folder_of(directory, self._stepper.steps)
+            common = [directory / path.name for path in written(self._all[0].directory)]
+            keep_only(directory, [newest, *common])
 
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Raise UsageError on all ranks if one of them has another state of a saved object."""
