@@ -17,6 +17,7 @@ from lockstep.config import knob
 from lockstep.config.balance import Balance
 from lockstep.config.documented import documented
 from lockstep.config.knob import Knob
+from lockstep.config.left_out import LeftOut
 from lockstep.config.mesh import Mesh, Schedule
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.retention import Retention
@@ -47,6 +48,8 @@ class Config(Parallelism):
     """Number of optimizer steps, in place of --epochs."""
     device: Annotated[Device, Knob("run", common=True)] = "auto"
     """Device of every rank. auto uses the host's GPUs if it has any."""
+    skip: Annotated[str | None, Knob("training", unit="N:M,...")] = None
+    """Leave out these steps, counted from 1. Nothing is computed or updated in them."""
     precision: Annotated[
         Precision | None, Knob("training", default="the task's own", common=True)
     ] = None
@@ -102,6 +105,8 @@ class Config(Parallelism):
         Parallelism.__post_init__(self)
         object.__setattr__(self, "log", _loggers(self.log))
         Retention.of(self.keep, self.keep_bytes)
+        if self.left_out.ranges and self.alone:
+            raise UsageError("skip-does-not-fit", option=self.describe())
         if self.epochs is not None and self.steps is not None:
             raise UsageError("epochs-and-steps", epochs=self.epochs, steps=self.steps)
         if self.schedule != SCHEDULE and (self.mesh is None or self.mesh.pipeline == 1):
@@ -110,6 +115,11 @@ class Config(Parallelism):
             raise UsageError("fp16-with-several-scales", option=self.describe())
         if self.mesh is not None:
             check_parts(self.mesh, self.precision, compile=self.compile)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """The steps of `skip`."""
+        return LeftOut.of(self.skip)
 
     def replaced(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy with some values changed.
@@ -184,7 +194,7 @@ class Settings(Config):
 
     def differences(self, before: Settings) -> list[str]:
         """Describe each setting that decides the trained weights and differs from `before`."""
-        names = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
+        names = ["task", "overrides", "epochs", "steps", "skip", "precision", "compile", "exact"]
         if self.exact:
             # these two decide the order of float32 sums, and so their last bits
             names += ["threads", "bucket_mb"]

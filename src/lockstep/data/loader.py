@@ -68,21 +68,23 @@ class Epoch:
         plan = loader.batch_plan.plan(number)
         first = loader.batch_plan.first(number)
         steps = plan.steps_per_epoch
-        walk = loader._walk_of(number, range(self.begin, steps), loader.share)
-        for index in range(self.begin, steps):
-            cut = plan.at(index, number, first + index, loader.by_rank)
-            window = loader._window(cut, walk.take)
-            if walk.ahead:
-                count = len(window)
-                if index + 1 < steps:
-                    following = plan.at(index + 1, 0, 0, cut.by_rank)
-                    count += len(following.filled(loader.rank, loader.size))
-                walk.fetch_ahead(count)
-            over = index + 1 == steps
-            loader._position = Position(number + 1, 0) if over else Position(number, index + 1)
-            loader._loaded = False
-            yield window
-            window.drain()
+        for part, left_out in loader.left_out.parts(range(self.begin, steps), first + 1):
+            walk = None if left_out else loader._walk_of(number, part, loader.share)
+            for index in part:
+                cut = plan.at(index, number, first + index, loader.by_rank)
+                window = loader._window(cut, walk.take if walk else loader._made_here(cut))
+                if walk and walk.ahead:
+                    count = len(window)
+                    if index + 1 < part.stop:
+                        following = plan.at(index + 1, 0, 0, cut.by_rank)
+                        count += len(following.filled(loader.rank, loader.size))
+                    walk.fetch_ahead(count)
+                over = index + 1 == steps
+                loader._position = Position(number + 1, 0) if over else Position(number, index + 1)
+                loader._loaded = False
+                yield window
+                if walk:
+                    window.drain()
 
     def _drawn(self, draw: Callable[[EpochCourse], DynamicSlots]) -> Iterator[Window]:
         """Yield a window for each range of slots assigned to this rank, and an empty window where all
@@ -371,7 +373,7 @@ class Loader(WindowLoader[Epoch]):
             UsageError: a step that the epoch does not have.
         """
         cut = self._cut(epoch, step)
-        return self._window(cut, partial(next, self._read(cut, cut.filled(self.rank, self.size))))
+        return self._window(cut, self._made_here(cut))
 
     def indices(self, epoch: int, step: int) -> list[list[int]]:
         """Return the indices in the data set of each micro-batch of a step, over all ranks. Takes
@@ -406,6 +408,10 @@ class Loader(WindowLoader[Epoch]):
                 fetched = self._source.__getitems__((cut.epoch, indices))
                 batch = copies.arrive(copies.start(fetched))
             yield batch
+
+    def _made_here(self, cut: Cut) -> Callable[[], Any]:
+        """Return a function that makes this rank's next batch of a step in this process."""
+        return partial(next, self._read(cut, cut.filled(self.rank, self.size)))
 
     def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
         """Start a walk over the micro-batches of these slots in these steps of an epoch."""

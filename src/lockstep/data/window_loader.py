@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config.knob import whole
+from lockstep.config.left_out import LeftOut
 from lockstep.data.device import Copies, copies_to
 from lockstep.data.keyed import Sent
 from lockstep.data.walk import KeysSampler, Turns, Walk, end_workers
@@ -80,6 +81,8 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
         self.device = _default_device() if device is None else torch.device(device)
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._loaded = False  # whether a state was loaded and no window has been yielded since
+        self.left_out = LeftOut()
+        """Steps whose samples are not loaded, unless their window is iterated. A stream loads them."""
         self._turns = Turns()
         self._keys = KeysSampler()
         # made when the first walk begins, because making a CUDA stream initialises the GPU

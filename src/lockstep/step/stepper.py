@@ -457,6 +457,33 @@ class Stepper:
             waited_by_rank=facts.waited_by_rank,
         )
 
+    def leave_out(self) -> StepResult:
+        """Take a step without its window, in place of `micro_batches` and `step`: nothing is
+        computed or updated, also by the scheduler. Later steps keep their numbers, samples and
+        random streams. Every rank calls it for the same window.
+
+        Returns:
+            A StepResult that was not applied, with a loss of nan and no samples.
+
+        Raises:
+            UsageError: a window is open; or the ranks step alone, with local steps or a server.
+        """
+        if self.method.alone:
+            raise UsageError("skip-does-not-fit", option=self.method.describe())
+        if self._run is not None:
+            raise UsageError("window-still-open")
+        self.steps += 1
+        status.step(self.steps)
+        return StepResult(
+            loss=math.nan,
+            weight=0.0,
+            step=self.steps,
+            stop=False,
+            samples_by_rank=(0,) * self.everyone.size,
+            bytes_sent=self.bytes_sent,
+            outcome=Applied(reason="it was left out"),
+        )
+
     def _own_samples(self, run: WindowRun) -> tuple[int, ...]:
         """Return the samples of each rank, for a rank that steps alone: those of the Loader's
         window, else zeros.

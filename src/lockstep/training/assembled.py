@@ -265,6 +265,7 @@ class AssembledTraining:
         grid = settings.mesh
         share = None if grid is None else (grid.share(world.rank), grid.replicas)
         self.loader = loader_of(task, world, settings.loader_workers, share, settings.balance)
+        self.loader.left_out = settings.left_out
         steps_per_epoch = None if is_iterable(task.train_data) else len(self.loader)
         self.length = Length.of(task, settings, steps_per_epoch)
         self.precision: Precision = settings.precision or task.precision

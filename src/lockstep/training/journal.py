@@ -28,7 +28,7 @@ from lockstep.gradients.layout import BUCKET
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.training.loggers import Ended, Loggers
-from lockstep.training.metrics import MetricsFile
+from lockstep.training.metrics import SKIPPED, MetricsFile
 from lockstep.training.progress import Progress, ProgressFacts, of, progress
 from lockstep.training.result import Result
 from lockstep.training.resume import differences
@@ -158,7 +158,7 @@ class Journal:
             self._times = ()
         if skipped is not None:
             line = f"step {record['step']} was skipped: {skipped}" if self._says_skips else None
-            self.event("step skipped", line, step=record["step"], reason=skipped)
+            self.event(SKIPPED, line, step=record["step"], reason=skipped)
         if self._on_step is not None:
             self._on_step(record)
 
@@ -271,6 +271,8 @@ def _method_in_words(training: AssembledTraining) -> Iterator[str]:
     yield method.describe() if method.alone else f"{method.describe()} update"
     if settings.threads is not None:
         yield f"{counted(settings.threads, 'thread')} a rank"
+    if settings.skip is not None:
+        yield f"without steps {settings.left_out}"
     if settings.loader_workers:
         yield f"{counted(settings.loader_workers, 'loader worker')} a rank"
 

@@ -16,6 +16,7 @@ from lockstep.training.anatomy import AnatomyFile, begins, starts
 from lockstep.training.assembled import AssembledTraining
 from lockstep.training.journal import Journal, mesh_in_words, record_resumed, record_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
+from lockstep.training.metrics import LEFT_OUT
 from lockstep.training.opening import matmul_precision
 from lockstep.training.progress import ProgressFacts
 from lockstep.training.result import Result
@@ -135,6 +136,12 @@ class Training(AssembledTraining):
         self._evaluate(journal, epoch)
 
     def _step(self, window: Window, journal: Journal) -> None:
+        left_out = self.loader.left_out
+        if left_out.ranges and window.step + 1 in left_out:
+            self.stepper.leave_out()
+            journal.event(LEFT_OUT, step=self.stepper.steps, epoch=window.epoch + 1)
+            self.saving.after_step(self.state, last=self._at_last_step())
+            return
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
         self.progress.loss = result.loss

@@ -68,9 +68,15 @@ class MetricsFile:
         self.close()
 
 
+SKIPPED = "step skipped"
+LEFT_OUT = "step left out"
+NOT_APPLIED = (SKIPPED, LEFT_OUT)
+"""Events of steps whose update was not applied."""
+
+
 def forget_after(metrics: Path, step: int, evaluated: int) -> None:
-    """Remove from metrics.jsonl what will happen again: steps after `step`, evaluations after
-    `evaluated`. Also remove incomplete lines.
+    """Remove from metrics.jsonl what will happen again: steps after `step`, also those that were
+    skipped or left out, and evaluations after `evaluated`. Also remove incomplete lines.
     """
     if not metrics.exists():
         return
@@ -80,7 +86,8 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
             record: Any = json.loads(line)
         except ValueError:
             continue
-        last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
+        kind = record.get("event") or record.get("kind")
+        last = {"step": step, "evaluate": evaluated, **dict.fromkeys(NOT_APPLIED, step)}.get(kind)
         if last is None or record["step"] <= last:
             remaining.append(line + "\n")
     write_whole(metrics, "".join(remaining))

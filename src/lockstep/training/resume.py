@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.plain_json import encoded
+from lockstep.config.left_out import LeftOut
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import UsageError
@@ -42,6 +43,8 @@ class Identity:
         """
         state = checkpoint.state
         saved = dict(state.get("recipe", {}))
+        _check_left_out(self.recipe, saved, checkpoint)
+        saved["skip"] = self.recipe["skip"]
         if "sha256" in state:  # of a finished training, which may be trained for longer
             saved |= {name: self.recipe[name] for name in ("epochs", "steps")}
         check_same(self.recipe, saved, checkpoint.folder)
@@ -65,12 +68,30 @@ def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str,
         "precision": settings.precision or task.precision,
         "epochs": settings.epochs or task.epochs,
         "steps": settings.steps,
+        "skip": str(settings.left_out) or None,
         "exact": settings.exact,
         "average": task.average and f"every {task.average_per} after {task.average_after}",
         "early_stopping": None if task.early_stopping is None else str(task.early_stopping),
         "optimizer": finite(encoded(groups, "the optimizer's group")),
         "method": settings.method().recipe() or None,
     }
+
+
+def _check_left_out(
+    recipe: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Raise a UsageError if other steps are left out now among those that the training has passed.
+    Later ones may change.
+    """
+    step = checkpoint.step
+    now = LeftOut.of(recipe["skip"]).until(step)
+    before = LeftOut.of(saved.get("skip")).until(step)
+    if now != before:
+        difference = (
+            f"skip was {str(before) or 'not given'} and is {str(now) or 'not given'} until step {step}:"
+            " to leave out other steps than before, remove the checkpoints that come after them"
+        )
+        raise UsageError("another-training", place=str(checkpoint.folder), differences=difference)
 
 
 def check_same(recipe: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:

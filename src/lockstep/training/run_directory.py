@@ -215,7 +215,8 @@ def write_settings(directory: RunDirectory, settings: Settings) -> None:
         before = Settings.read(directory.path)
         if settings.threads is None and not settings.exact:
             settings = replace(settings, threads=before.threads)
-        differences = "; ".join(settings.differences(before))
+        # the checkpoint decides about steps that are left out: later ones may change
+        differences = "; ".join(settings.differences(replace(before, skip=settings.skip)))
         if differences:
             run = f"unfinished run {directory.path}"
             raise UsageError("another-training", place=run, differences=differences)
@@ -243,7 +244,7 @@ def _extends(settings: Settings, run: Path | None) -> bool:
         done = result.read(run / RESULT)
         if (settings.epochs or 0) > done["epochs"] or (settings.steps or 0) > done["steps"]:
             before = Settings.read(run)
-            as_long = replace(settings, epochs=before.epochs, steps=before.steps)
+            as_long = replace(settings, epochs=before.epochs, steps=before.steps, skip=before.skip)
             return not as_long.differences(before)
     return False
 
