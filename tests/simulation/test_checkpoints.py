@@ -9,6 +9,7 @@ import torch
 
 from lockstep.checkpoints import files, folders, pieces
 from lockstep.checkpoints.saver import Commit
+from lockstep.config.retention import Retention
 from lockstep.errors import LockstepError
 from lockstep.training.run_directory import RunDirectory
 from tests.simulation.disk import SimulatedPath
@@ -29,7 +30,7 @@ class Training:
         self.machine = machine
         self.told = 0
         """The newest step of which a rank has heard that it is saved."""
-        self.keep = machine.random.randint(1, 2)
+        self.retention = Retention.of(machine.random.randint(1, 2))
         self.life = 0
         self.steps: tuple[int, ...] = ()
         """From one save to the next."""
@@ -87,7 +88,7 @@ class Training:
         def done(folder: SimulatedPath) -> None:
             if step % 20 == 0:
                 files.mark_best(folder, "loss", 1.0)
-            folders.tidy(folder, self.keep, None, files.best(DIRECTORY))
+            folders.tidy(folder, self.retention, None, files.best(DIRECTORY))
 
         commit(step, images, {"life": self.life}, done)
         self.told = max(self.told, step)
