@@ -1,11 +1,12 @@
 """Imports go down the rooms of the house (docs/architecture.md), tested over the syntax tree:
-also lazy imports inside functions.
+also lazy imports inside functions. Files in tools/ import public names only.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import lockstep
@@ -109,3 +110,55 @@ def test_what_the_command_line_needs_does_not_import_torch_at_its_top() -> None:
                 reached.add(file)
                 queue.append(file)
     assert not heavy, "\n".join(heavy)
+
+
+# -- tools are clients --------------------------------------------------------------------------
+
+PUBLIC = {
+    name: import_module(name)
+    for name in (
+        "lockstep",
+        "lockstep.collectives",
+        "lockstep.errors",
+        "lockstep.runs",
+        "lockstep.testing",
+        "lockstep.timing",
+    )
+}
+"""What a file in tools/ may import of the package, and other files in tools/."""
+MAY_USE: dict[str, dict[str, str]] = {}
+"""By tool, at most ten names that it needs beside the public ones, each with its reason."""
+STILL = {
+    "bench": 39,
+    "doctor": 9,
+    "plan": 6,
+    "recorded": 5,
+    "replay": 30,
+    "show": 26,
+    "timing": 4,
+    "verify": 30,
+}
+"""Tools that are not finished: how many names they still import, at most."""
+
+
+def is_public(name: str) -> bool:
+    module, _, part = name.rpartition(".")
+    if name in PUBLIC or name.startswith("lockstep.tools."):
+        return True
+    return module in PUBLIC and part in getattr(PUBLIC[module], "__all__", [part])
+
+
+def test_tools_are_clients_of_public_names() -> None:
+    private: dict[str, set[str]] = {}
+    for path in sorted((SOURCE / "tools").rglob("*.py")):
+        tool = path.relative_to(SOURCE / "tools").parts[0].removesuffix(".py")
+        for _, name in imported(ast.parse(path.read_text())):
+            if name.startswith("lockstep") and not is_public(name):
+                private.setdefault(tool, set()).add(name)
+    wrong = []
+    for tool, names in private.items():
+        others = sorted(names - MAY_USE.get(tool, {}).keys())
+        if len(others) > STILL.get(tool, 0):
+            wrong.append(f"{tool} ({len(others)}): {', '.join(others)}")
+    assert not wrong, "\n".join(wrong)
+    assert not [tool for tool, names in MAY_USE.items() if len(names) > 10]

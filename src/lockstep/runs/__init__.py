@@ -24,6 +24,7 @@ from lockstep.runs.reading import (
     number,
     read,
 )
+from lockstep.training.metrics import finite
 from lockstep.training.timeline import (
     PHASES,
     Begin,
@@ -51,6 +52,7 @@ __all__ = [
     "StepRecord",
     "StepsLine",
     "Timeline",
+    "finite",
     "load_task",
     "number",
     "read",

@@ -94,7 +94,11 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with nan and infinities, which JSON lacks, as texts that `float` reads."""
+    """Return a value with nan and infinities, which JSON lacks, as texts that `float` reads.
+
+    Args:
+        value: a number, or a mapping or sequence of values.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.schedules.algorithms import schedule
 from lockstep.schedules.network import Link, Network
-from lockstep.schedules.schedule import Kind, Schedule, together
+from lockstep.schedules.schedule import Kind, Round, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,11 @@ def cost(network: Network, kind: Kind, algorithm: str, world: int) -> Cost:
 def _schedule(kind: Kind, algorithm: str, world: int, per_node: int) -> Schedule:
     if algorithm == "direct" and kind == "all_to_all":
         ranks = np.arange(world)
+        once = np.ones_like(ranks)
         rounds = []
         for distance, repeat in _distances(world, per_node):
             receivers = (ranks + distance) % world
-            rounds.append(together(ranks, receivers, ranks, reduce=False, repeat=repeat))
+            rounds.append(Round(ranks, receivers, ranks, once, reduce=False, repeat=repeat))
         return Schedule("direct", kind, world, world * world, tuple(rounds))
     nodes = per_node if algorithm == "hierarchical" else None
     return schedule(kind, algorithm, world, ranks_per_node=nodes)

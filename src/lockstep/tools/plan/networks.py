@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import re
 
-from lockstep.config.knob import value_of
 from lockstep.errors import UsageError
 from lockstep.schedules.network import Link, Network
 
@@ -42,9 +41,9 @@ def link_named(text: str) -> Link:
         if _plain(name) == _plain(text):
             return link
     latency, _, rate = text.partition(",")
-    microseconds = value_of(latency)
     bits = bits_per_second(rate)
-    if isinstance(microseconds, str) or not 0 <= microseconds < math.inf or bits is None:
+    microseconds = float(latency) if re.fullmatch(_NUMBER, latency) else math.inf
+    if microseconds == math.inf or bits is None:
         raise UsageError("unknown-choice", name="network", value=text, choices=LINKS)
     return Link(microseconds / 1e6, TCP * bits / 8)
 

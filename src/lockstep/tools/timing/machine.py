@@ -8,14 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.config.settings import Device
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 
-def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
+def kind_of_device(device: str = "auto") -> Literal["cpu", "cuda"]:
     """Return the kind of device on which ranks would compute."""
     import torch
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.training.metrics import finite
+from lockstep.runs import finite
 
 
 def check_writable(file: Path | None, option: str) -> None:
