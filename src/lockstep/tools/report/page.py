@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.runs import PHASES, Run, Spike, Start, number, spikes, worst
@@ -11,10 +11,10 @@ from lockstep.tools.report.figures import memory, times, training
 from lockstep.tools.report.html import render
 from lockstep.tools.report.rank_times import Judged, RankTimes, judged, ranks
 from lockstep.tools.report.verdict import Verdict
-from lockstep.tools.timing.output_files import counted
 
 FILE = "report.html"
 _MOST_MARKS = 50
+_UNUSUAL = ("step skipped", "step left out")
 
 
 def sentences(run: Run, verdict: Verdict | None) -> list[str]:
@@ -45,7 +45,6 @@ def page(run: Run, verdict: Verdict | None, command: str) -> str:
         sections=[section for section in figures if section.figures],
         marks=_marks(run, jumps),
         starts=[(start, _ended(run, start)) for start in starts],
-        machine=_machine(run),
     )
 
 
@@ -63,9 +62,10 @@ def _marks(run: Run, jumps: Sequence[Spike]) -> dict[int, str]:
         marks[largest.step] = f"largest jump: {_compared(largest)}"
     for spike in jumps[:_MOST_MARKS]:
         marks[spike.step] = f"spike: {_compared(spike)}"
-    skipped = [event for event in run.events if event.event == "step skipped" and event.step]
-    for event in skipped[:_MOST_MARKS]:
-        marks[event.step or 0] = f"skipped: {event.values.get('reason', event.line)}"
+    unusual = [event for event in run.events if event.event in _UNUSUAL]
+    for event in unusual[:_MOST_MARKS]:
+        if event.step:
+            marks[event.step] = str(event.values.get("reason") or event.line or event.event)
     return dict(sorted(marks.items()))
 
 
@@ -98,34 +98,6 @@ def _headline(run: Run) -> list[tuple[str, str]]:
     if "seconds" in result:
         facts.append(("seconds", f"{number(result['seconds']):.1f}"))
     return [(name, str(value)) for name, value in facts if value is not None]
-
-
-def _machine(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the machine, the versions and the main numbers of the run."""
-    machine = _mapping(run.start.get("machine"))
-    versions = {**_mapping(run.start.get("versions")), "torch": machine.get("torch")}
-    installed = [f"{name} {version}" for name, version in versions.items() if version]
-    facts: dict[str, Any] = {}
-    if run.timeline is not None:
-        start = run.timeline.starts[-1]
-        begin = start.begin
-        facts["hosts"] = f"{', '.join(start.hosts)} ({counted(begin.cores, 'core')} each)"
-        facts["threads a rank"] = begin.threads
-        facts["batch"] = f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}"
-    facts["processor"] = machine.get("processor")
-    facts["GPU"] = machine.get("GPU")
-    facts["versions"] = ", ".join(installed)
-    facts["seed"] = run.start.get("seed")
-    if run.steps:
-        facts["learning rate at the end"] = _short(run.steps[-1].lr)
-    facts["weights sha256"] = (run.result or {}).get("sha256")
-    for name, value in facts.items():
-        if value not in (None, ""):
-            yield name, str(value)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _short(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,20 +148,6 @@ def _rank_times(
         lost=dict(sorted(lost.items())),
         hidden=hidden,
     )
-
-
-def percentages(shares: Sequence[float]) -> list[int]:
-    """Round shares to whole per cents that add up as the shares do. What rounding down leaves goes
-    to the largest remainders.
-    """
-    percents = [math.floor(100 * share) for share in shares]
-    left = round(100 * sum(shares)) - sum(percents)
-    largest_remainder_first = sorted(
-        range(len(shares)), key=lambda index: percents[index] - 100 * shares[index]
-    )
-    for index in largest_remainder_first[:left]:
-        percents[index] += 1
-    return percents
 
 
 def ranks(numbers: Sequence[int]) -> str:

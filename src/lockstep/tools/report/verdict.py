@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lockstep.runs import Settings, Timeline
-from lockstep.tools.report.rank_times import Judged, judged, milliseconds, percentages, ranks
+from lockstep.tools.report.rank_times import Judged, judged, milliseconds, ranks
 from lockstep.tools.timing.output_files import counted
 
 LEAST = 0.05
@@ -67,8 +67,8 @@ class Verdict:
 
     def parts(self) -> list[tuple[int, str]]:
         """Return each share in per cent and in words, without those below 1 %."""
-        percents = zip(percentages([*self.shares.values()]), self.shares, strict=True)
-        return [(percent, _NAMES[name]) for percent, name in percents if percent]
+        percents = {_NAMES[name]: round(100 * share) for name, share in self.shares.items()}
+        return [(percent, words) for words, percent in percents.items() if percent]
 
     def reasons(self) -> list[str]:
         """Say in one line where the time went, then each note."""
