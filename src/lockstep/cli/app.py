@@ -34,6 +34,7 @@ SECTIONS = {  # of the help; a command has the name of its function
     "Check": {
         "lint": "Find mistakes in a file that break data-parallel training.",
         "verify": "Check that the number of workers does not change training.",
+        "replay": "Compute a step of a run again, and show each micro-batch.",
         "doctor": "Check versions, GPUs, memory, limits, and network links.",
     },
     "Measure": {

@@ -4,9 +4,11 @@ the first difference; or compare two finished runs.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,8 @@ from lockstep.cli.options import GivenNames, KnobHelp, Only, option_name
 from lockstep.config.settings import Config, Settings
 from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher.launch import start_ranks
+from lockstep.launcher.start import FOR_TRAININGS
 from lockstep.runtime.streams import plain
 from lockstep.tools.timing.output_files import write_json
 
@@ -82,7 +86,7 @@ def verify(
     settings, counts = _settings(
         targets[0], workers, config, choice.overrides, fits_here=cluster.ray is None
     )
-    start: dict[str, Any] = {}
+    start: dict[str, Any] = {"start": partial(start_ranks, imports=FOR_TRAININGS)}
     if cluster.ray is not None:
         gpus = nodes.gpus_for(settings.device)
         start["start"] = nodes.calling_on_ray(cluster.ray, settings.task, gpus)
@@ -154,16 +158,27 @@ def _refuse_with_runs(names: Collection[str]) -> None:
 def _runs(first: Path, second: Path, json: Path | None) -> None:
     from lockstep.tools.verify import finished_runs  # imports torch
 
-    sentences = finished_runs.differences(first, second)
+    compared = finished_runs.differences(first, second)
     runs = [str(first), str(second)]
-    write_json(json, {"runs": runs, "same": not sentences, "differences": sentences})
-    if not sentences:
+    write_json(
+        json,
+        {
+            "runs": runs,
+            "same": not compared.sentences,
+            "differences": compared.sentences,
+            "step": compared.step,
+        },
+    )
+    if not compared.sentences:
         summary = finished_runs.summary(first)
         print(f"verify: {first} and {second} are equal, bit for bit: {summary}")
         return
     print(f"verify: {first} and {second} differ")
-    for sentence in sentences:
+    for sentence in compared.sentences:
         print(plain(f"  {sentence}"))
+    if compared.step is not None:
+        for run in (first, second):
+            print(f"look at it: lockstep replay {shlex.quote(str(run))} --step {compared.step}")
     raise typer.Exit(ExitCode.FAILED)
 
 

@@ -28,6 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["wandb", "mlflow", "tensorboard", "csv"]
 
 FILE = "settings.json"
+_SCRIPT = " (a script)"
 SCHEDULE: Schedule = "1f1b"
 
 
@@ -176,6 +177,16 @@ class Settings(Config):
         if self.grow or self.grow_if_wanted:
             value = str(getattr(self, option))
             raise UsageError("range-of-workers", name=option, value=value, workers=self.workers)
+
+    @classmethod
+    def of_script(cls, name: str, workers: int) -> Settings:
+        """Return what a script's run has in place of the settings of a task."""
+        return cls(task=name + _SCRIPT, workers=workers)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether a script has trained, whose loop decides what is trained."""
+        return self.task.endswith(_SCRIPT)
 
     def method(self) -> Parallelism:
         """Return only the options of Parallelism."""

@@ -175,6 +175,8 @@ class Task:
     """Called with the record of every evaluation."""
     callbacks_on: Literal["first", "all"] = "first"
     """The ranks that call `on_step` and `on_evaluate`."""
+    describe: Callable[[Any], str] | None = None
+    """sample of train_data -> a line about it, for `lockstep replay --samples`."""
     parts: Parts = field(default_factory=Parts)
     """Where the model may be cut when its layers or matrices are split over ranks (--mesh)."""
 
@@ -212,7 +214,16 @@ class Task:
 
     def _check_callables(self) -> None:
         names = ["model", "loss", "optimizer", "inputs"]
-        optional = ["collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate"]
+        optional = [
+            "collate",
+            "order",
+            "scheduler",
+            "average",
+            "metrics",
+            "on_step",
+            "on_evaluate",
+            "describe",
+        ]
         names += [name for name in optional if getattr(self, name) is not None]
         if self.metric_objects is not None:
             names.remove("metrics")

@@ -5,12 +5,18 @@
     for spike in lockstep.runs.spikes(run.steps):
         print(f"step {spike.step}: loss {spike.loss}, usually {spike.median}")
 
+    with lockstep.runs.rebuilt(run.settings) as training:  # on one process: workers=1
+        training.load(run.path / "checkpoints", 200)
+
 It reads runs of `lockstep train`, `lockstep.train` and `lockstep.prepare(run=)`, also while they
 train. It writes nothing, so a read-only disk is enough. It unpickles and runs nothing; only
-`load_task` runs the task's file.
+`load_task` and `rebuilt` run the task's file.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lockstep.config.settings import Settings
 from lockstep.runs.jumps import Spike, spikes, worst
@@ -20,7 +26,6 @@ from lockstep.runs.reading import (
     Event,
     Run,
     StepRecord,
-    load_task,
     number,
     read,
 )
@@ -36,8 +41,13 @@ from lockstep.training.timeline import (
     Timeline,
 )
 
+if TYPE_CHECKING:
+    from lockstep.runs.rebuilding import load_task, rebuilt
+    from lockstep.training.assembled import AssembledTraining
+
 __all__ = [
     "PHASES",
+    "AssembledTraining",
     "Begin",
     "CheckpointRecord",
     "Evaluation",
@@ -56,6 +66,19 @@ __all__ = [
     "load_task",
     "number",
     "read",
+    "rebuilt",
     "spikes",
     "worst",
 ]
+
+_LATE = {  # they need torch, and reading a run does not
+    "AssembledTraining": "lockstep.training.assembled",
+    "load_task": "lockstep.runs.rebuilding",
+    "rebuilt": "lockstep.runs.rebuilding",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module 'lockstep.runs' has no attribute {name!r}")

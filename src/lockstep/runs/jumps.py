@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lockstep.runs.reading import StepRecord
 
-_WINDOW = 31  # steps of which the running median is taken
+_WINDOW = 11  # steps of which the running median is taken: few, because a loss falls
 _LEAST = 10  # steps before the first spike
 _FAR = 8.0  # median deviations
 _SHARE = 0.1  # of the median: smaller jumps are no spikes, even of a loss that hardly moves
@@ -24,7 +24,7 @@ class Spike:
     step: int
     loss: float
     median: float
-    """The median loss of the 31 steps before it."""
+    """The median loss of the 11 steps before it."""
 
     @property
     def jump(self) -> float:
@@ -35,7 +35,7 @@ class Spike:
 def spikes(steps: Sequence[StepRecord]) -> list[Spike]:
     """Return the spikes of the loss, in order.
 
-    A loss is a spike if it is above the median of the 31 steps before it by more than 8 times their
+    A loss is a spike if it is above the median of the 11 steps before it by more than 8 times their
     median deviation, and by more than a tenth of it; or if it is not finite. Of steps that follow
     each other the first counts. The first 10 steps are none, if they are finite.
 

@@ -11,20 +11,16 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lockstep.checkpoints.folders import best_name, step_of, written
 from lockstep.checkpoints.manifest import MANIFEST
 from lockstep.config.settings import FILE, Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import last_lines
-from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import METRICS, RESULT
 from lockstep.training.timeline import Timeline
 from lockstep.training.timeline import read as read_timeline
-
-if TYPE_CHECKING:
-    from lockstep.config.task import Task
 
 MOST = 256 * 2**20  # bytes of metrics.jsonl
 _LARGEST = 2**20  # bytes of settings.json and of result.json
@@ -200,18 +196,6 @@ def read(path: Path | str) -> Run:
         timeline=read_timeline(path),
         complete=complete,
     )
-
-
-def load_task(settings: Settings) -> Task:
-    """Load the task of a run. This runs the task's file.
-
-    Args:
-        settings: of the run.
-
-    Raises:
-        TaskError: the task's file is not there any more, or does not define a task.
-    """
-    return resolve(settings.task, settings.overrides)
 
 
 def number(value: Any) -> float:

@@ -9,8 +9,9 @@ the same decision without a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,13 +19,14 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.pieces import check_storable
+from lockstep.checkpoints.save_and_resume import Checkpoints
 from lockstep.checks.identity import sha256, weights
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts
 from lockstep.config.task import Mode, Precision, Task
 from lockstep.data.loader import is_iterable
-from lockstep.data.windows import Window, counted
+from lockstep.data.windows import ENDLESS, Window, counted
 from lockstep.errors import TaskError, UsageError
 from lockstep.step.forward import Forward
 from lockstep.step.model_shard import ModelShard
@@ -330,6 +332,45 @@ class AssembledTraining:
         result = self.stepper.step()
         self.average.after_step(result, self.stepper.steps)
         return result
+
+    def load(self, directory: Path, step: int) -> Mapping[str, Any]:
+        """Go on after `step`, whose checkpoint is loaded. Every rank calls it. Nothing is written.
+
+        Args:
+            directory: the folder of checkpoints.
+            step: optimizer steps that were taken before it was saved.
+
+        Returns:
+            What the checkpoint stores besides the tensors.
+
+        Raises:
+            UsageError: there is no such checkpoint, or it is of another training.
+        """
+        by_epoch = self.scheduler if self.task.scheduler_per == "epoch" else None
+        checkpoints = Checkpoints(
+            directory, self.stepper, self.loader, scheduler=by_epoch, read_only=True
+        )
+        checkpoint = checkpoints.resume(step)
+        if checkpoint is None or checkpoint.step != step:
+            raise UsageError("no-checkpoint", run=directory)
+        self.progress.load(checkpoint.state)
+        return checkpoint.state
+
+    def windows(self) -> Iterator[Window]:
+        """Yield the windows from the current position on. Between two epochs, synchronize and step
+        the scheduler as `Training.run` does, without its evaluations and records.
+        """
+        if self.loader.state_dict()["epoch"] > self.progress.epochs:
+            self._between_epochs()  # the checkpoint was saved before the end of its epoch was handled
+        for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
+            yield from epoch
+            self._between_epochs()
+
+    def _between_epochs(self) -> None:
+        self.progress.epochs += 1
+        self.stepper.synchronize()
+        if self.task.scheduler_per == "epoch" and self.scheduler is not None:
+            self.scheduler.step()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the Stepper's and the Loader's state."""

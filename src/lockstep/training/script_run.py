@@ -257,8 +257,8 @@ class ScriptRun:
     def _begin_files(self) -> None:
         """Write rank 0's files as of the step at which the training begins."""
         steps = self._stepper.steps
-        task = f"{Path(sys.argv[0]).name} (a script)"
-        Settings(task=task, workers=self._stepper.world.size).write(self.directory.path)
+        settings = Settings.of_script(Path(sys.argv[0]).name, self._stepper.world.size)
+        settings.write(self.directory.path)
         self.directory.result.unlink(missing_ok=True)
         forget_after(self.directory.metrics, steps, steps)
         if self.resumed:

@@ -21,22 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checks.identity import weights
-from lockstep.config.settings import Settings
-from lockstep.config.task import Precision, Task
+from lockstep import Task, World
 from lockstep.data.device import to_device
 from lockstep.data.keyed import KeyedDataset
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.start import FOR_TRAININGS
+from lockstep.runs import AssembledTraining, Settings, load_task, rebuilt
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward
 from lockstep.tools.verify.spy import CLOCK, Seen, watching
 from lockstep.tools.verify.trace import Difference, Slot, alike, digest_of, sketch, tolerance_at
-from lockstep.tools.verify.tracing import Start, Traced
+from lockstep.tools.verify.tracing import Start, tensors_of
 from lockstep.training.build import model_of
-from lockstep.training.opening import computing, intra_op_threads, matmul_precision, world_for
-from lockstep.training.resolve import resolve
-from lockstep.world.world import World
+from lockstep.training.opening import intra_op_threads
 
 _CLOCK_SECONDS = 1.1  # a seed made of whole seconds differs after that
 _THREADS = (1, 2, 4)
@@ -76,7 +72,7 @@ def experiment(
     size, rank = max(worlds, key=operator.itemgetter(0))
     other = min(worlds, key=operator.itemgetter(0))
     arguments = settings, difference, rank, other
-    results = start(_on_rank, size, arguments, {}, timeout=None, imports=FOR_TRAININGS)
+    results = start(_on_rank, size, arguments, {}, timeout=None)
     evidence: Evidence | None = results[rank]
     assert evidence is not None
     return evidence
@@ -88,24 +84,18 @@ def _on_rank(
     """Train on all ranks up to the step, then experiment on `rank`. The other ranks wait for it
     when they leave the world.
     """
-    task = resolve(settings.task, settings.overrides)
-    precision = settings.precision or task.precision
-    with (
-        world_for(None, settings.device) as world,
-        computing(settings, world),
-        matmul_precision(precision),
-    ):
-        make = prepared(task, settings, difference, world)
-        if make is None or world.rank != rank:
+    with rebuilt(settings) as training:
+        make = prepared(training, difference)
+        if make is None or training.world.rank != rank:
             return None
-        return _evidence(make, settings, world, other)
+        return _evidence(make, settings, training.world, other)
 
 
 def _evidence(make: Make, settings: Settings, world: World, other: tuple[int, int]) -> Evidence:
     """Run the experiments. `other` is the size of the other world, and the rank there."""
 
     def reload() -> Repeat:
-        return make(resolve(settings.task, settings.overrides), world)
+        return make(load_task(settings), world)
 
     with watching() as loading:
         repeat = reload()
@@ -184,13 +174,13 @@ Make = Callable[[Task, World], Repeat]
 """Makes a Repeat from a freshly loaded task."""
 
 
-def prepared(task: Task, settings: Settings, difference: Difference, world: World) -> Make | None:
+def prepared(training: AssembledTraining, difference: Difference) -> Make | None:
     """Return what makes the Repeat for `difference`; None if nothing can be repeated. Every rank
     must call it: the ranks train together up to the step.
     """
     if difference.kind == "start":
         return _building
-    precision: Precision = settings.precision or task.precision
+    precision = training.precision
     if difference.kind in ("samples", "again"):
         if difference.indices is None:
             return None
@@ -198,7 +188,6 @@ def prepared(task: Task, settings: Settings, difference: Difference, world: Worl
         return partial(_reading, precision=precision, keys=keys)
     if difference.kind not in ("loss", "gradient"):
         return None
-    training = Traced(task, settings, world)
     for window in training.windows():
         if window.step + 1 == difference.step:
             break
@@ -207,7 +196,7 @@ def prepared(task: Task, settings: Settings, difference: Difference, world: Worl
         return None
     batch = window[window.slots.index(difference.slot)]
     state = {name: value.clone() for name, value in training.model.state_dict().items()}
-    tolerance = tolerance_at(difference.step, exact=settings.exact)
+    tolerance = tolerance_at(difference.step, exact=training.settings.exact)
     return partial(
         _forwarding,
         precision=precision,
@@ -222,14 +211,12 @@ def _building(task: Task, world: World) -> Repeat:
     """Build the model, with the shared random stream."""
 
     def run() -> str:
-        return digest_of(weights(model_of(task)))
+        return digest_of(tensors_of(model_of(task)))
 
     return Repeat(run)
 
 
-def _reading(
-    task: Task, world: World, *, precision: Precision, keys: tuple[int, list[int]]
-) -> Repeat:
+def _reading(task: Task, world: World, *, precision: Any, keys: tuple[int, list[int]]) -> Repeat:
     """Read the samples of one micro-batch, each with its own random stream."""
     dataset = KeyedDataset(task.train_data, task.seed, task.collate, world.rank)
 
@@ -249,7 +236,7 @@ def _forwarding(
     task: Task,
     world: World,
     *,
-    precision: Precision,
+    precision: Any,
     stream: tuple[int, int],
     state: Mapping[str, Tensor],
     batch: Any,

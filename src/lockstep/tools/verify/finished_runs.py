@@ -6,7 +6,7 @@ Times, and values that follow from the number of workers, may differ and are not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints import files
-from lockstep.checkpoints.folders import newest
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.recorded import read
-from lockstep.training.resolve import short_name
-from lockstep.training.run_directory import METRICS, RESULT
-
-_STEP = ("loss", "weight", "lr")
+from lockstep.runs import StepRecord, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +37,46 @@ class FinishedRun:
         """Read a run directory. Raise UsageError if its training has not ended, or if a file is
         missing or broken.
         """
-        recorded = read(path)
-        if recorded.state != "finished":
-            raise UsageError("run-not-finished", run=path, missing=RESULT)
-        if not recorded.complete:
+        run = read(path)
+        if run.state != "finished":
+            raise UsageError("run-not-finished", run=path, missing="result.json")
+        if not run.complete:
             raise UsageError(
                 "cannot-read",
                 name="run file",
-                file=path / METRICS,
+                file=path / "metrics.jsonl",
                 reason="it is not as `lockstep train` wrote it",
             )
-        checkpoint = newest(path / "checkpoints")
-        if checkpoint is None:
+        if not run.checkpoints:
             raise UsageError("no-checkpoint", run=path)
-        steps = {}
-        for record in recorded.steps:
-            steps[record["step"]] = {name: record.get(name) for name in _STEP}
         return cls(
             path=path,
-            task=short_name(recorded.settings.task),
-            steps=steps,
-            evaluations={record["step"]: record["metrics"] for record in recorded.evaluations},
-            checkpoint=checkpoint,
+            task=Path(run.settings.task).stem,
+            steps={record.step: _values_of(record) for record in run.steps},
+            evaluations={record.step: record.metrics for record in run.evaluations},
+            checkpoint=run.checkpoints[-1].path,
         )
 
 
-def differences(one: Path, other: Path) -> list[str]:
-    """Describe the first step, the first evaluation and the first parameter that differ. The list
-    is empty if the runs are equal.
+def _values_of(record: StepRecord) -> dict[str, str]:
+    """Return the compared values of a step as texts: nan is equal to itself."""
+    return {"loss": repr(record.loss), "weight": repr(record.weight), "lr": repr(record.lr)}
 
-    Raises UsageError for runs that cannot be compared.
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How two runs differ."""
+
+    sentences: Sequence[str]
+    """The first step, the first evaluation and the first parameter that differ; empty if the runs
+    are equal.
     """
+    step: int | None
+    """The first step that differs and that both have."""
+
+
+def differences(one: Path, other: Path) -> Compared:
+    """Compare two finished runs. Raises UsageError for runs that cannot be compared."""
     left = FinishedRun.read(one)
     right = FinishedRun.read(other)
     if left.task != right.task:
@@ -82,7 +86,8 @@ def differences(one: Path, other: Path) -> list[str]:
         _first("evaluation after step", left.evaluations, right.evaluations),
         _weights(left.checkpoint, right.checkpoint),
     ]
-    return list(filter(None, sentences))
+    step = _first_step(left.steps, right.steps)
+    return Compared(list(filter(None, sentences)), step)
 
 
 def summary(run: Path) -> str:
@@ -96,16 +101,24 @@ def summary(run: Path) -> str:
 def _first(
     kind: str, left: Mapping[int, Mapping[str, Any]], right: Mapping[int, Mapping[str, Any]]
 ) -> str | None:
-    for step in sorted(left.keys() & right.keys()):
-        shown = _values(left[step], right[step])
-        if shown:
-            return f"{kind} {step}: {'; '.join(shown)}"
+    step = _first_step(left, right)
+    if step is not None:
+        return f"{kind} {step}: {'; '.join(_values(left[step], right[step]))}"
     alone = sorted(left.keys() ^ right.keys())
     if not alone:
         return None
     run = "first" if alone[0] in left else "second"
     counts = f"({len(left)} and {len(right)} in all)"
     return f"{kind} {alone[0]} is in the {run} run only {counts}"
+
+
+def _first_step(
+    left: Mapping[int, Mapping[str, Any]], right: Mapping[int, Mapping[str, Any]]
+) -> int | None:
+    for step in sorted(left.keys() & right.keys()):
+        if _values(left[step], right[step]):
+            return step
+    return None
 
 
 def _values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

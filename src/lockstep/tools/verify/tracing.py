@@ -1,5 +1,5 @@
-"""Run a traced training at one number of workers, in fresh processes. It is the Training of
-`lockstep train` with a step that records a trace.
+"""Run a traced training at one number of workers, in fresh processes: as `lockstep train` trains,
+with a step that records a trace.
 
 Tracing does not change the computed values.
 """
@@ -12,16 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.checks.identity import sha256, weights
-from lockstep.config.settings import Settings
-from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset
-from lockstep.data.windows import ENDLESS, Window
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.start import FOR_TRAININGS
-from lockstep.step.step_result import StepResult
+from lockstep.runs import AssembledTraining, Settings, rebuilt
 from lockstep.tools.verify.equal_noise import samples_with_equal_noise
 from lockstep.tools.verify.trace import (
     Sketch,
@@ -33,10 +28,6 @@ from lockstep.tools.verify.trace import (
     random_states,
     sketch,
 )
-from lockstep.training.loop import Training
-from lockstep.training.opening import computing, matmul_precision, world_for
-from lockstep.training.resolve import resolve
-from lockstep.world.world import World
 
 _SAMPLES_FOR_NOISE = 8
 _HASH_SEED = "PYTHONHASHSEED"
@@ -44,57 +35,47 @@ Start = Callable[..., list[Any]]
 """Runs a function on ranks: launcher.launch.start_ranks, or its equivalent on other machines."""
 
 
-class Traced(Training):
-    """One rank's training, without evaluations and without a run directory."""
+class TracedTraining:
+    """Trains on this rank as `lockstep train` does, and records every micro-batch."""
 
-    def __init__(self, task: Task, settings: Settings, world: World) -> None:
-        super().__init__(task, settings, world, None)
-        self.trace = Trace(workers=world.size, start=self._weights(), steps=[])
+    def __init__(self, training: AssembledTraining) -> None:
+        self.training = training
+        self.trace = Trace(workers=training.world.size, start=self._weights(), steps=[])
         self._open: Slot | None = None
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in training.model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._record, name))
 
     def walk(self) -> Trace:
         """Take all steps, then read the first step's samples again, and some of them alone."""
-        steps = self.settings.steps
-        assert steps is not None, "the command always says how many"
-        with matmul_precision(self.precision):
-            for window in self.windows():
-                self.step(window)
-                if self.stepper.steps == steps:
-                    break
+        for window in self.training.windows():
+            self.step(window)
+            if window.step + 1 == self.training.settings.steps:
+                break
         if self.trace.steps:
             self._read_again(self.trace.steps[0].slots)
-        self.trace.sha256 = sha256(weights(self.model))
+        self.trace.sha256 = self.training.model_shard.digest()
         return self.trace
 
-    def windows(self) -> Iterator[Window]:
-        """Yield the windows of all epochs in the order of `lockstep train`."""
-        for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
-            yield from epoch
-            if self.task.scheduler_per == "epoch" and self.scheduler is not None:
-                self.scheduler.step()
-
-    def step(self, window: Window) -> StepResult:
-        """Do what `Training.step` does, and record every micro-batch."""
+    def step(self, window: Any) -> None:
+        """Train one window, and record it."""
         slots: dict[int, Slot] = {}
-        indices = indices_of(self.loader, window)
-        batches = self.stepper.micro_batches(window)
+        training = self.training
+        indices = indices_of(training.loader, window)
+        batches = training.stepper.micro_batches(window)
         for batch, number in zip(batches, window.slots, strict=True):
-            slot = Slot(self.world.rank, indices.get(number), digest_of(batch))
+            slot = Slot(training.world.rank, indices.get(number), digest_of(batch))
             slots[number] = slot
             self._open = slot
-            loss, weight = self.forward.loss(self.forward(batch), batch)
+            loss, weight = training.forward.loss(training.forward(batch), batch)
             slot.loss = float(loss.detach())
-            slot.random = random_states(self.world.device)
-            self.stepper.backward(loss, weight)
+            slot.random = random_states(training.world.device)
+            training.stepper.backward(loss, weight)
             self._open = None
-        result = self.stepper.step()
+        result = training.stepper.step()
         self.trace.steps.append(
             TracedStep(epoch=window.epoch, slots=slots, loss=result.loss, weights=self._weights())
         )
-        return result
 
     def _record(self, name: str, gradient: Tensor) -> None:
         """Record a gradient before it is added to those of other micro-batches in `.grad`."""
@@ -105,14 +86,12 @@ class Traced(Training):
         """Return the weights in the model's order, parameters before buffers, so that the first
         difference is the most useful one.
         """
-        tensors = weights(self.model)
-        order = [name for name, _ in self.model.named_parameters() if name in tensors]
-        return {name: sketch(tensors[name]) for name in dict.fromkeys([*order, *tensors])}
+        return {name: sketch(tensor) for name, tensor in tensors_of(self.training.model).items()}
 
     def _read_again(self, slots: Mapping[int, Slot]) -> None:
         """Read the samples of these micro-batches again: all together, and some of them alone."""
-        task = self.task
-        dataset = KeyedDataset(task.train_data, task.seed, task.collate, self.world.rank)
+        task = self.training.task
+        dataset = KeyedDataset(task.train_data, task.seed, task.collate, self.training.world.rank)
         again = {}
         indices: list[int] = []
         for number, slot in slots.items():
@@ -124,16 +103,21 @@ class Traced(Training):
         self.trace.equal_noise = samples_with_equal_noise(task.train_data, task.seed, some)
 
 
-def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by name. They are the model's own."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def indices_of(loader: Any, window: Any) -> dict[int, tuple[int, ...]]:
     """Return the sample indices of this rank's micro-batches in a window, by slot. The result is
     empty for a stream.
     """
-    batch_plan = getattr(loader, "batch_plan", None)
-    if batch_plan is None or not window.slots:
+    plan = getattr(loader, "batch_plan", None)
+    if plan is None:
         return {}
-    step = window.step - batch_plan.first(window.epoch)
-    micro_batches = batch_plan.indices(window.epoch, range(step, step + 1), window.slots)
-    return dict(zip(window.slots, map(tuple, micro_batches), strict=True))
+    by_slot = loader.indices(window.epoch, window.step - plan.first(window.epoch))
+    return {slot: tuple(by_slot[slot]) for slot in window.slots}
 
 
 def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = start_ranks) -> Trace:
@@ -151,7 +135,6 @@ def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = st
         (settings,),
         {},
         timeout=None,
-        imports=FOR_TRAININGS,
         variables=_own_hash_seed if seeded else None,
     )
     return merge(traces)
@@ -162,9 +145,8 @@ def _own_hash_seed(rank: int) -> dict[str, str]:
 
 
 def _on_rank(settings: Settings) -> Trace:
-    task = resolve(settings.task, settings.overrides)
-    with world_for(None, settings.device) as world, computing(settings, world):
-        return Traced(task, settings, world).walk()
+    with rebuilt(settings) as training:
+        return TracedTraining(training).walk()
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""Make the training of a run again on this rank, to drive it step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
+from lockstep.training.assembled import AssembledTraining
+from lockstep.training.opening import computing, matmul_precision, world_for
+from lockstep.training.resolve import resolve
+
+
+def load_task(settings: Settings) -> Task:
+    """Load the task of a run. This runs the task's file.
+
+    Args:
+        settings: of the run.
+
+    Raises:
+        TaskError: the task's file is not there any more, or does not define a task.
+    """
+    return resolve(settings.task, settings.overrides)
+
+
+@contextmanager
+def rebuilt(settings: Settings, task: Task | None = None) -> Iterator[AssembledTraining]:
+    """Make the training of these settings on this rank, as `lockstep train` does, without a run
+    directory. Every rank of `settings.workers` calls it; one process alone is a world of one.
+
+    Example::
+
+        run = lockstep.runs.read("runs/mine")
+        with lockstep.runs.rebuilt(dataclasses.replace(run.settings, workers=1)) as training:
+            training.load(run.path / "checkpoints", 200)
+            for window in training.windows():
+                print(training.step(window).loss)
+
+    Args:
+        settings: of the run, with another number of workers or another device.
+        task: the task, if it is loaded already. Default: it is loaded from its file.
+
+    Returns:
+        The training, as the value of the `with` statement: its `model`, `optimizer`, `stepper`,
+        `loader` and `forward`; `load`, `windows` and `step`.
+
+    Raises:
+        UsageError, TaskError: settings or a task that cannot be trained here.
+    """
+    task = task or load_task(settings)
+    with (
+        world_for(None, settings.device) as world,
+        computing(settings, world),
+        matmul_precision(settings.precision or task.precision),
+    ):
+        training = AssembledTraining(task, settings, world, None)
+        yield training
+        training.loader.close()

@@ -1,0 +1,1 @@
+"""Compute steps of a recorded run again: `lockstep replay`."""
