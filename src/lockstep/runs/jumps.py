@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from lockstep.runs.reading import StepRecord
 
-_WINDOW = 11  # steps of which the running median is taken: few, because a loss falls
+_WIDE = 31  # steps of the running median beside which a spike is seen
+_NEAR = 11  # of that beside which the worst step is: few, because a loss falls
 _LEAST = 10  # steps before the first spike
 _FAR = 8.0  # median deviations
 _SHARE = 0.1  # of the median: smaller jumps are no spikes, even of a loss that hardly moves
@@ -24,7 +25,7 @@ class Spike:
     step: int
     loss: float
     median: float
-    """The median loss of the 11 steps before it."""
+    """The median loss of the steps before it: 31 for `spikes`, 11 for `worst`."""
 
     @property
     def jump(self) -> float:
@@ -35,7 +36,7 @@ class Spike:
 def spikes(steps: Sequence[StepRecord]) -> list[Spike]:
     """Return the spikes of the loss, in order.
 
-    A loss is a spike if it is above the median of the 11 steps before it by more than 8 times their
+    A loss is a spike if it is above the median of the 31 steps before it by more than 8 times their
     median deviation, and by more than a tenth of it; or if it is not finite. Of steps that follow
     each other the first counts. The first 10 steps are none, if they are finite.
 
@@ -44,7 +45,7 @@ def spikes(steps: Sequence[StepRecord]) -> list[Spike]:
     """
     result = []
     follows = False
-    for spike, before in _jumps(steps):
+    for spike, before in _jumps(steps, _WIDE):
         is_spike = _is_spike(spike, before)
         if is_spike and not follows:
             result.append(spike)
@@ -53,13 +54,15 @@ def spikes(steps: Sequence[StepRecord]) -> list[Spike]:
 
 
 def worst(steps: Sequence[StepRecord]) -> Spike | None:
-    """Return the step with the largest jump of the loss above its running median; None if there are
-    fewer than two steps. It need not be a spike.
+    """Return the step with the largest jump of the loss above the median of the 11 steps before it;
+    None if there are fewer than two steps. It need not be a spike.
 
     Args:
         steps: of a run, in order.
     """
-    return max((spike for spike, _ in _jumps(steps)), key=lambda spike: spike.jump, default=None)
+    return max(
+        (spike for spike, _ in _jumps(steps, _NEAR)), key=lambda spike: spike.jump, default=None
+    )
 
 
 def _is_spike(spike: Spike, before: Sequence[float]) -> bool:
@@ -72,9 +75,9 @@ def _is_spike(spike: Spike, before: Sequence[float]) -> bool:
     return spike.jump > _FAR * deviation
 
 
-def _jumps(steps: Sequence[StepRecord]) -> Iterator[tuple[Spike, Sequence[float]]]:
-    """Yield each step's loss beside the median of the finite losses before it, and these losses in
-    ascending order.
+def _jumps(steps: Sequence[StepRecord], window: int) -> Iterator[tuple[Spike, Sequence[float]]]:
+    """Yield each step's loss beside the median of the finite `window` losses before it, and these
+    losses in ascending order.
     """
     latest: deque[float] = deque()
     ordered: list[float] = []
@@ -84,5 +87,5 @@ def _jumps(steps: Sequence[StepRecord]) -> Iterator[tuple[Spike, Sequence[float]
         if math.isfinite(record.loss):
             latest.append(record.loss)
             insort(ordered, record.loss)
-            if len(latest) > _WINDOW:
+            if len(latest) > window:
                 del ordered[bisect_left(ordered, latest.popleft())]

@@ -357,13 +357,17 @@ class AssembledTraining:
         return checkpoint.state
 
     def windows(self) -> Iterator[Window]:
-        """Yield the windows from the current position on. Between two epochs, synchronize and step
+        """Yield the windows from the current position on, without those of `skip`. Between two epochs, synchronize and step
         the scheduler as `Training.run` does, without its evaluations and records.
         """
         if self.loader.state_dict()["epoch"] > self.progress.epochs:
             self._between_epochs()  # the checkpoint was saved before the end of its epoch was handled
         for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
-            yield from epoch
+            for window in epoch:
+                if window.step + 1 in self.settings.left_out:
+                    self.stepper.leave_out()
+                else:
+                    yield window
             self._between_epochs()
 
     def _between_epochs(self) -> None:

@@ -79,7 +79,9 @@ def test_a_step_that_was_taken_again_counts_as_it_was_last(tmp_path: Path) -> No
 
 def test_a_task_in_another_checkout_is_the_same_task(tmp_path: Path) -> None:
     here, there = "/here/my_task.py", "/there/my_task.py"
-    assert differences(run(tmp_path / "a", task=here), run(tmp_path / "b", task=there)).sentences == []
+    assert (
+        differences(run(tmp_path / "a", task=here), run(tmp_path / "b", task=there)).sentences == []
+    )
     with refused("runs-of-two-tasks", tasks=["digits", "text"], other=tmp_path / "d"):
         differences(run(tmp_path / "c"), run(tmp_path / "d", task="text"))
 

@@ -145,11 +145,14 @@ class Replay:
     def steps(self, detail: Detail) -> Iterator[ComputedStep]:
         """Compute all steps up to `detail.last`, and look at those from `detail.first` on."""
         for window in self._training.windows():
-            if window.step + 1 < detail.first:
+            step = window.step + 1
+            if step > detail.last:  # the last ones were left out
+                return
+            if step < detail.first:
                 yield self._pass_through(window)
             else:
                 yield self._look_at(window, detail)
-            if window.step + 1 == detail.last:
+            if step == detail.last:
                 return
 
     def _pass_through(self, window: Window) -> ComputedStep:

@@ -49,6 +49,8 @@ def steps_of(text: str, run: Run) -> tuple[int, int]:
     recorded = run.steps[-1].step
     if not 1 <= first <= last <= recorded:
         raise UsageError("step-not-recorded", step=text, last=recorded, run=str(run.path))
+    if not any(run.step(step) for step in range(first, last + 1)):
+        raise UsageError("step-left-out", step=text, run=str(run.path))
     return first, last
 
 
