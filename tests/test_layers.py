@@ -126,17 +126,37 @@ PUBLIC = {
     )
 }
 """What a file in tools/ may import of the package, and other files in tools/."""
-MAY_USE: dict[str, dict[str, str]] = {}
+MAY_USE = {
+    "replay": {
+        "lockstep.checkpoints.files": "verifies a checkpoint before its steps are announced",
+        "lockstep.data.windows.Window": "the window that it drives by hand",
+        "lockstep.runtime.randomness": "a sample's forward again, in its micro-batch's stream",
+        "lockstep.training.resume.differences": "what differs from the recorded machine",
+        "lockstep.training.resume.machine": "what the bits depend on besides the task",
+        "lockstep.training.task_digest.changes": "what has changed in the task, in words",
+        "lockstep.training.task_digest.task_digests": "the task's files and samples now",
+    },
+    "verify": {
+        "lockstep.checkpoints.files": "the weights of a finished run",
+        "lockstep.data.device.to_device": "reads a micro-batch again, as a Loader does",
+        "lockstep.data.keyed.KeyedDataset": "the same",
+        "lockstep.data.keyed.fetches_at_once": "fetches one sample as a Loader does",
+        "lockstep.data.keyed.listed": "sample indices in a message",
+        "lockstep.launcher.launch.start_ranks": "ranks that each have a hash seed of their own",
+        "lockstep.runtime.randomness": "a forward again, in its micro-batch's stream",
+        "lockstep.step.forward.Forward": "a forward again, of a task that was loaded again",
+        "lockstep.training.build.model_of": "builds the model again, in the shared stream",
+        "lockstep.training.opening.intra_op_threads": "whether the result depends on threads",
+    },
+}
 """By tool, at most ten names that it needs beside the public ones, each with its reason."""
 STILL = {
     "bench": 39,
     "doctor": 9,
     "plan": 6,
     "recorded": 5,
-    "replay": 30,
     "show": 26,
     "timing": 4,
-    "verify": 30,
 }
 """Tools that are not finished: how many names they still import, at most."""
 

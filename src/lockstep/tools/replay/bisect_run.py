@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from lockstep.config.settings import Device
 from lockstep.runs import CheckpointRecord, Run
 from lockstep.tools.replay.computed import Detail
 from lockstep.tools.replay.replay import Comparison, Plan, compare, compute, plan_of
@@ -35,7 +35,7 @@ def first_irreproducible(
     last: int,
     *,
     workers: int | None = None,
-    device: Device = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     say: Callable[[str], None],
 ) -> Irreproducible | None:
     """Compute the steps from `first` to `last` again, and return the first one that differs from

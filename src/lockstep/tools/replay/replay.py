@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoints import files
-from lockstep.config.settings import Device
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.runs import Run, Settings, load_task, rebuilt, worst
 from lockstep.tools.replay.computed import ComputedStep, Detail, MicroBatch, Replay
@@ -107,7 +106,12 @@ class Plan:
 
 
 def plan_of(
-    run: Run, first: int, last: int, *, workers: int | None = None, device: Device = "auto"
+    run: Run,
+    first: int,
+    last: int,
+    *,
+    workers: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Plan:
     """Plan to compute the steps from `first` to `last` again.
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints import files
-from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.runs import StepRecord, read
+from lockstep.tools.timing.output_files import counted
 
 
 @dataclass(frozen=True, slots=True)

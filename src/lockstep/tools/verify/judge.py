@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lockstep.config.settings import Settings
 from lockstep.data.keyed import listed
-from lockstep.data.windows import counted
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.launcher.launch import start_ranks
+from lockstep.runs import Settings
+from lockstep.tools.timing.output_files import counted
 from lockstep.tools.verify.experiments import Evidence, experiment
 from lockstep.tools.verify.spy import (
     CLOCK,
