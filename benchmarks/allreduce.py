@@ -33,8 +33,7 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.shared_memory.operations import HostMemory
-from lockstep.tools.drawing import SERIES
-from lockstep.tools.svg import Plot, figure
+from lockstep.tools.drawing import SERIES, Plot, figure
 
 SIZES = "4K,16K,64K,256K,1M,4M,16M,25M,64M"
 _UNITS = {"K": 2**10, "M": 2**20}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.tasks import digits
-from lockstep.tools.drawing import SERIES
-from lockstep.tools.svg import Plot, figure
+from lockstep.tools.drawing import SERIES, Plot, figure
 
 NEVER = 10**9
 WAYS = {

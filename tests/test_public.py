@@ -57,6 +57,16 @@ def test_the_public_names_are_these() -> None:
         lockstep.Steppr  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_the_public_names_of_collectives_are_these() -> None:
+    algorithms = ["Link", "Network", "Proof", "Round", "Schedule", "Transfer", "algorithms_of"]
+    algorithms += ["in_process", "prove", "schedule"]
+    tensors = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce"]
+    tensors += ["reduce_scatter", "scatter", "Group", "Work"]
+    names = lockstep.collectives.__all__
+    assert sorted(names) == sorted([*algorithms, *tensors, "Kind", "REDUCING"])
+    assert not [name for name in algorithms if not getattr(lockstep.collectives, name).__doc__]
+
+
 def test_import_and_help_do_not_import_torch() -> None:
     code = (
         "import sys, lockstep, lockstep.cli, lockstep.config.settings, lockstep.launcher.supervise;"

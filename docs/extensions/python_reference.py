@@ -163,8 +163,12 @@ def names_of(module: str) -> list[str]:
 def directive(module: str, name: str) -> str:
     """The autodoc directive that documents a name."""
     found = getattr(import_module(module), name)
+    if inspect.ismodule(found):
+        listed = ", ".join(names_of(found.__name__))
+        return f".. automodule:: {found.__name__}\n   :members: {listed}\n"
     if not inspect.isclass(found):
-        return f".. autofunction:: {module}.{name}\n"
+        kind = "function" if inspect.isroutine(found) else "data"
+        return f".. auto{kind}:: {module}.{name}\n"
     listed = ", ".join(members(found))
     shown = f"   :members: {listed}\n" if listed else ""
     bases = "   :show-inheritance:\n" if issubclass(found, BaseException) else ""

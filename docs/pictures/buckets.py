@@ -20,8 +20,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.windows import counted
 from lockstep.launcher.launch import launch
 from lockstep.step.stepper import Stepper
-from lockstep.tools.drawing import Drawing
-from lockstep.tools.svg import Plot, figure
+from lockstep.tools.drawing import Drawing, Plot, figure
 from lockstep.tools.timing.output_files import table
 from lockstep.world.world import init
 

@@ -11,8 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from lockstep.config.settings import Settings
-from lockstep.tools.drawing import SERIES, Drawing
-from lockstep.tools.svg import Plot, figure
+from lockstep.tools.drawing import SERIES, Drawing, Plot, figure
 from lockstep.tools.verify.tracing import train
 
 WORKERS = (1, 2, 4)

@@ -10,8 +10,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
+from lockstep.cli.show import exact_step, pipeline_chart, planned_step
+from lockstep.collectives import schedule
 from lockstep.config.mesh import Mesh
-from lockstep.schedules.algorithms import schedule
 from lockstep.tools.show import (
     data_picture,
     exact_picture,
@@ -42,9 +43,9 @@ def test_options_reach_the_picture() -> None:
     ):
         expected = data_picture.text(data_picture.deal(10, 4, **(data | options)))
         assert shown(f"data --samples 10 --workers 4 {line}") == expected + "\n"
-    step = step_picture.DataParallelStep.of(3, 32, 8)
-    exact = exact_picture.ExactStep.of(6, 2)
-    chart, naive = pipeline_picture.chart, "--schedule naive --stages 2 --micro-batches 4"
+    step = planned_step(3, 32, 8)
+    exact = exact_step(6, 2)
+    chart, naive = pipeline_chart, "--schedule naive --stages 2 --micro-batches 4"
     of_nodes = schedule("all_reduce", "hierarchical", 6, ranks_per_node=3)
     for line, expected in (
         (
@@ -130,6 +131,7 @@ def test_a_collective_that_cannot_be_is_refused() -> None:
         ("all-reduce --values '1,2;3'", "rows-not-equal", {"collective": "all-reduce"}),
         ("all-reduce --values '1,2;'", "wrong-value", {"value": "1,2;"}),
         (f"all-reduce --values '{10**20};1'", "integer-too-large", {"value": 10**20}),
+        ("data --samples 0", "wrong-value", {"name": "samples", "value": 0}),
         ("all-to-all --values '1,2'", "one-number-per-rank", {"ranks": 1}),
         ("broadcast --root 3", "root-outside-group", {"root": 3, "last": 2}),
     ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +18,10 @@ from lockstep.cli.options import GroupedCommand
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.schedules.schedule import Kind
+    from lockstep.collectives import Kind
+    from lockstep.tools.show.exact_picture import ExactStep
+    from lockstep.tools.show.pipeline_picture import Chart
+    from lockstep.tools.show.step_picture import DataParallelStep
 
 app = typer.Typer(no_args_is_help=True)
 Ranks = Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")]
@@ -51,8 +56,27 @@ def step(
     """Show a data-parallel step, with the samples of each rank."""
     from lockstep.tools.show import step_picture as picture
 
-    drawn = picture.DataParallelStep.of(workers, batch, micro_batch)
+    drawn = planned_step(workers, batch, micro_batch)
     _show(picture, [drawn], lambda: picture.title(drawn), out)
+
+
+def planned_step(workers: int, batch: int, micro_batch: int | None) -> DataParallelStep:
+    """Plan a step as a training does. `micro_batch` is None for one micro-batch per rank. Raises
+    UsageError for sizes that cannot be divided.
+    """
+    at_least_one(workers=workers, batch=batch)
+    from lockstep.data.windows import Plan
+    from lockstep.tools.show.step_picture import DataParallelStep
+
+    size = -(-batch // workers) if micro_batch is None else micro_batch
+    plan = Plan(samples=batch, global_batch=batch, micro_batch=size)
+    cut = plan.cut(0)
+    slots = [cut.filled(rank, workers) for rank in range(workers)]
+    samples = []
+    for own in slots:  # a rank's micro-batches are consecutive
+        positions = [cut.positions(slot) for slot in own]
+        samples.append(range(positions[0].start, positions[-1].stop) if own else range(0))
+    return DataParallelStep(plan.describe(workers), batch, slots, samples)
 
 
 @app.command("exact", cls=GroupedCommand)
@@ -64,11 +88,26 @@ def exact(
     out: DrawnFile = None,
 ) -> None:
     """Show the tree along which exact mode adds gradients."""
-    at_least_one(micro_batches=micro_batches, workers=workers)
-    from lockstep.tools.show import exact_picture as picture  # imports torch
+    from lockstep.tools.show import exact_picture as picture
 
-    drawn = picture.ExactStep.of(micro_batches, workers)
+    drawn = exact_step(micro_batches, workers)
     _show(picture, [drawn], lambda: picture.title(drawn)[0], out)
+
+
+def exact_step(micro_batches: int, workers: int) -> ExactStep:
+    """Divide the micro-batches among ranks, and add them, as a training does."""
+    at_least_one(micro_batches=micro_batches, workers=workers)
+    from lockstep.collectives.addition_order import Block, blocks, tree  # imports torch
+    from lockstep.data.windows import Plan
+    from lockstep.tools.show.exact_picture import ExactStep
+
+    cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
+    slots = [cut.share(rank, workers) for rank in range(workers)]
+    added = []
+    for own in slots:
+        added.append([range(first, first + size) for first, size in blocks(own)])
+    order = tree(tuple(Block(slot, 1) for slot in range(micro_batches)))
+    return ExactStep(slots, added, order)
 
 
 class Split(StrEnum):
@@ -140,7 +179,8 @@ def mesh(
 
     grid = Mesh.read(mesh)
     layers = None if task is None else _stages(task, grid.pipeline)
-    ranks = picture.places(grid, nodes, layers, batch, micro_batch)
+    samples = planned_step(grid.replicas, batch, micro_batch).samples
+    ranks = picture.places(grid, nodes, samples, layers)
     _show(picture, [ranks, grid, nodes], lambda: picture.title(grid, nodes), out)
 
 
@@ -190,8 +230,7 @@ def _algorithm(name: str) -> Callable[..., None]:
         ] = None,
     ) -> None:
         at_least_one(workers=workers, ranks_per_node=ranks_per_node)
-        from lockstep.schedules.algorithms import schedule
-        from lockstep.schedules.prove import prove
+        from lockstep.collectives import prove, schedule
         from lockstep.tools.show import schedule_picture as picture
 
         if ranks_per_node is not None and name != "hierarchical":
@@ -231,7 +270,7 @@ def _collective(name: str) -> Callable[..., None]:
             typer.Option(help="Rank that sends to all or receives from all. Default: 0."),
         ] = None,
     ) -> None:
-        from lockstep.schedules.schedule import REDUCING
+        from lockstep.collectives import REDUCING
 
         kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
         if op is not None and kind not in REDUCING:
@@ -294,8 +333,25 @@ def pipeline(
     at_least_one(stages=stages, micro_batches=micro_batches)
     from lockstep.tools.show import pipeline_picture as picture
 
-    chart = picture.chart(schedule, stages, micro_batches, backward)
-    _show(picture, [chart], lambda: picture.title(chart)[0], out)
+    drawn = pipeline_chart(schedule, stages, micro_batches, backward)
+    _show(picture, [drawn], lambda: picture.title(drawn)[0], out)
+
+
+def pipeline_chart(schedule: str, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
+    """Return the chart of a step, in the order in which a pipeline works. Raises UsageError for
+    numbers that the schedule cannot run, or for a `backward` outside its range.
+    """
+    from lockstep.config import knob
+    from lockstep.model_parallel import schedules
+    from lockstep.tools.show.pipeline_picture import Chart, placed
+
+    knob.number("backward", backward, above=0, below=1000, unit="forwards")
+    length = Fraction(backward).limit_denominator(100)
+    orders = schedules.order(schedule, ranks, micro_batches)
+    rows = placed([list(map(astuple, row)) for row in orders], length)
+    idle = schedules.bubble(schedule, ranks, micro_batches)
+    formula = f"{schedules.formula(schedule)} = {idle:.1%}"
+    return Chart(schedule, micro_batches, length, rows, formula)
 
 
 for _name in _ALGORITHMS:

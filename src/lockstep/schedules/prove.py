@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ScheduleError
-from lockstep.schedules.schedule import REDUCING, Schedule, Transfer, held_before, wanted_after
+from lockstep.schedules.schedule import Schedule, Transfer
 
 Order = int | tuple["Order", "Order"]
 """A rank's contribution, or the sum of two orders."""
@@ -75,7 +75,7 @@ def prove(schedule: Schedule) -> Proof:
 def _before(schedule: Schedule) -> list[dict[int, Content]]:
     state = []
     for rank in range(schedule.world):
-        cells = held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
+        cells = schedule.cells_before(rank)
         state.append(dict.fromkeys(cells, Content(1 << rank, rank)))
     return state
 
@@ -136,8 +136,7 @@ def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dic
     texts: dict[int, str] = {}  # by id: an order that was copied is the same object on many ranks
     same = True
     for rank, contents in enumerate(state):
-        cells = wanted_after(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
-        for cell in cells:
+        for cell in schedule.cells_after(rank):
             content = contents.get(cell)
             expected = _complete(schedule, cell)
             if content is None or content.ranks != expected:
@@ -152,7 +151,7 @@ def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dic
 
 def _complete(schedule: Schedule, cell: int) -> int:
     """Return the ranks whose contributions belong in a cell, as bits."""
-    if schedule.kind in REDUCING:
+    if schedule.reducing:
         return (1 << schedule.world) - 1
     if schedule.kind in ("broadcast", "scatter"):
         return 1 << schedule.root

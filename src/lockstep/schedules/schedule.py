@@ -34,8 +34,10 @@ Kind = Literal[
     "gather",
     "all_to_all",
 ]
+"""A collective."""
 Ranks = NDArray[np.int64]
 REDUCING: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter")
+"""The collectives that add up what the ranks have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +93,19 @@ class Schedule:
         for round_ in self.rounds:
             for turn in range(round_.repeat):
                 yield [self._transfer(round_, index, turn) for index in range(len(round_))]
+
+    @property
+    def reducing(self) -> bool:
+        """Whether the collective adds up what the ranks have."""
+        return self.kind in REDUCING
+
+    def cells_before(self, rank: int) -> range | list[int]:
+        """Return the cells in which a rank has content before the collective."""
+        return held_before(self.kind, self.world, rank, self.root, self.cells)
+
+    def cells_after(self, rank: int) -> range | list[int]:
+        """Return the cells that a rank must have, complete, after the collective."""
+        return wanted_after(self.kind, self.world, rank, self.root, self.cells)
 
     def of_rank(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
         """Yield what one rank sends and what it receives in every round. Rounds in which it does

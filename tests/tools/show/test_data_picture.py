@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.tools.show.data_picture import deal, text, verdicts
-from tests.refused import refused
 
 
 def show(samples: int, workers: int, **options: Any) -> str:
@@ -53,9 +52,3 @@ def test_verdicts_on_three_samples() -> None:
             f"no overlap but the padding: {overlap}",
             f"union covers the data: {union}",
         ]
-
-
-def test_numbers_below_one_are_refused() -> None:
-    for name in ("samples", "workers", "epochs"):
-        with refused("wrong-value", name=name, value=0):
-            show(**{"samples": 10, "workers": 4, name: 0})

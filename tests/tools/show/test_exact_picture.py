@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.addition_order import Block, Term, blocks, tree
-from lockstep.tools.show.exact_picture import ExactStep, drawing, leaves, text
+from lockstep.cli.show import exact_step
+from lockstep.collectives.addition_order import Block, blocks, tree
+from lockstep.tools.show.exact_picture import Term, drawing, leaves, text
 from tests.refused import refused
 
 EIGHT_ON_THREE = """\
@@ -20,7 +21,7 @@ rank 2  slots 6 7     brings [6 7]"""
 
 
 def test_eight_on_three() -> None:
-    assert text(ExactStep.of(8, 3)) == EIGHT_ON_THREE
+    assert text(exact_step(8, 3)) == EIGHT_ON_THREE
 
 
 def whole(term: Term, every: tuple[Block, ...]) -> Term:
@@ -36,7 +37,7 @@ def whole(term: Term, every: tuple[Block, ...]) -> Term:
 
 @given(st.integers(1, 33), st.integers(1, 9))
 def test_what_ranks_bring_adds_up_along_the_tree_that_is_drawn(count: int, workers: int) -> None:
-    step = ExactStep.of(count, workers)
+    step = exact_step(count, workers)
     brought = tuple(block for mine in step.slots for block in blocks(mine))
     assert whole(tree(brought), brought) == step.tree
     assert leaves(step.tree) == list(range(count))
@@ -44,6 +45,6 @@ def test_what_ranks_bring_adds_up_along_the_tree_that_is_drawn(count: int, worke
 
 def test_what_cannot_be() -> None:
     with refused("wrong-value", name="micro_batches", value=0):
-        ExactStep.of(0, 1)
+        exact_step(0, 1)
     with refused("drawing-too-large", what="33 micro-batches", most=32):
-        drawing(ExactStep.of(33, 1))
+        drawing(exact_step(33, 1))

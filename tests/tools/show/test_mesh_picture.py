@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lockstep.cli.show import planned_step
 from lockstep.config.mesh import Mesh
 from lockstep.tools.drawing import Drawing
 from lockstep.tools.show import mesh_picture as picture
@@ -19,11 +20,13 @@ def shown(text: str) -> str:
 
 
 def text(mesh: Mesh, nodes: int = 1, layers: list[list[str]] | None = None) -> str:
-    return picture.text(picture.places(mesh, nodes, layers), mesh, nodes)
+    samples = planned_step(mesh.replicas, 32, None).samples
+    return picture.text(picture.places(mesh, nodes, samples, layers), mesh, nodes)
 
 
 def drawn(mesh: Mesh, nodes: int = 1) -> Drawing:
-    return picture.drawing(picture.places(mesh, nodes), mesh, nodes)
+    samples = planned_step(mesh.replicas, 32, None).samples
+    return picture.drawing(picture.places(mesh, nodes, samples), mesh, nodes)
 
 
 def test_data_and_pipeline_on_two_nodes() -> None:

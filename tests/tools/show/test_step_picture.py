@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.show.step_picture import DataParallelStep, drawing, text
+from lockstep.cli.show import planned_step
+from lockstep.tools.show.step_picture import drawing, text
 from tests.refused import refused
 
 TWO_RANKS = """\
@@ -21,11 +22,11 @@ update       each rank: the same optimizer step, so the weights stay equal"""
 
 
 def test_two_ranks() -> None:
-    assert text(DataParallelStep.of(2, 32, None)) == TWO_RANKS
+    assert text(planned_step(2, 32, None)) == TWO_RANKS
 
 
 def test_ranks_with_more_with_fewer_and_with_nothing() -> None:
-    lines = text(DataParallelStep.of(4, 9, 4)).splitlines()
+    lines = text(planned_step(4, 9, 4)).splitlines()
     assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
         "samples 0-3   micro-batch 0",
         "samples 4-7   micro-batch 1",
@@ -36,14 +37,14 @@ def test_ranks_with_more_with_fewer_and_with_nothing() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60))
 def test_every_sample_is_on_one_rank(workers: int, batch: int, micro_batch: int) -> None:
-    step = DataParallelStep.of(workers, batch, min(micro_batch, batch))
-    held = [sample for rank in range(workers) for sample in step.samples(rank)]
+    step = planned_step(workers, batch, min(micro_batch, batch))
+    held = [sample for rank in range(workers) for sample in step.samples[rank]]
     assert held == list(range(batch))
 
 
 def test_what_cannot_be_drawn() -> None:
     for workers, batch in ((0, 8), (2, 0)):
         with refused("wrong-value", value=0):
-            DataParallelStep.of(workers, batch, None)
+            planned_step(workers, batch, None)
     with refused("drawing-too-large", what="9 ranks", most=8):
-        drawing(DataParallelStep.of(9, 32, None))
+        drawing(planned_step(9, 32, None))

@@ -12,8 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from lockstep.data.windows import counted
-from lockstep.tools.drawing import FAINT
-from lockstep.tools.svg import Plot, figure
+from lockstep.tools.drawing import FAINT, Plot, figure
 from lockstep.tools.timing.output_files import percent, table
 
 _WIDTH = 120

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from lockstep.runs import MemoryLine, Run, Spike, Timeline
+from lockstep.tools.drawing import Plot
 from lockstep.tools.report.html import Illustration, Numbers, Section
 from lockstep.tools.report.rank_times import Judged, milliseconds, short
-from lockstep.tools.svg import Plot
 
 SHOWN = ("data", "forward", "backward", "moving", "waits", "optimizer", "checks", "other")
 """The phases in the page's order; style.css has a colour for each."""

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives import in_process
-from lockstep.config.knob import chosen
+from lockstep.collectives import REDUCING, Kind, algorithms_of, in_process
 from lockstep.errors import UsageError
-from lockstep.schedules.algorithms import algorithms_of
-from lockstep.schedules.schedule import REDUCING, Kind
 
 _ROOTED = ("reduce", "broadcast", "scatter", "gather")
 _USUAL = {
@@ -70,7 +67,10 @@ def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, r
         raise UsageError("rows-not-equal", lengths=lengths, collective=_dashed(kind))
     if algorithm is not None:
         known = [_dashed(name) for name in algorithms_of(kind) if name != "hierarchical"]
-        chosen("algorithm", _dashed(algorithm), known)
+        if _dashed(algorithm) not in known:
+            raise UsageError(
+                "unknown-choice", name="algorithm", value=_dashed(algorithm), choices=known
+            )
     if kind == "all_to_all" and set(lengths) != {world}:
         raise UsageError("one-number-per-rank", ranks=world)
 

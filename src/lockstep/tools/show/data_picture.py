@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
-from lockstep.config.knob import whole
-from lockstep.data.sampler import DistributedSampler, Split
-from lockstep.data.windows import counted
+from lockstep import DistributedSampler
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
+from lockstep.tools.timing.output_files import counted
 
 _SHOWN = 24  # indices of a rank before the line is cut
 _DRAWN = 128
@@ -43,18 +42,15 @@ def deal(
     samples: int,
     workers: int,
     *,
-    split: Split = "interleaved",
+    split: Literal["interleaved", "blocks"] = "interleaved",
     drop_last: bool = False,
     epochs: int = 1,
     shuffle: bool = False,
     seed: int = 0,
 ) -> Deal:
-    """Return the samples that the sampler gives to each rank. Raises UsageError for numbers below 1
-    and for an unknown split.
+    """Return the samples that the sampler gives to each rank. Raises UsageError for an
+    unknown split.
     """
-    whole("samples", samples)
-    whole("workers", workers)
-    whole("epochs", epochs)
     dataset: Any = range(samples)
     samplers = [
         DistributedSampler(dataset, workers, rank, shuffle, seed, drop_last, split)

@@ -4,42 +4,37 @@ makes alone, and which add the sums of several ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.collectives.addition_order import Block, Term, blocks, tree
-from lockstep.config.knob import whole
-from lockstep.data.windows import Plan, counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, FAINT, INK, MARGIN, SERIES, SOFT, TINT, Drawing
+from lockstep.tools.timing.output_files import counted
 
 SHOWN = 32
 """The largest number of micro-batches that is drawn."""
 _LEAF, _LEVEL, _WRAP = 52, 54, 440  # px: between leaves, between levels, a line of text
 
 
+Term = int | tuple["Term", "Term"]
+"""A slot, or the sum of two terms."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExactStep:
-    """A step with its number of micro-batches and the slots of each rank."""
+    """A step in exact mode."""
 
-    micro_batches: int
-    slots: tuple[range, ...]
-
-    @classmethod
-    def of(cls, micro_batches: int, workers: int) -> ExactStep:
-        """Divide the micro-batches among ranks as a training does. Raises UsageError for numbers
-        below 1.
-        """
-        whole("micro_batches", micro_batches)
-        whole("workers", workers)
-        plan = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1)
-        cut = plan.cut(0)
-        return cls(micro_batches, tuple(cut.share(rank, workers) for rank in range(workers)))
+    slots: Sequence[range]
+    """The micro-batches of each rank."""
+    blocks: Sequence[Sequence[range]]
+    """The blocks of micro-batches that each rank adds."""
+    tree: Term
+    """The order of addition, as a tree over all micro-batches."""
 
     @property
-    def tree(self) -> Term:
-        """The order of addition, as a tree over slots."""
-        return tree(tuple(Block(slot, 1) for slot in range(self.micro_batches)))
+    def micro_batches(self) -> int:
+        return sum(map(len, self.slots))
 
     def owner(self, term: Term) -> int | None:
         """The rank that adds this term alone; None if its parts are on several ranks."""
@@ -80,16 +75,15 @@ def text(step: ExactStep) -> str:
     slots = [" ".join(map(str, own)) for own in step.slots]
     width = max(map(len, slots))
     lines = [*title(step), ""]
-    for rank, own in enumerate(step.slots):
-        sums = " ".join(map(_block, blocks(own))) or "nothing"
+    for rank, blocks in enumerate(step.blocks):
+        sums = " ".join(map(_block, blocks)) or "nothing"
         listed = slots[rank].ljust(width)
         lines.append(f"rank {rank:<2} slots {listed}   brings {sums}")
     return "\n".join(lines)
 
 
-def _block(block: Block) -> str:
-    slots = range(block.first, block.first + block.size)
-    return f"[{' '.join(map(str, slots))}]"
+def _block(block: range) -> str:
+    return f"[{' '.join(map(str, block))}]"
 
 
 def drawing(step: ExactStep) -> Drawing:

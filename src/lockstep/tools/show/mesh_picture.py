@@ -14,23 +14,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from lockstep.config.mesh import AXES, Axis, Mesh
-from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing
-from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
-from lockstep.tools.timing.output_files import table
+from lockstep.tools.show.step_picture import between
+from lockstep.tools.timing.output_files import counted, table
 
 DRAWN = 64
 """The largest number of ranks that is drawn."""
-_USES: dict[Axis, str] = {
+_USES: dict[str, str] = {
     "data": "the same layers, other samples: an all-reduce sums the gradients",
     "shard": "a part of each parameter, other samples: parameters are gathered, gradients summed",
     "pipeline": "consecutive layers, the same samples: activations go on, gradients come back",
     "tensor": "a part of the matrices, the same samples: outputs are summed",
 }
-_COLOURS: dict[Axis, str] = {
+_COLOURS: dict[str, str] = {
     "data": "var(--green)",
     "shard": "var(--purple)",
     "pipeline": "var(--orange)",
@@ -59,17 +58,15 @@ class MeshRank:
 
 
 def places(
-    mesh: Mesh,
+    mesh: Any,
     nodes: int,
+    samples: Sequence[range],
     layers: Sequence[Sequence[str]] | None = None,
-    batch: int = BATCH,
-    micro_batch: int | None = None,
 ) -> list[MeshRank]:
-    """Return all ranks in order; consecutive ranks share a node. `layers` are the layer names of
-    each stage; `batch` and `micro_batch` are sizes in samples, as in step_picture. Raises
-    UsageError for sizes that do not fit.
+    """Return all ranks of a Mesh in order; consecutive ranks share a node. `samples` are those of
+    each share of the batch, `layers` the layer names of each stage. Raises UsageError for a number
+    of nodes that does not fit.
     """
-    step = DataParallelStep.of(mesh.replicas, batch, micro_batch)
     if nodes < 1 or mesh.size % nodes:
         raise UsageError("nodes-not-even", nodes=nodes, ranks=mesh.size, mesh=str(mesh))
     per_node = mesh.size // nodes
@@ -77,12 +74,13 @@ def places(
     for rank in range(mesh.size):
         share = mesh.share(rank)
         holds = _layers(mesh, mesh.at(rank).pipeline, layers)
-        part = _part(mesh, rank)
-        ranks.append(MeshRank(rank, rank // per_node, share, step.samples(share), holds, part))
+        ranks.append(
+            MeshRank(rank, rank // per_node, share, samples[share], holds, _part(mesh, rank))
+        )
     return ranks
 
 
-def _layers(mesh: Mesh, stage: int, layers: Sequence[Sequence[str]] | None) -> str:
+def _layers(mesh: Any, stage: int, layers: Sequence[Sequence[str]] | None) -> str:
     if mesh.pipeline == 1:
         return "all layers"
     line = f"stage {stage} of {mesh.pipeline}"
@@ -94,7 +92,7 @@ def _layers(mesh: Mesh, stage: int, layers: Sequence[Sequence[str]] | None) -> s
     return f"{line}: {', '.join(names)}"
 
 
-def _part(mesh: Mesh, rank: int) -> str:
+def _part(mesh: Any, rank: int) -> str:
     at = mesh.at(rank)
     parts = []
     if mesh.tensor > 1:
@@ -104,7 +102,7 @@ def _part(mesh: Mesh, rank: int) -> str:
     return ", ".join(parts)
 
 
-def title(mesh: Mesh, nodes: int = 1) -> str:
+def title(mesh: Any, nodes: int = 1) -> str:
     """Describe the mesh in one line."""
     hosts = counted(nodes, "node")
     if nodes > 1:
@@ -115,13 +113,13 @@ def title(mesh: Mesh, nodes: int = 1) -> str:
     return f"mesh {mesh}: {counted(mesh.size, 'rank')} on {hosts}, {shares}"
 
 
-def _axes(mesh: Mesh, nodes: int) -> list[tuple[Axis, str, str]]:
+def _axes(mesh: Any, nodes: int) -> list[tuple[str, str, str]]:
     """Return the groups of ranks along each axis, what they communicate, and whether they cross
     nodes.
     """
     per_node = mesh.size // nodes
     rows = []
-    for axis in AXES:
+    for axis in _USES:
         if getattr(mesh, axis) == 1:
             continue
         groups = _groups(mesh, axis)
@@ -136,11 +134,12 @@ def _axes(mesh: Mesh, nodes: int) -> list[tuple[Axis, str, str]]:
     return rows
 
 
-def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)))
+def _groups(mesh: Any, axis: str) -> list[tuple[int, ...]]:
+    lines = [mesh.line(rank, axis) for rank in range(mesh.size)]
+    return list(dict.fromkeys(lines))
 
 
-def text(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
+def text(ranks: Sequence[MeshRank], mesh: Any, nodes: int) -> str:
     """Return the whole picture as text."""
     rows = [(f"  rank {rank.number}", *rank.lines(mesh.replicas)) for rank in ranks]
     rank_lines = table(["", "", "", ""], rows, left=range(4), gap=3).splitlines()
@@ -157,7 +156,7 @@ def text(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
     return "\n".join(lines)
 
 
-def drawing(ranks: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
+def drawing(ranks: Sequence[MeshRank], mesh: Any, nodes: int) -> Drawing:
     """Draw a box for each node with a box for each rank, one colour for each share of the samples,
     and arrows between ranks that communicate. Raises UsageError for too many ranks.
     """
@@ -175,16 +174,16 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 class _MeshDrawing(Drawing):
-    def __init__(self, mesh: Mesh, nodes: int, ranks: Sequence[MeshRank]) -> None:
+    def __init__(self, mesh: Any, nodes: int, ranks: Sequence[MeshRank]) -> None:
         heading = title(mesh, nodes)
         super().__init__(heading, text(ranks, mesh, nodes).replace("\n", ". "))
         contents = [_shortened(rank.lines(mesh.replicas)) for rank in ranks]
         model_ranks = mesh.pipeline * mesh.tensor
-        self._per_node = mesh.size // nodes
+        self._per_node: int = mesh.size // nodes
         self._columns = min(_ROW, self._per_node, model_ranks if model_ranks > 1 else 2)
         self._high = 28 + 16 * max(map(len, contents))
         rows = -(-self._per_node // self._columns)
-        self._tall = 30 + rows * (self._high + _GAP)
+        self._tall: float = 30 + rows * (self._high + _GAP)
         width = self._columns * (_WIDTH + _GAP) + _GAP
         wrap = max(_WRAP, width)
         self._first = self.heading([heading], wrap=wrap) + 4
@@ -194,7 +193,7 @@ class _MeshDrawing(Drawing):
             self.words(MARGIN + 10, top + 20, f"node {node}", weight="bold")
         for rank, lines in zip(ranks, contents, strict=True):
             self._rank(rank, lines)
-        for axis in AXES:
+        for axis in _USES:
             self._arrows(mesh, axis)
         y = self._top(nodes) + 23
         for axis, listed, use in _axes(mesh, nodes):
@@ -223,14 +222,14 @@ class _MeshDrawing(Drawing):
             self.words(left, top, line, size=12)
             top += 16
 
-    def _arrows(self, mesh: Mesh, axis: Axis) -> None:
+    def _arrows(self, mesh: Any, axis: str) -> None:
         """Draw arrows between neighbours along an axis: one way between pipeline stages, both ways
         on other axes.
         """
         one_way = axis == "pipeline"
         for group in _groups(mesh, axis):
             for source, target in pairwise(group):
-                curve = self._between(source, target, AXES.index(axis))
+                curve = self._between(source, target, list(_USES).index(axis))
                 self.arrow(curve, "next" if one_way else axis, _COLOURS[axis], both=not one_way)
 
     def _between(self, source: int, target: int, lane: int) -> Curve:

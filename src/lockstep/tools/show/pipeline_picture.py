@@ -13,14 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
+from itertools import accumulate, chain
 
-from lockstep.config import knob
-from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.model_parallel import schedules
-from lockstep.model_parallel.schedules import StageWork
 from lockstep.tools.drawing import CARD, MARGIN, TINT, Drawing, width_of
+from lockstep.tools.timing.output_files import counted
 
 IDLE = "·"
 _MEANINGS = {"F": "forward", "B": "backward"}
@@ -40,11 +37,17 @@ _NARROWEST = 9
 _RANKS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A piece of work with its start and length, in forwards of a stage."""
+Step = tuple[str, int, int]
+"""A forward ("F") or a backward ("B"), a stage and a micro-batch."""
 
-    work: StageWork
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A forward ("F") or a backward ("B") with its start and length, in forwards of a stage."""
+
+    kind: str
+    stage: int
+    micro_batch: int
     start: Fraction
     length: Fraction
 
@@ -60,7 +63,9 @@ class Chart:
     schedule: str
     micro_batches: int
     backward: Fraction
-    rows: tuple[tuple[Placed, ...], ...]
+    rows: Sequence[Sequence[Work]]
+    formula: str
+    """The textbook's formula of the idle time, with its value."""
 
     @property
     def ranks(self) -> int:
@@ -74,77 +79,55 @@ class Chart:
     @property
     def bubble(self) -> float:
         """The fraction of all ranks' time in which they are idle."""
-        busy = sum(piece.length for piece in chain(*self.rows))
+        busy = sum(work.length for work in chain(*self.rows))
         total = self.length * self.ranks
         return float(1 - busy / total)
 
     @property
-    def activations(self) -> tuple[int, ...]:
+    def activations(self) -> list[int]:
         """For each rank, the largest number of forwards whose activations it holds for their
         backwards.
         """
-        return tuple(map(_most_activations, self.rows))
+        return list(map(_most_activations, self.rows))
 
 
-def chart(schedule: str, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
-    """Return the chart of a step. Raises UsageError for numbers that the schedule cannot run, or
-    for a `backward` outside its range.
-    """
-    knob.number("backward", backward, above=0, below=1000, unit="forwards")
-    length = Fraction(backward).limit_denominator(100)
-    orders = schedules.order(schedule, ranks, micro_batches)
-    return Chart(schedule, micro_batches, length, placed(orders, length))
-
-
-def placed(
-    orders: Sequence[Sequence[StageWork]], backward: Fraction
-) -> tuple[tuple[Placed, ...], ...]:
+def placed(orders: Sequence[Sequence[Step]], backward: Fraction) -> list[list[Work]]:
     """Place each piece of work as early as possible: after its rank's earlier work, and after the
     work of other ranks that it needs.
     """
-    rows: list[list[Placed]] = [[] for _ in orders]
-    done: dict[StageWork, Fraction] = {}
+    rows: list[list[Work]] = [[] for _ in orders]
+    done: dict[Step, Fraction] = {}
     lengths = {"F": Fraction(1), "B": backward}
     moved = True
     while moved:
         moved = False
         for row, order in zip(rows, orders, strict=True):
-            for work in order[len(row) :]:
-                needed = _needed(work, len(orders))
+            for step in order[len(row) :]:
+                needed = _needed(*step, len(orders))
                 if not done.keys() >= set(needed):
                     break
                 free = row[-1].stop if row else Fraction(0)
                 start = max([free, *(done[earlier] for earlier in needed)])
-                piece = Placed(work, start, lengths[work.kind])
-                row.append(piece)
-                done[work] = piece.stop
+                row.append(Work(*step, start, lengths[step[0]]))
+                done[step] = row[-1].stop
                 moved = True
     assert list(map(len, rows)) == list(map(len, orders)), "the ranks wait for each other for ever"
-    return tuple(map(tuple, rows))
+    return rows
 
 
-def _needed(work: StageWork, stages: int) -> list[StageWork]:
-    """Return the work that `work` needs: for a forward the stage before, for a backward the stage
-    after, and the forward of its own stage on the micro-batch.
+def _needed(kind: str, stage: int, micro_batch: int, stages: int) -> list[Step]:
+    """Return the work that a piece of work needs: for a forward the stage before, for a backward
+    the stage after, and the forward of its own stage on the micro-batch.
     """
-    stage = work.stage
-    needed = []
-    if work.kind == "B":
-        needed.append(StageWork("F", stage, work.micro_batch))
-        if stage < stages - 1:
-            needed.append(StageWork("B", stage + 1, work.micro_batch))
-    elif stage > 0:
-        needed.append(StageWork("F", stage - 1, work.micro_batch))
-    return needed
+    if kind == "F":
+        return [("F", stage - 1, micro_batch)] if stage else []
+    after = [("B", stage + 1, micro_batch)] if stage < stages - 1 else []
+    return [("F", stage, micro_batch), *after]
 
 
-def _most_activations(row: Sequence[Placed]) -> int:
-    count = 0
-    most = 0
-    for piece in row:
-        count += 1 if piece.work.kind == "F" else -1
-        most = max(most, count)
-    return most
+def _most_activations(row: Sequence[Work]) -> int:
+    changes = [1 if work.kind == "F" else -1 for work in row]
+    return max(accumulate(changes))
 
 
 def title(chart: Chart) -> list[str]:
@@ -156,11 +139,9 @@ def title(chart: Chart) -> list[str]:
         length = "as long as a forward"
     ranks = counted(chart.ranks, "rank")
     micro_batches = counted(chart.micro_batches, "micro-batch", "es")
-    idle = schedules.bubble(chart.schedule, chart.ranks, chart.micro_batches)
-    formula = schedules.formula(chart.schedule)
     return [
         f"{chart.schedule}: {ranks}, {micro_batches}; a backward takes {length}",
-        f"idle {chart.bubble:.1%} of the time; {formula} = {idle:.1%}",
+        f"idle {chart.bubble:.1%} of the time; {chart.formula}",
         f"activations held at most, by rank: {' '.join(map(str, chart.activations))}",
     ]
 
@@ -170,7 +151,7 @@ def text(chart: Chart) -> str:
     # `cell` is the time of a column of text. The chart is to scale for lengths such as 1, 1.5, 2.
     backward = chart.backward.limit_denominator(8)
     cell = Fraction(1, backward.denominator)
-    labels = [label(piece.work) for piece in chain(*chart.rows)]
+    labels = [label(work) for work in chain(*chart.rows)]
     width = max(map(len, labels)) + 1
     name_width = len(f"rank {chart.ranks - 1}")
     lines = [*title(chart), ""]
@@ -181,22 +162,22 @@ def text(chart: Chart) -> str:
     return "\n".join(lines)
 
 
-def label(work: StageWork) -> str:
+def label(work: Work) -> str:
     """Return a label: F3 is the forward of micro-batch 3."""
     return f"{work.kind}{work.micro_batch}"
 
 
-def _row(row: Sequence[Placed], chart: Chart, cell: Fraction, width: int) -> str:
+def _row(row: Sequence[Work], chart: Chart, cell: Fraction, width: int) -> str:
     """Return a rank's row. A column has `width` characters and lasts for `cell`."""
     idle = IDLE.ljust(width)
     line = ""
     end = 0
-    for piece in row:
-        start = round(piece.start / cell)
+    for work in row:
+        start = round(work.start / cell)
         line += idle * (start - end)
-        end = round(piece.stop / cell)
+        end = round(work.stop / cell)
         length = width * (end - start)
-        line += label(piece.work).ljust(length - 1, "-") + " "
+        line += label(work).ljust(length - 1, "-") + " "
     line += idle * (round(chart.length / cell) - end)
     return line.rstrip()
 
@@ -220,8 +201,8 @@ def drawing(chart: Chart) -> Drawing:
     for rank, row in enumerate(chart.rows):
         sheet.words(MARGIN, y + 20, f"rank {rank}", weight="bold")
         sheet.box(_LEFT, y, length * unit, _ROW, _IDLE[0], stroke="none")
-        for piece in row:
-            _draw(sheet, piece, y, unit)
+        for work in row:
+            _draw(sheet, work, y, unit)
         y += _ROW + _GAP
     meanings = {_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()} | {"idle": _IDLE}
     y = sheet.legend(y + 8, meanings, wrap)
@@ -230,11 +211,11 @@ def drawing(chart: Chart) -> Drawing:
     return sheet
 
 
-def _draw(sheet: Drawing, piece: Placed, top: float, unit: float) -> None:
-    left = _LEFT + float(piece.start) * unit
-    width = float(piece.length) * unit
-    colour, tint = _COLOURS[piece.work.kind]
+def _draw(sheet: Drawing, work: Work, top: float, unit: float) -> None:
+    left = _LEFT + float(work.start) * unit
+    width = float(work.length) * unit
+    colour, tint = _COLOURS[work.kind]
     sheet.box(left, top, width, _ROW, colour, tint=tint)
-    number = str(piece.work.micro_batch)
+    number = str(work.micro_batch)
     if width_of(number, 11) <= width:
         sheet.words(left + width / 2, top + 19, number, anchor="middle", size=11)

@@ -19,20 +19,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lockstep.data.windows import counted
+from lockstep.collectives import Proof, Schedule, Transfer, prove
 from lockstep.errors import UsageError
-from lockstep.schedules.prove import Proof, prove
-from lockstep.schedules.schedule import REDUCING, Schedule, Transfer, held_before
-from lockstep.tools.drawing import (
-    ARROW,
-    CARD,
-    FAINT,
-    MARGIN,
-    SOFT,
-    TINT,
-    Drawing,
-    width_of,
-)
+from lockstep.tools.drawing import ARROW, CARD, FAINT, MARGIN, SOFT, TINT, Drawing, width_of
+from lockstep.tools.timing.output_files import counted
 
 SHOWN = 16
 """The largest number of ranks whose contents are written out."""
@@ -73,8 +63,7 @@ def rounds(schedule: Schedule) -> Iterator[Snapshot]:
     """Yield a snapshot of each round. Round 0 is what each rank holds at the start."""
     contents: list[Cells] = []
     for rank in range(schedule.world):
-        cells = held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)
-        contents.append({cell: frozenset({rank}) for cell in cells})
+        contents.append(dict.fromkeys(schedule.cells_before(rank), frozenset({rank})))
     yield Snapshot(0, (), contents)
     for number, transfers in enumerate(schedule.transfers(), start=1):
         before = contents
@@ -96,7 +85,7 @@ def letter(cell: int) -> str:
 
 def complete(schedule: Schedule, cell: int, ranks: frozenset[int]) -> bool:
     """Whether a cell contains the values of all ranks that it must contain."""
-    return schedule.kind not in REDUCING or len(ranks) == schedule.world
+    return not schedule.reducing or len(ranks) == schedule.world
 
 
 def title(schedule: Schedule, proof: Proof) -> list[str]:
@@ -106,7 +95,7 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
     rounds = counted(proof.rounds, "round")
     messages = counted(proof.messages, "message")
     lines = [f"{name}, {ranks}: {rounds}, {messages} in all", _sent(schedule, proof)]
-    if schedule.kind in REDUCING:
+    if schedule.reducing:
         bits = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
         order = proof.orders.get(0)
         if order and schedule.world <= SHOWN:
@@ -116,15 +105,10 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
 
 
 def _sent(schedule: Schedule, proof: Proof) -> str:
-    least = str(min(proof.cells_sent_by))
-    most = str(max(proof.cells_sent_by))
-    unit = "times"
-    if schedule.cells > 1:
-        least += f"/{schedule.cells}"
-        most += f"/{schedule.cells}"
-        unit = "of"
-    share = least if least == most else f"{least} to {most}"
-    return f"each rank sends {share} {unit} the tensor"
+    suffix = f"/{schedule.cells}" if schedule.cells > 1 else ""
+    ends = sorted({min(proof.cells_sent_by), max(proof.cells_sent_by)})
+    share = " to ".join(f"{cells}{suffix}" for cells in ends)
+    return f"each rank sends {share} {'of' if suffix else 'times'} the tensor"
 
 
 def text(schedule: Schedule) -> str:
@@ -163,7 +147,7 @@ def _contents(schedule: Schedule, snapshot: Snapshot) -> list[str]:
 
 
 def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
-    reducing = schedule.kind in REDUCING
+    reducing = schedule.reducing
     content = "."
     mark = " "
     if ranks is not None:
@@ -207,7 +191,7 @@ class _ScheduleDrawing(Drawing):
             self._row(snapshot)
         last_top = self._top(len(snapshots) - 1)
         low = max(self._top(len(snapshots)) - _GAP, last_top + 34) + 12
-        if schedule.kind in REDUCING:
+        if schedule.reducing:
             low = self.legend(low, _MEANINGS, wrap)
         self.note(low + 10, _LEGEND, wrap)
 
@@ -258,9 +242,10 @@ class _ScheduleDrawing(Drawing):
         x = self._left(rank)
         y = top + cell * _BOX
         colour, tint = _colour(self._schedule, cell, ranks)
-        inset = 1.5 if arrived else 0.5
+        inset = 0.5
         edge: dict[str, Any] = {"stroke": FAINT}
         if arrived:
+            inset = 1.5
             edge = {"stroke": ARROW, "stroke-width": 2}
         width = self._wide - 2 * inset
         self.box(x + inset, y + inset, width, _BOX - 2 * inset, colour, tint=tint, **edge)
@@ -279,7 +264,7 @@ def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tupl
     """Return a colour and its strength; it is stronger the more ranks the cell contains."""
     if ranks is None:
         return CARD, 1.0
-    if schedule.kind not in REDUCING:
+    if not schedule.reducing:
         return "var(--blue)", TINT
     if complete(schedule, cell, ranks):
         return "var(--green)", 0.3

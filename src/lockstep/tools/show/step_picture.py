@@ -4,16 +4,13 @@ come from the batch plan that a training uses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.config.knob import whole
-from lockstep.data.windows import Cut, Plan, counted
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, INK, MARGIN, SERIES, SOFT, TINT, Drawing
-from lockstep.tools.timing.output_files import table
+from lockstep.tools.timing.output_files import counted, table
 
-BATCH = 32
-"""The default number of samples in a step."""
 SHOWN = 8
 """The largest number of ranks that is drawn."""
 _WIDE = 196  # px: the width of a column
@@ -25,42 +22,24 @@ _WRAP = 420  # px: the width of a line of text
 
 @dataclass(frozen=True, slots=True)
 class DataParallelStep:
-    """The first step of an epoch, on `workers` ranks."""
+    """The first step of an epoch."""
 
-    plan: Plan
-    workers: int
-
-    @classmethod
-    def of(cls, workers: int, batch: int, micro_batch: int | None) -> DataParallelStep:
-        """Plan a step of `batch` samples. `micro_batch` is None for one micro-batch per rank.
-        Raises UsageError for sizes that cannot be divided.
-        """
-        whole("workers", workers)
-        whole("batch", batch)
-        size = -(-batch // workers) if micro_batch is None else micro_batch
-        return cls(Plan(samples=batch, global_batch=batch, micro_batch=size), workers)
+    plan: str
+    """The batch plan in words."""
+    batch: int
+    slots: Sequence[range]
+    """The micro-batches of each rank that hold samples."""
+    samples: Sequence[range]
+    """The samples of each rank."""
 
     @property
-    def cut(self) -> Cut:
-        return self.plan.cut(0)
-
-    def slots(self, rank: int) -> range:
-        """The micro-batches of one rank that hold samples."""
-        return self.cut.filled(rank, self.workers)
-
-    def samples(self, rank: int) -> range:
-        """The samples of one rank, a range because its micro-batches are consecutive."""
-        slots = self.slots(rank)
-        if not slots:
-            return range(0)
-        first = self.cut.positions(slots[0])
-        last = self.cut.positions(slots[-1])
-        return range(first.start, last.stop)
+    def workers(self) -> int:
+        return len(self.slots)
 
 
 def title(step: DataParallelStep) -> str:
     """Describe in one line how the batch is divided."""
-    return f"one step of {counted(step.workers, 'rank')}: {step.plan.describe(step.workers)}"
+    return f"one step of {counted(step.workers, 'rank')}: {step.plan}"
 
 
 def between(numbers: range) -> str:
@@ -72,37 +51,29 @@ def between(numbers: range) -> str:
     return f"{numbers[0]}-{numbers[-1]}"
 
 
-def _samples(step: DataParallelStep, rank: int) -> str:
-    """Describe a rank's samples."""
-    samples = step.samples(rank)
-    if not samples:
-        return "no samples"
-    noun = "sample" if len(samples) == 1 else "samples"
-    return f"{noun} {between(samples)}"
-
-
-def _slots(step: DataParallelStep, rank: int) -> str:
-    """Describe a rank's micro-batches by their slots."""
-    slots = step.slots(rank)
-    noun = "micro-batches" if len(slots) > 1 else "micro-batch"
-    return f"{noun} {between(slots)}"
+def _rows(step: DataParallelStep) -> list[tuple[str, str]]:
+    """Describe the samples and the micro-batches of each rank."""
+    rows = []
+    for samples, slots in zip(step.samples, step.slots, strict=True):
+        noun = "sample" if len(samples) == 1 else "samples"
+        described = f"{noun} {between(samples)}" if samples else "no samples"
+        rows.append((described, f"micro-batch{'es' * (len(slots) > 1)} {between(slots)}"))
+    return rows
 
 
 def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
     """Return the phases after a rank has its samples, with their explanations."""
-    weight = step.plan.global_batch
     return [
         ("forward", "each rank: the losses of its own samples"),
         ("backward", "each rank: the gradients of its own samples"),
-        ("all-reduce", f"all ranks together: add the gradients, divide by {weight} samples"),
+        ("all-reduce", f"all ranks together: add the gradients, divide by {step.batch} samples"),
         ("update", "each rank: the same optimizer step, so the weights stay equal"),
     ]
 
 
 def text(step: DataParallelStep) -> str:
     """Return one line per rank and one line per phase."""
-    ranks = range(step.workers)
-    rows = [(f"rank {rank}", _samples(step, rank), _slots(step, rank)) for rank in ranks]
+    rows = [(f"rank {rank}", *row) for rank, row in enumerate(_rows(step))]
     shares = table(["", "", ""], rows, left=range(3), gap=3)
     phases = table(["", ""], _phases(step), left=range(2), gap=3)
     return "\n".join([title(step), "", shares, "", phases])
@@ -119,10 +90,9 @@ def drawing(step: DataParallelStep) -> Drawing:
     wrap = max(_WRAP, width)
     first, _, rest = title(step).partition(": ")
     y = sheet.heading([first, rest], wrap=wrap) + 8
-    batch = step.plan.global_batch
+    batch = step.batch
     y = _shared(sheet, y, width, f"global batch: samples {between(range(batch))}")
-    shares = [(_samples(step, rank), _slots(step, rank)) for rank in range(step.workers)]
-    y = _row(sheet, step, y, shares, named=True)
+    y = _row(sheet, step, y, _rows(step), named=True)
     y = _row(sheet, step, y, [("forward", "loss of these samples")] * step.workers)
     y = _row(sheet, step, y, [("backward", "gradient of these samples")] * step.workers)
     _down(sheet, step, y)

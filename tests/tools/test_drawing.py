@@ -8,7 +8,7 @@ import xml.etree.ElementTree as tree
 
 import pytest
 
-from lockstep.tools.svg import WIDTH, Plot
+from lockstep.tools.drawing import WIDTH, Plot
 
 
 def drawn() -> Plot:
