@@ -8,9 +8,7 @@ little. A subcommand imports torch when it runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -32,17 +30,17 @@ SECTIONS = {  # of the help; a command has the name of its function
         "checkpoints": "List, verify, compare, and export checkpoints.",
     },
     "Check": {
-        "lint": "Find mistakes in a file that break data-parallel training.",
-        "verify": "Check that the number of workers does not change training.",
-        "replay": "Compute a step of a run again, and show each micro-batch.",
-        "doctor": "Check versions, GPUs, memory, limits, and network links.",
+        "lint": "Find mistakes that break data-parallel training.",
+        "verify": "Check that the number of workers changes nothing.",
+        "replay": "Compute a step of a run again, and show its parts.",
+        "doctor": "Check versions, GPUs, memory, limits, and the network.",
     },
     "Measure": {
         "bench": "Measure collectives, scaling, training, and sampling.",
-        "plan": "Predict the step time of TASK at any number of workers.",
+        "plan": "Predict the step time for any number of workers.",
         "report": "Show where the time of a run went, as an HTML page.",
     },
-    "Use a cluster": {"slurm": "Write a Slurm batch script for TASK or a script."},
+    "Cluster": {"slurm": "Write a Slurm batch script for TASK or a script."},
     "Learn": {
         "show": "Draw algorithms, sample orders, meshes, and pipelines.",
         "explain": "Explain an error by its code.",
@@ -63,18 +61,12 @@ _MODULES = {"predict": "evaluate"}  # commands that share a module; others have 
 class CommandGroup(TyperGroup):
     """A group of commands whose help shows the whole first sentence of each."""
 
-    sections: Mapping[str, Collection[str]] = MappingProxyType({})
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands in sections, if there are any."""
-        width = max(map(len, self.commands))
-        for title, names in (self.sections or {"Commands": self.list_commands(ctx)}).items():
-            rows = []
-            for name in names:
-                help = self.commands[name].get_short_help_str(limit=1000)
-                rows.append((name.ljust(width), help))
-            with formatter.section(title):
-                formatter.write_dl(rows)
+        rows = []
+        for name, command in self.commands.items():
+            rows.append((name, command.get_short_help_str(limit=1000)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 class _Commands(CommandGroup):
@@ -82,12 +74,31 @@ class _Commands(CommandGroup):
     only its name and its line of help takes its place.
     """
 
-    sections = SECTIONS
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name, line in COMMANDS.items():
             self.commands[name] = TyperCommand(name, help=line)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write a help that fits a screen."""
+        self.format_usage(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text(_DESCRIPTION)
+        self.format_commands(ctx, formatter)
+        formatter.write_paragraph()
+        options = [max(param.opts, key=len) for param in self.get_params(ctx)]
+        formatter.write_text(f"Options: {', '.join(options)}.")
+        formatter.write_text("`lockstep COMMAND --help` describes a command and its options.")
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a row for each command; the first of a section begins with the section's name."""
+        rows = []
+        for title, commands in SECTIONS.items():
+            for name, line in commands.items():
+                rows.append((f"{title:<9}{name}", line))
+                title = ""
+        formatter.write_paragraph()
+        formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Print the greeting if there are no arguments: the parser's import takes a tenth of a
