@@ -1,5 +1,7 @@
 """Time the steps of a training: each phase, and when each bucket of gradients left and arrived.
 
+Example::
+
     with lockstep.timing.recording(stepper) as times:
         train(stepper)
     print(times.describe())

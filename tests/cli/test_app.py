@@ -57,7 +57,8 @@ def test_help_imports_nothing_heavy_and_its_own_command_only(answers: Mapping[st
         assert (answers[line].code, answers[line].heavy) == (0, []), line
     assert "lockstep.cli.run" in answers["run -h"].commands
     assert "lockstep.cli.train" not in answers["run -h"].commands
-    assert {"run", "show", "plan"} <= set(re.findall(r"^  (\w+) ", answers["--help"].text, re.M))
+    assert {"run", "show", "plan"} <= set(answers["--help"].text.split())
+    assert answers["--help"].text.count("\n") <= 24
     assert answers["--version"].text == f"lockstep {package.__version__}\n"
 
 

@@ -1,5 +1,7 @@
 """Read a run directory: settings, steps, evaluations, events, checkpoints, and where the time went.
 
+Example::
+
     run = lockstep.runs.read("runs/mine")
     print(run.state, run.steps[-1].loss, run.checkpoints[-1].path)
     for spike in lockstep.runs.spikes(run.steps):

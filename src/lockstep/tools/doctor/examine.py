@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import collectives
+from lockstep import World, collectives, init, launch
+from lockstep.collectives import Group
 from lockstep.collectives.broadcast_json import said_by
-from lockstep.collectives.group import Group
-from lockstep.data.windows import counted
 from lockstep.errors import LaunchTimeout, WorkerFailed
-from lockstep.launcher.launch import launch
 from lockstep.runtime.interfaces import towards
 from lockstep.tools.doctor import host, links
 from lockstep.tools.doctor.links import MeasuredLink
 from lockstep.tools.finding import Finding, judged
-from lockstep.world.world import World, init
+from lockstep.tools.timing.output_files import counted
 
 
 @dataclass(frozen=True, slots=True)

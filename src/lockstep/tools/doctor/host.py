@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.data.windows import counted
 from lockstep.runtime.cores import allowed_cores, quota
 from lockstep.tools.finding import Finding, judged
+from lockstep.tools.timing.output_files import counted
 
 MIB, GIB = 2**20, 2**30
 _OPEN_FILES, _PROCESSES = 4096, 4096

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Group
+from lockstep.collectives import Group
 from lockstep.tools.finding import Finding, judged
 from lockstep.tools.timing.output_files import table
 

@@ -26,7 +26,7 @@ class Illustration:
 
     title: str
     svg: str
-    """Markup from tools/svg.py, which is not escaped again."""
+    """Markup from tools/drawing.py, which is not escaped again."""
     caption: str
     """What the figure shows and in which unit; plain text."""
     table: Numbers
