@@ -1,4 +1,4 @@
-"""Every code block of every how-to page does what the page says."""
+"""Every code block of every how-to page, and of the tutorial on replay, does what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.docs.pages import ROOT, not_run, run_page
 pytestmark = pytest.mark.rest
 
 HOW_TO = ROOT / "docs" / "how-to"
-PAGES = sorted(HOW_TO.glob("[!R]*.md"))
+TUTORIAL = ROOT / "docs" / "tutorials" / "what-happened-in-step-312.md"
+PAGES = [*sorted(HOW_TO.glob("[!R]*.md")), TUTORIAL]
 NOT_RUN = {"docker": 2, "ray-cluster": 2} | dict.fromkeys(
     ("kubernetes", "quiet-output", "ray-train", "slurm", "two-machines", "verify-in-ci"), 1
 )

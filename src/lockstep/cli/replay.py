@@ -274,7 +274,7 @@ def _step_lines(
                     sample.index,
                     sample.slot,
                     f"{sample.loss:.6g}",
-                    f"{sample.share:.1%}",
+                    f"{round(sample.share, 3) + 0.0:.1%}",
                     sample.description,
                 ]
             )
