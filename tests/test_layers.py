@@ -156,12 +156,7 @@ MAY_USE = {
     },
 }
 """By tool, at most ten names that it needs beside the public ones, each with its reason."""
-STILL = {
-    "bench": 39,
-    "plan": 6,
-    "recorded": 5,
-    "timing": 4,
-}
+STILL = {"bench": 39, "timing": 4}
 """Tools that are not finished: how many names they still import, at most."""
 
 

@@ -7,11 +7,11 @@ plan --gradient-mb N --step-ms N plan a step from these numbers, measuring nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,10 @@ from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores, warn_if_busy
 from lockstep.tools.timing.output_files import check_writable, write_json
+
+if TYPE_CHECKING:
+    from lockstep.tools.plan.profile import Profile
+    from lockstep.tools.plan.work import PlanScaling
 
 MOST = 4096  # ranks
 _ONLY_OF_TASK = {"task", "weak", "seconds", "overrides"}
@@ -93,45 +97,69 @@ def plan(
       lockstep plan my_task.py -n 8 --network 25GbE  8 ranks, on another network
       lockstep plan --gradient-mb 100 --step-ms 250  a step of which two numbers are known
     """
-    if options.gradient_mb is None and task is not None:
-        _refuse(names & _ONLY_OF_NUMBERS, "the plan of a task")
-        _plan_task(options, task, choice, method)
-    elif options.gradient_mb is not None:
-        _refuse(names & _ONLY_OF_TASK, "--gradient-mb")
-        _plan_numbers(options, options.gradient_mb, method)
-    else:
+    if task is None and options.gradient_mb is None:
         raise UsageError(
             "option-missing",
             option="lockstep plan",
             needed="a TASK or --gradient-mb",
             reason="it predicts the steps of digits, text, a Python file, or of given numbers",
         )
-
-
-def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parallelism) -> None:
-    """Profile a rank of the task on this host, and print a row for each number of workers."""
+    if options.gradient_mb is None:
+        _refuse(names & _ONLY_OF_NUMBERS, "the plan of a task")
+    else:
+        _refuse(names & _ONLY_OF_TASK, "--gradient-mb")
     counts = counts_of(options.workers)
     check_writable(options.json_file, "--json")
-    task_path, overrides = task_of(task, choice.overrides)
-    from lockstep.tools.plan.forecast import check_method, describe, forecasts  # imports torch
+    # these import torch
+    from lockstep.tools.plan.forecast import check_method, describe, forecasts
     from lockstep.tools.plan.networks import connection, described
-    from lockstep.tools.plan.profile import profile
-    from lockstep.tools.plan.work import PlanScaling, work_of
-    from lockstep.tools.timing.machine import kind_of_device
-    from lockstep.training.resolve import resolve, short_name
+    from lockstep.tools.plan.work import PlanScaling, given_work, work_of
 
     network = connection(options.network, options.nodes_of)
-    settings = _settings(method)
+    settings = Settings(task="plan", **knob.values_of(method, Parallelism))
     check_method(settings)
-    scaling = PlanScaling(
-        base=counts[0] if len(counts) > 1 else 1, weak=options.weak, per_host=options.nodes_of
-    )
-    ranks = min(counts[-1], options.nodes_of)
-    most = 8 * cores()
+    report: dict[str, Any] = {"network": described(network, options.network)}
+    if options.gradient_mb is not None:
+        if options.step_ms is None:
+            raise UsageError(
+                "option-missing",
+                option="--gradient-mb",
+                needed="--step-ms MS",
+                reason="a step is the computation and the communication of its gradients",
+            )
+        given = given_work(options.gradient_mb, options.buckets, options.step_ms)
+        rows = forecasts(lambda workers: given, counts, 1, network, settings)
+        sizes = f"{options.gradient_mb:g} MB of gradients in {options.buckets} equal buckets"
+        lines = [report["network"], f"{sizes}; every rank computes {options.step_ms:g} ms"]
+        notes: list[str] = []
+    else:
+        base = counts[0] if len(counts) > 1 else 1
+        scaling = PlanScaling(base=base, weak=options.weak, per_host=options.nodes_of)
+        measured = _profiled(str(task), choice, scaling, counts, options.seconds)
+        of_profile = partial(work_of, measured, scaling)
+        rows = forecasts(of_profile, counts, base, network, settings)
+        lines = [measured.describe(options.nodes_of), report["network"]]
+        notes = list(scaling.notes(counts, measured.slots))
+        report |= {"task": measured.task, "base": base, "weak": options.weak}
+    print(*lines, describe(rows), *notes, sep="\n")
+    write_json(options.json_file, report | {"rows": [row.as_json() for row in rows]})
+
+
+def _profiled(
+    task: str, choice: RunChoice, scaling: PlanScaling, counts: Sequence[int], seconds: float
+) -> Profile:
+    """Profile as many ranks of the task on this host as a forecast needs."""
+    from lockstep.tools.plan.profile import profile
+    from lockstep.tools.timing.machine import kind_of_device
+    from lockstep.training.resolve import resolve
+
+    task_path, overrides = task_of(task, choice.overrides)
     source = partial(resolve, task_path, overrides)
     sides = [1]
     talking: list[int] = []
     if kind_of_device() == "cpu":
+        ranks = min(counts[-1], scaling.per_host)
+        most = 8 * cores()
         if ranks > most:
             raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
         task_here = source()
@@ -139,51 +167,7 @@ def _plan_task(options: PlanChoice, task: str, choice: RunChoice, method: Parall
         sides = scaling.sides(counts, slots, cores())
         talking = scaling.messages(counts)
     warn_if_busy()
-    measured = profile(source, sides, options.seconds, cores=cores(), talking=talking)
-    print(measured.describe(options.nodes_of))
-    network_text = described(network, options.network)
-    print(network_text)
-    rows = forecasts(partial(work_of, measured, scaling), counts, scaling.base, network, settings)
-    print(describe(rows), *scaling.notes(counts, measured.slots), sep="\n")
-    report = {
-        "task": short_name(task_path),
-        "network": network_text,
-        "base": scaling.base,
-        "weak": scaling.weak,
-        "rows": [row.as_json() for row in rows],
-    }
-    write_json(options.json_file, report)
-
-
-def _settings(method: Parallelism) -> Settings:
-    return Settings(task="plan", **knob.values_of(method, Parallelism))
-
-
-def _plan_numbers(options: PlanChoice, gradient_mb: float, method: Parallelism) -> None:
-    """Print the plan of a step from the bytes of its gradients and the time of its computation."""
-    if options.step_ms is None:
-        raise UsageError(
-            "option-missing",
-            option="--gradient-mb",
-            needed="--step-ms MS",
-            reason="a step is the computation and the communication of its gradients",
-        )
-    counts = counts_of(options.workers)
-    check_writable(options.json_file, "--json")
-    from lockstep.tools.plan.forecast import describe, forecasts  # imports torch
-    from lockstep.tools.plan.networks import connection, described
-    from lockstep.tools.plan.work import given_work
-
-    network = connection(options.network, options.nodes_of)
-    network_text = described(network, options.network)
-    print(network_text)
-    sizes = f"{gradient_mb:g} MB of gradients in {options.buckets} equal buckets"
-    print(f"{sizes}; every rank computes {options.step_ms:g} ms")
-    work = given_work(gradient_mb, options.buckets, options.step_ms)
-    rows = forecasts(lambda workers: work, counts, 1, network, _settings(method))
-    print(describe(rows))
-    report = {"network": network_text, "rows": [row.as_json() for row in rows]}
-    write_json(options.json_file, report)
+    return profile(source, sides, seconds, cores=cores(), talking=talking)
 
 
 def _refuse(names: Collection[str], plan: str) -> None:

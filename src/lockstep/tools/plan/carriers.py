@@ -13,9 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lockstep.schedules.algorithms import schedule
-from lockstep.schedules.network import Link, Network
-from lockstep.schedules.schedule import Kind, Round, Schedule
+from lockstep.collectives import Kind, Link, Network, Round, Schedule, schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lockstep.collectives import Kind, Network
 from lockstep.errors import UsageError
 from lockstep.runs import Settings
-from lockstep.schedules.network import Network
-from lockstep.schedules.schedule import Kind
 from lockstep.tools.plan.carriers import Cost, cost
 from lockstep.tools.plan.profile import GradientBucket
 

@@ -9,9 +9,9 @@ and the link sends them one after the other.
 The overlap of computation and communication is not assumed: it results from the queue.
 
 A bucket is sent when all ranks have it, so the slowest rank determines the times. Its time is the
-largest of W draws from a normal distribution, which has the distribution Phi(x)^W. The mean of this
-maximum grows as sqrt(2 ln W), from 0.56 standard deviations above the mean for two ranks to 3.6 for
-4,096 (David and Nagaraja, Order Statistics, 2003). The times of the link follow from the schedules
+largest of W draws from a normal distribution. The mean of this maximum grows as sqrt(2 ln W), from
+0.56 standard deviations above the mean for two ranks to 3.6 for 4,096 (Blom, Statistical Estimates
+and Transformed Beta-Variables, 1958). The times of the link follow from the schedules
 of `collectives`.
 """
 
@@ -20,22 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from statistics import NormalDist
 from typing import Any, Literal
 
-import numpy as np
-
+from lockstep.collectives import Network
 from lockstep.errors import UsageError
 from lockstep.runs import Settings
-from lockstep.schedules.network import Network
 from lockstep.tools.plan.communication import WIDTH, CommunicatingRanks, Message, messages
 from lockstep.tools.plan.profile import GradientBucket
 from lockstep.tools.timing.output_files import megabytes, milliseconds, percent, table
 
 Limit = Literal["computation", "optimizer", "network", "stragglers", "loader", "other"]
-# width of a trapezoid in standard deviations: the integrand is smooth, and the error below 1e-6
-_STEP = 0.005
-_FAR = 8.0  # standard deviations; the probability beyond is less than 1e-15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,20 +264,11 @@ def _synchronization(
     return max(0.0, seconds - hidden) / every, seconds / every, ranks.sent(sends) / every
 
 
-@lru_cache(maxsize=1024)
 def expected_maximum(draws: int) -> float:
     """Return the expected largest of `draws` draws, in standard deviations above the mean; 0 for
-    one draw. It is the integral of 1 - Phi^W above 0, minus that of Phi^W below 0.
+    one draw. Blom's approximation, which is at most 5 % too large.
     """
-    assert draws >= 1
-    deviations = np.arange(0, _FAR + _STEP / 2, _STEP)
-    # 1 - Phi(x), which is Phi(-x)
-    tail = np.array([math.erfc(deviation / math.sqrt(2)) / 2 for deviation in deviations])
-    late = -np.expm1(draws * np.log1p(-tail))
-    early = tail**draws
-    values = late - early
-    ends = (values[0] + values[-1]) / 2
-    return float(_STEP * (values.sum() - ends))
+    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def describe(rows: Sequence[Forecast]) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import re
 
+from lockstep.collectives import Link, Network
 from lockstep.errors import UsageError
-from lockstep.schedules.network import Link, Network
 
 # 1448 bytes of payload in a frame of 1538 on the wire, preamble and gap included (Ethernet, MTU
 # 1500, TCP with timestamps).

@@ -21,12 +21,13 @@ from lockstep import Task, init, launch
 from lockstep.errors import UsageError
 from lockstep.runs import Settings
 from lockstep.timing import RecordedStep, Recording, Trial, facts_bytes, recording, trial
-from lockstep.tools.timing.output_files import counted
+from lockstep.tools.timing.output_files import counted, percent, table
 
 _WARM_UP = 3  # steps: the second one orders the buckets by arrival
-_FEWEST = 5
+_FEWEST = 8  # steps, with those that warm up
 _MESSAGES = 41
 _NEVER = 10**9  # steps between two synchronizations
+_HEAD = "ranks | threads | steps | loading | forward | backward | optimizer | other | spread"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,18 +67,11 @@ class PhaseTimes:
     from the mean of all ranks in the same step; for a single rank, from its median.
     """
 
-    def describe(self) -> str:
-        ranks = "1 rank alone" if self.ranks == 1 else f"{self.ranks} ranks side by side"
-        threads = f"{counted(self.threads, 'thread')} each, {counted(self.steps, 'step')}"
-        micro_batch = (
-            f"loading {1e3 * self.loading:.2f}, forward {1e3 * self.forward:.2f}, backward"
-            f" {1e3 * self.backward:.2f} ms"
-        )
-        step = f"optimizer {1e3 * self.optimizer:.2f}, other {1e3 * self.other:.2f} ms"
-        return (
-            f"{ranks}, {threads}: per micro-batch {micro_batch}; per step {step}; spread"
-            f" {100 * self.spread:.1f} %"
-        )
+    def cells(self) -> list[object]:
+        """Return the cells of the table."""
+        seconds = (self.loading, self.forward, self.backward, self.optimizer, self.other)
+        shown = [f"{1e3 * part:.2f}" for part in seconds]
+        return [self.ranks, self.threads, self.steps, *shown, percent(self.spread)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,24 +106,25 @@ class Profile:
         `per_host`: the number of ranks that share a host.
         """
         kind = "GPU" if self.device == "cuda" else counted(self.cores, "core")
-        lines = [f"{self.task}, profiled here ({kind}):"]
-        lines += [f"  {side.describe()}" for side in self.sides.values()]
+        lines = [
+            f"{self.task}, profiled here ({kind}), ms of a micro-batch (loading, forward, backward) and"
+            " of a step (optimizer, other):",
+            table(_HEAD, [side.cells() for side in self.sides.values()], left=[]),
+        ]
         megabytes = self.width * sum(bucket.elements for bucket in self.buckets) / 1e6
         ready = ", ".join(f"{100 * bucket.ready:.0f} %" for bucket in self.buckets[:8])
         if len(self.buckets) > 8:
             ready += f" ... ({len(self.buckets)} in all)"
         lines.append(
-            f"  {megabytes:.2f} MB of gradients; buckets are complete after {ready} of the backward"
+            f"{megabytes:.2f} MB of gradients; buckets are complete after {ready} of the backward"
         )
         for ranks, seconds in self.messages.items():
-            lines.append(
-                f"  a message takes {1e3 * seconds:.2f} ms among {ranks} ranks of one host"
-            )
+            lines.append(f"a message takes {1e3 * seconds:.2f} ms among {ranks} ranks of one host")
         if self.device == "cpu":
             hosts = "every rank has its own host like this one"
             if per_host > 1:
                 hosts = f"{per_host} ranks share one host of {self.cores} cores"
-            lines.append(f"  {hosts}")
+            lines.append(hosts)
         return "\n".join(lines)
 
 
