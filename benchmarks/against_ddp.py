@@ -5,7 +5,7 @@ in one run, on the same ranks.
     python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json
     python benchmarks/against_ddp.py --device cuda --workers 1
 
-What is measured, and how, is `lockstep bench train`'s (src/lockstep/tools/bench/training_step.py);
+What is measured, and how, is in steps.py and baselines.py;
 the models are those of cases.py. DDP has gradient_as_bucket_view and buckets of 5, 25 and 100 MB;
 every way the same fused optimizer. Lockstep's ways: its DistributedDataParallel and its Stepper,
 over native collectives and through shared memory, with a sharded update, and with that and one copy
@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 
 import rivals
+import steps
 from cases import CASES, task_of
 from lockstep.errors import UsageError
-from lockstep.tools.bench import training_step
-from lockstep.tools.bench.training_step import BASELINES, measure
 from lockstep.tools.timing.output_files import check_writable, write_json
+from steps import BASELINES, measure
 
 VARIANTS = (
     *BASELINES,
@@ -84,7 +84,7 @@ def compare(names: list[str], options: argparse.Namespace) -> bool:
             others=rivals.WRAPPERS,
         )
         every.append(replace(found, left_out={**left_out, **found.left_out}))
-        print(training_step.text(every[-1]), end="\n\n", flush=True)
+        print(steps.text(every[-1]), end="\n\n", flush=True)
     write_json(
         options.json,
         {"models": [found.as_json() for found in every], "versions": rivals.versions()},

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.tools.bench.baselines import WINDOWS
+from baselines import WINDOWS
 
 Samples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 

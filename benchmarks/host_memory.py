@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+import baselines
 import cases
 import lockstep
+from baselines import feed
 from lockstep.launcher.launch import launch
-from lockstep.tools.bench import baselines
-from lockstep.tools.bench.baselines import feed
 from lockstep.tools.timing.output_files import write_json
 
 STEPS = 5

@@ -4,7 +4,7 @@ torch's DDP, and the Stepper, on the same micro-batches, in turns.
     python benchmarks/overhead.py --workers 1
     python benchmarks/overhead.py --workers 2 --models digits,many --steps 100
 
-What is measured, and how, is `lockstep bench train`'s (src/lockstep/tools/bench/training_step.py).
+What is measured, and how, is in steps.py and baselines.py.
 The models are digits with its own micro-batches, one of 5,000 parameters of 64 and 8 elements, and a
 CNN of 0.1 M. "local" communicates with nobody. "added" is what a way takes more than it: of a step,
 of a micro-batch, and as a share, by 25th percentiles; what else the machine does comes on top of
@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from baselines import WINDOWS
 from cases import cnn, images, loss, optimizer
 from lockstep.tasks import digits
-from lockstep.tools.bench.baselines import WINDOWS
-from lockstep.tools.bench.training_step import measure
 from lockstep.tools.timing.output_files import table
+from steps import measure
 
 VARIANTS = ("local", "ddp:25", "wrapper:native", "stepper:native")
 SHARED = ("wrapper:shared", "stepper:shared", "stepper:sharded")

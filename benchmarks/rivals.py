@@ -13,8 +13,8 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
+from baselines import TorchDDP
 from lockstep.config.task import Precision
-from lockstep.tools.bench.baselines import TorchDDP
 
 
 def imported(*names: str) -> ModuleType | None:

@@ -27,12 +27,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from baselines import Setting, TorchDDP, WeighedWindow
 from lockstep.config.task import Task
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.step.forward import Forward
 from lockstep.step.stepper import Stepper
-from lockstep.tools.bench.baselines import Setting, TorchDDP, WeighedWindow
 from lockstep.tools.timing.in_turns import take_turns
 from lockstep.training.build import loader_of
 from lockstep.training.inference.evaluation import Evaluation

@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
@@ -29,6 +29,7 @@ from lockstep.data.windows import ENDLESS, Window, counted
 from lockstep.gradients.bucket import BucketTimes
 from lockstep.gradients.facts import numbers
 from lockstep.runtime.step_clock import PhaseSpan, StepTimes
+from lockstep.step.forward import Forward
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.anatomy import AnatomyFile, begins
@@ -162,6 +163,16 @@ class Trial:
         result = self._training.step(window)
         self._record(window, result)
         return result
+
+    def loss_of(self, model: nn.Module) -> Callable[[Any], tuple[Tensor, float | Tensor]]:
+        """Return a function from a batch to its sum of losses and its weight, as the training
+        computes them, with another model.
+
+        Args:
+            model: called with the task's inputs, in the training's precision.
+        """
+        forward = Forward(model, self.task, self._training.precision, self.world.device)
+        return lambda batch: forward.loss(forward(batch), batch)
 
     def start_together(self, *, stop: bool = False) -> bool:
         """Wait for all ranks, so that they start the next step at the same time. The time since the

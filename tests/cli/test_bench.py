@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import bench
 from lockstep.tools.bench import collectives as measured
-from lockstep.tools.bench import scaling, training_step
+from lockstep.tools.bench import scaling
 from lockstep.tools.timing.output_files import check_writable
 from tests.cli.command import Command, command
 from tests.refused import refused
@@ -67,47 +67,30 @@ def test_train_times_a_task_of_ones_own(tmp_path: Path, lockstep: Command) -> No
     (tmp_path / "mine.py").write_text(TASK)
     ended = lockstep(
         "bench train mine.py --workers 2 --steps 2 --set lr=0.5 --device cpu"
-        " --variants ddp:5,stepper:native --json figures.json"
+        " --variants ddp:5,sharded --json figures.json"
     )
     assert (ended.code, ended.err) == (0, "")
     lines = ended.out.splitlines()
     assert lines[0].startswith("mine: global batch 8 = 4 micro-batches x 2; 2 ranks x 2; ")
-    assert [line.split()[0] for line in lines[2:5]] == ["variant", "ddp:5", "stepper:native"]
-    fastest = "lockstep train mine.py --workers 2 --device cpu --set lr=0.5 --reduce native"
-    assert lines[-2:] == ["", fastest]
+    command = "lockstep train mine.py --workers 2 --device cpu --set lr=0.5"
+    assert lines[-2] == ""
+    assert lines[-1].startswith(f"{command} --update sharded --weights separate")
     report = json.loads((tmp_path / "figures.json").read_text())
-    assert [(row["variant"], len(row["seconds"])) for row in report["rows"]] == [
-        ("ddp:5", 2),
-        ("stepper:native", 2),
-    ]
+    assert {row["variant"] for row in report["rows"]} == {"ddp:5", "sharded"}
     assert (report["workers"], report["device"]) == (2, "cpu")
-    assert report["best"] in ("ddp:5", "stepper:native")
-    assert report["rows"][1]["apart"] < 1e-4
+    assert report["ddp"].startswith("ddp:5")
 
 
-def of_rank(
-    source: object, names: list[str], steps: int, device: str, others: object
-) -> training_step._Found:
-    """In place of measuring: the last one has trained something else."""
-    return training_step._Found(
-        "as it is", {name: [0.1] * steps for name in names}, {names[-1]: 0.9}, 1.0, []
-    )
-
-
-def test_train_says_what_trained_something_else_and_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep: Command
-) -> None:
-    monkeypatch.setattr(training_step, "launch", lambda fn, workers, args: [of_rank(*args)])
-    (tmp_path / "mine.py").write_text(TASK)
-    ended = lockstep(
-        "bench train mine.py --device cpu --variants ddp:5,stepper:native --json figures.json"
-    )
-    assert ended.code == 1
-    assert ended.out.splitlines()[-1].startswith(
-        "stepper:native trained something else: its weights lie 0.9 of the way"
-    )
-    report = json.loads((tmp_path / "figures.json").read_text())
-    assert report["workers"] == 2  # without GPUs
+def test_variants_that_do_not_exist_are_refused() -> None:
+    for names, code in (
+        ("steppr", "unknown-choice"),
+        ("ddp", "unknown-choice"),
+        ("ddp:0", "wrong-value"),
+        ("ddp:x", "wrong-value"),
+        ("sharded,sharded", "given-twice"),
+    ):
+        with refused(code):
+            command("bench", "train", "digits", "--variants", names)
 
 
 def test_weak_scaling_with_json_and_a_picture(tmp_path: Path, lockstep: Command) -> None:

@@ -18,7 +18,7 @@ from lockstep.cli.options import GroupedCommand, Only, command_of, spread
 from lockstep.config import knob
 from lockstep.config.knob import Knob
 from lockstep.config.settings import Config, Device, Settings
-from lockstep.errors import ExitCode, UsageError
+from lockstep.errors import UsageError
 from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
 
@@ -88,6 +88,7 @@ def scaling(
     task_path, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_picture(out)
+    warn_if_busy()
     from lockstep.tools.bench.scaling import benchmark_scaling
 
     result = benchmark_scaling(
@@ -201,29 +202,28 @@ def train(
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option(metavar="N", help="Timed steps of each variant, after 3 for warm-up.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Timed steps of each variant, after 3 for warm-up. The fastest take three times as many.",
+        ),
     ] = 30,
     variants: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            help="Variants to measure: local, ddp:MB, wrapper:native, wrapper:shared,"
-            " stepper:native, stepper:shared, stepper:sharded, stepper:weights (sharded, with one copy"
-            " of the weights). Each has its own model and optimizer. Default: all but the wrappers,"
-            " with ddp at 5, 25 and 100 MB.",
+            help="Variants to measure: ddp:MB (torch's, with buckets of this size), wrapper"
+            " (lockstep.DistributedDataParallel), stepper, sharded, weights (sharded, with one copy of"
+            " the weights). Default: all, with ddp at 5, 25 and 100 MB.",
         ),
     ] = None,
-    memory: Annotated[
-        bool,
-        typer.Option("--memory", help="Also measure peak memory, with new ranks for each variant."),
-    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time one training step of TASK with Lockstep and with torch's DDP.
 
-    The variants alternate on the same ranks, with the same micro-batches. The time excludes loading.
-    The last line is the command that trains as the fastest Stepper variant does. The exit code is 1
-    if the final weights are not the same.
+    The variants alternate on the same ranks, with the same micro-batches, with one thread and with the
+    default number of threads. The time excludes loading. The last line is the command that trains as the
+    fastest variant does.
     """
     task_path, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
@@ -232,23 +232,32 @@ def train(
     from lockstep.tools.bench import training_step
     from lockstep.training.resolve import resolve
 
-    names = training_step.VARIANTS if variants is None else variants.split(",")
+    names = training_step.VARIANTS if variants is None else _variants(variants)
     source = partial(resolve, settings.task, settings.overrides)
-    result = training_step.measure(
-        source,
-        workers=settings.workers,
-        variants=names,
-        steps=steps,
-        device=settings.device,
-        memory=memory,
-    )
+    result = training_step.measure(source, settings, variants=names, steps=steps)
     print(training_step.text(result))
     if result.fastest is not None:
-        options = training_step.OPTIONS_OF_VARIANT[result.fastest.variant]
-        print(f"\n{_train_command(task, settings, options)}")
+        print(f"\n{_train_command(task, settings, result.options(result.fastest))}")
     write_json(json_file, result.as_json())
-    if result.wrong:
-        raise typer.Exit(ExitCode.FAILED)
+
+
+def _variants(text: str) -> list[str]:
+    """Return the names of variants. Raises UsageError for an unknown name, and for one that is
+    given twice.
+    """
+    from lockstep.tools.bench.training_step import OPTIONS
+
+    names = text.split(",")
+    for name in names:
+        kind, colon, size = name.partition(":")
+        if kind == "ddp" and colon:
+            with knob.within(f"variant={name!r}"):
+                knob.number("bucket", knob.value_of(size), above=0, unit="MB")
+        else:
+            knob.chosen("variant", name, ["ddp:MB", "wrapper", *OPTIONS])
+        if names.count(name) > 1:
+            raise UsageError("given-twice", where=f"variants={text}", name=name)
+    return names
 
 
 def _train_command(task: str, settings: Settings, options: Mapping[str, str]) -> str:

@@ -84,7 +84,7 @@ def test_strong_keeps_the_global_batch_and_weak_that_of_a_rank() -> None:
         global_batches("weak", task, [3, 4])
 
     three, sixteen = uneven({1: 64, 2: 64, 3: 64, 16: 64}, 8)
-    assert three.startswith("3 workers: 8 micro-batches on 3 ranks: 3, 3, 2")
+    assert three.startswith("3 workers: 8 micro-batches, so 2 ranks of 3 have 3 and the others 2")
     assert "89 %" in three
     assert "50 %" in sixteen
     assert uneven({1: 64, 3: 192}, 8) == []
@@ -254,12 +254,16 @@ def test_batches_are_one_micro_batch_for_each_of_the_most_workers(
         ((net, iter([]), nn.MSELoss()), "not-map-style", {"name": "dataset"}),
         (nn.Linear(1, 1), "not-a-task-source", {"kind": "Linear"}),
         (3, "not-a-task-source", {"kind": "int"}),
-        ((lambda: net(), DATA, nn.MSELoss()), "task-not-portable", {}),
     ],
 )
 def test_what_is_no_task_is_refused(given: Any, code: str, values: dict[str, Any]) -> None:
     with refused(code, **values):
         source(given)
+
+
+def test_what_ranks_cannot_get_is_refused() -> None:
+    with refused("call-not-sendable"):
+        lockstep.benchmark_scaling((lambda: net(), DATA, nn.MSELoss()), [1])
 
 
 def test_options_of_another_kind_of_task_are_refused() -> None:

@@ -72,10 +72,10 @@ def test_table_and_picture(tmp_path: Path) -> None:
         assert f">{words}</text>" in drawn
 
 
-def remarked(*given: list[Turn], cores: int | None = 4, busy: str | None = None) -> list[str]:
+def remarked(*given: list[Turn], cores: int | None = 4) -> list[str]:
     """The remarks of 1, 2, 4 ... workers."""
     numbered = {2**power: taken for power, taken in enumerate(given)}
-    return remarks(rows(numbered, steps=10), cores=cores, busy=busy)
+    return remarks(rows(numbered, steps=10), cores=cores)
 
 
 def test_a_remark_is_there_where_it_belongs() -> None:
@@ -90,5 +90,3 @@ def test_a_remark_is_there_where_it_belongs() -> None:
     assert "2 workers: efficiency 125 %" in superlinear
     # fewer workers than the base are above it as a rule
     assert remarks(rows({4: turns(100), 1: turns(40)}, steps=10), cores=4) == []
-    busy, _ = remarked(turns(100), turns(250), busy="load 6.0 on 2 cores")
-    assert "load 6.0 on 2 cores" in busy

@@ -7,35 +7,30 @@ counts. The numbers of workers alternate, so other load on the host slows all of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config import knob
-from lockstep.config.parallelism import Reduce
-from lockstep.config.settings import Device, Settings
-from lockstep.config.task import Task
-from lockstep.data.loader import Loader
-from lockstep.data.windows import ENDLESS, Plan, Window, counted, shares
+from lockstep import Task, init, launch
 from lockstep.errors import UsageError
-from lockstep.launcher.launch import launch
-from lockstep.runtime.cores import busy, cores, processor
+from lockstep.runs import Settings
+from lockstep.timing import trial
 from lockstep.tools.bench.speedup import Scaling, Turn, remarks, rows
 from lockstep.tools.bench.task_source import Source, make_task, source_of
-from lockstep.tools.timing.in_turns import largest, settle, trial
-from lockstep.training.build import loader_of
-from lockstep.training.opening import backend_of, computing, matmul_precision
-from lockstep.world.world import init
+from lockstep.tools.timing.in_turns import largest, settle
+from lockstep.tools.timing.output_files import counted
 
+Device = Literal["auto", "cpu", "cuda"]
 WARM_UP = 3  # steps
-_HELD = 4  # windows that are repeated if loading is not timed
+_REPEATED = 4  # windows, if loading is not timed
 
 
 def benchmark_scaling(
@@ -49,7 +44,7 @@ def benchmark_scaling(
     threads: int | None = None,
     loading: bool = True,
     loader_workers: int = 0,
-    reduce: Reduce = "auto",
+    reduce: Any = "auto",
     compress: str | None = None,
     update: str = "replicated",
     exact: bool = False,
@@ -93,10 +88,11 @@ def benchmark_scaling(
         UsageError: invalid values, or a task that cannot be sent to other processes.
         WorkerFailed: a rank failed.
     """
-    counts = check_workers(workers)
-    knob.chosen("mode", mode, ("strong", "weak"))
-    knob.whole("steps", steps)
-    knob.whole("rounds", rounds)
+    counts = _checked(workers)
+    if mode not in ("strong", "weak"):
+        raise UsageError("unknown-choice", name="mode", value=mode, choices=("strong", "weak"))
+    _check_count("steps", steps)
+    _check_count("rounds", rounds)
     parts = {"global_batch": global_batch, "micro_batch": micro_batch, "optimizer": optimizer}
     growth = max(counts) / counts[0] if mode == "weak" else 1.0
     source = source_of(task, counts, growth, overrides, parts)
@@ -110,18 +106,17 @@ def benchmark_scaling(
         update=update,
         exact=exact,
     )
-    settings = replace(settings, device=_kind(device, counts))
-    if settings.method().server:
+    settings = settings.replaced({"device": _kind(device, counts)})
+    if settings.server:
         raise UsageError("server-not-measured", update=update)
     task_here = make_task(source)
     batches = global_batches(mode, task_here, counts)
-    load = busy()
     turns: dict[int, list[Turn]] = {count: [] for count in counts}
     for number in range(rounds):
         for count in counts if number % 2 == 0 else reversed(counts):
             timed = _TimedSteps(source, settings, batches[count], steps, loading)
             turns[count].append(launch(timed, count)[0])
-    return _summary(task_here, turns, batches, settings, mode, steps, loading, load)
+    return _summary(task_here, turns, batches, settings, mode, steps, loading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,54 +132,50 @@ class _TimedSteps:
     def __call__(self) -> Turn:
         """Return the samples of all ranks and the seconds of the slowest; equal on all ranks."""
         task = replace(self.source(), global_batch=self.global_batch)
-        backend = backend_of(self.settings.device)
-        with init(backend=backend) as world, computing(self.settings, world):
-            settings = replace(self.settings, workers=world.size)
-            training = trial(task, settings, world)
-            loader = loader_of(task, world, settings.loader_workers, drop_last=True)
-            windows = _windows(loader, self.loading)
-            with matmul_precision(training.precision):
+        with init(device="cpu" if self.settings.device == "cpu" else None) as world:
+            settings = self.settings.replaced({"workers": world.size})
+            with trial(task, settings, world) as training:
+                windows = training.windows()
+                if not self.loading:
+                    repeated = list(islice(windows, _REPEATED))
+                    for window in repeated:
+                        list(window)  # loads the batches, which the window keeps
+                    windows = cycle(repeated)
                 for _ in range(WARM_UP):
                     training.step(next(windows))
-                world.group.all_reduce(torch.zeros(1, device=world.device)).wait()
+                training.start_together()
                 settle(world)
                 begin = perf_counter()
                 results = [training.step(next(windows)) for _ in range(self.steps)]
                 settle(world)
-                seconds = largest(perf_counter() - begin, world)
-            loader.close()
-            return Turn(
-                samples=sum(sum(result.samples_by_rank) for result in results),
-                seconds=seconds,
-                threads=torch.get_num_threads(),
-                reduction=training.stepper.reducer.reduction.name,
-            )
+                return Turn(
+                    samples=sum(sum(result.samples_by_rank) for result in results),
+                    seconds=largest(perf_counter() - begin, world),
+                    threads=torch.get_num_threads(),
+                    reduction=training.stepper.reducer.reduction.name,
+                )
 
 
-def _windows(loader: Loader, loading: bool) -> Iterator[Window]:
-    windows = chain.from_iterable(loader.epochs(ENDLESS))
-    if loading:
-        return windows
-    repeated = list(islice(windows, _HELD))
-    for window in repeated:
-        list(window)  # fetches the batches, which the window keeps
-    return cycle(repeated)
-
-
-def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
+def _checked(workers: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of workers unchanged. Raises UsageError if there are none, if one is below
     1, or if one is given twice.
     """
     if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
         expected = "numbers of workers to measure, such as 1,2,4; the first is the base"
         raise UsageError("wrong-value", name="workers", value=workers, expected=expected)
-    shown = f"workers={','.join(map(str, workers))}"
     for count in workers:
-        with knob.within(shown):
-            knob.whole("workers", count)
+        _check_count("workers", count)
         if workers.count(count) > 1:
+            shown = f"workers={','.join(map(str, workers))}"
             raise UsageError("given-twice", where=shown, name=count)
     return tuple(workers)
+
+
+def _check_count(name: str, value: object) -> None:
+    """Raise UsageError for anything but a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        expected = "a whole number of at least 1"
+        raise UsageError("wrong-value", name=name, value=value, expected=expected)
 
 
 def global_batches(mode: str, task: Task, workers: Sequence[int]) -> dict[int, int]:
@@ -227,12 +218,13 @@ def uneven(batches: Mapping[int, int], micro_batch: int) -> list[str]:
     sentences = []
     for workers, batch in batches.items():
         slots = -(-batch // micro_batch)
-        if slots % workers:
-            cut = Plan(samples=batch, global_batch=batch, micro_batch=micro_batch).cut(0)
-            most = slots / (workers * len(cut.share(0, workers)))
+        least, more = divmod(slots, workers)
+        if more:
+            share = 100 * slots / (workers * (least + 1))
             sentences.append(
-                f"{counted(workers, 'worker')}: {counted(slots, 'micro-batch', 'es')} on"
-                f" {shares(slots, workers)}, so a step uses at most {100 * most:.0f} % of the ranks"
+                f"{counted(workers, 'worker')}: {counted(slots, 'micro-batch', 'es')}, so"
+                f" {counted(more, 'rank')} of {workers} have {least + 1} and the others {least}: a step"
+                f" uses at most {share:.0f} % of the ranks"
             )
     return sentences
 
@@ -257,18 +249,16 @@ def _summary(
     mode: str,
     steps: int,
     loading: bool,
-    load: str | None,
 ) -> Scaling:
     measured = rows(turns, steps)
-    shared_cores = None  # GPUs are not shared
-    if settings.device == "cpu":
-        number = shared_cores = cores()
-        name = f"the CPU ({processor()}, {counted(number, 'core')})"
-    else:
+    number = len(os.sched_getaffinity(0))
+    on_cpu = settings.device == "cpu"
+    name = f"the CPU ({counted(number, 'core')})"
+    if not on_cpu:
         number = torch.cuda.device_count()
         name = f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')})"
-    warnings = remarks(measured, cores=shared_cores, busy=load)
-    *_, last_turns = turns.values()
+    warnings = remarks(measured, cores=number if on_cpu else None)  # GPUs are not shared
+    last = next(reversed(turns.values()))
     return Scaling(
         task=task.name or "task",
         rows=measured,
@@ -276,9 +266,9 @@ def _summary(
         constant=_constant(mode, batches, task.micro_batch),
         where=f"{name}, torch {torch.__version__}",
         how=(
-            f"{counted(len(last_turns), 'turn')} of {counted(steps, 'step')} for each row, after"
+            f"{counted(len(last), 'turn')} of {counted(steps, 'step')} for each row, after"
             f" {WARM_UP} steps to warm up; loading is {'timed too' if loading else 'not timed'};"
-            f" gradients by {last_turns[0].reduction}"
+            f" gradients by {last[0].reduction}"
         ),
         remarks=(*warnings, *uneven(batches, task.micro_batch)),
         cores=number,

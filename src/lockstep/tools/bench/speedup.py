@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from lockstep.data.windows import counted
 from lockstep.tools.drawing import FAINT, Plot, figure
-from lockstep.tools.timing.output_files import percent, table
+from lockstep.tools.timing.output_files import counted, percent, table
 
 _WIDTH = 120
 _COLOUR, _BEYOND = "var(--blue)", "var(--grey)"
@@ -171,16 +170,9 @@ def rows(turns: Mapping[int, Sequence[Turn]], steps: int) -> list[ScalingRow]:
     return measured
 
 
-def remarks(rows: Sequence[ScalingRow], *, cores: int | None, busy: str | None = None) -> list[str]:
-    """Return the remarks, the most important first. `cores`: of this host; None on GPUs. `busy`:
-    the host's load before the measurement, if it was high.
-    """
+def remarks(rows: Sequence[ScalingRow], *, cores: int | None) -> list[str]:
+    """Return the remarks, the most important first. `cores`: of this host; None on GPUs."""
     sentences = []
-    if busy is not None:
-        sentences.append(
-            f"this host was busy before the measurement ({busy}): other programs take time from it,"
-            " so measure again on a quiet host"
-        )
     if cores is not None:
         for row in rows:
             if row.workers * row.threads > cores:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.task import Task
+from lockstep import Task
 from lockstep.errors import TaskError, UsageError
-from lockstep.launcher.call import for_ranks
-from lockstep.training.resolve import locate, resolve
+from lockstep.runs import Settings, load_task
 
 Source = Callable[[], Task]
 MICRO_BATCH = 32  # samples, if the data set is large enough
@@ -85,21 +83,22 @@ def source_of(
     returns a Task, or (model, dataset, loss). Only the last allows values in `parts`.
 
     `growth`: by how much the global batch grows at the largest number of workers. Raises
-    UsageError, also for an object that cannot be sent to ranks.
+    UsageError for anything else.
     """
     if overrides and not isinstance(task, str | Path):
         raise UsageError("overrides-without-file", overrides=dict(overrides))
     if isinstance(task, tuple):
-        return _portable(_from_parts(task, workers, growth, parts))
+        return _from_parts(task, workers, growth, parts)
     for name, value in parts.items():
         if value is not None:
             raise UsageError("not-for-a-task", name=name, value=value)
     if isinstance(task, str | Path):
-        return partial(resolve, locate(str(task)), dict(overrides or {}))
+        path = Path(task).absolute() if Path(task).is_file() else task
+        return partial(load_task, Settings(task=str(path), overrides=dict(overrides or {})))
     if isinstance(task, Task):
-        return _portable(partial(_same, task))
+        return partial(_same, task)
     if callable(task) and not isinstance(task, nn.Module):
-        return _portable(task)
+        return task
     raise UsageError("not-a-task-source", kind=type(task).__name__)
 
 
@@ -130,17 +129,6 @@ def _from_parts(
         micro_batch=micro_batch,
         optimizer=parts["optimizer"],
     )
-
-
-def _portable(source: Source) -> Source:
-    """Return the source, or raise UsageError if it cannot be sent to ranks. Ranks are new
-    processes: the source is pickled, and they import its functions by name.
-    """
-    try:
-        for_ranks(source)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError("task-not-portable", reason=str(error)) from None
-    return source
 
 
 def make_task(source: Source) -> Task:

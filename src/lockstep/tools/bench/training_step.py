@@ -1,54 +1,43 @@
-"""Times one training step of a task in several variants, on the same ranks in turns, and checks
-that all variants make the same update. Makes a table.
+"""`lockstep bench train`: the time of one training step in several variants on this host, and the
+fastest of those that `lockstep train` can run.
 
-All variants get the same micro-batches and are timed step by step, so that noise of a shared
-machine affects all alike. Loading is not timed. Peak memory is measured in ranks that hold one
-variant only. The final weights are compared, because the time of a different update is of no use.
+All variants get the same micro-batches on the same ranks, in turns, so other load on the host slows
+all of them alike. Loading is not timed. After each round the variants that are clearly slower than
+the best are out, and the others take more turns.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.config import knob
-from lockstep.config.settings import Device
-from lockstep.config.task import Task
-from lockstep.data.windows import Plan, counted
+import lockstep
 from lockstep.errors import UsageError
-from lockstep.launcher.launch import launch
-from lockstep.tools.bench import baselines
-from lockstep.tools.bench.baselines import Feed, feed, too_few
-from lockstep.tools.timing.in_turns import largest, take_turns
-from lockstep.tools.timing.machine import Peak, kind_of_device
-from lockstep.tools.timing.output_files import milliseconds, table
-from lockstep.training.metrics import finite
-from lockstep.training.opening import backend_of, matmul_precision
-from lockstep.world.world import World, init
+from lockstep.runs import Settings
+from lockstep.timing import Trial, trial
+from lockstep.tools.timing.in_turns import take_turns
+from lockstep.tools.timing.machine import kind_of_device
+from lockstep.tools.timing.output_files import counted, milliseconds, table
 
-BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100")
-VARIANTS = (*BASELINES, "stepper:native", "stepper:shared", "stepper:sharded", "stepper:weights")
-OPTIONS_OF_VARIANT: Mapping[str, Mapping[str, str]] = {
-    "stepper:native": {"reduce": "native"},
-    "stepper:shared": {"reduce": "shared_memory"},
-    "stepper:sharded": {"update": "sharded", "weights": "separate"},
-    "stepper:weights": {"update": "sharded", "weights": "shared"},
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "stepper": {},
+    "sharded": {"update": "sharded", "weights": "separate"},
+    "weights": {"update": "sharded", "weights": "shared"},
 }
-"""The options of `lockstep train` that train as a variant does, by the variant's name."""
-_WARM_UP = 3
-_STEPS_FOR_MEMORY = 5
-# in bf16, a loss scaled by another factor is rounded differently in every layer
-_TOLERANCE = {"bf16": 0.3}
-_TOLERANCE_ELSE = 0.1
+"""The options of `lockstep train` that train as a variant does, by its name."""
+VARIANTS = ("ddp:5", "ddp:25", "ddp:100", "wrapper", *OPTIONS)
+_WINDOWS = 4  # that the steps cycle through
+_ROUNDS = 3
+_LONG = 10**6  # steps for which schedulers are made
+_NEAR = 1.2  # of the best median: a variant above it is out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,28 +45,29 @@ class StepRow:
     """The measurement of one variant."""
 
     variant: str
+    threads: int
+    """Intra-op threads of each rank."""
     seconds: list[float]
-    """Seconds of each step on the slowest rank."""
-    apart: float | None = None
-    """Distance of the final weights from those of the reference (the first DDP variant), divided by
-    the distance that those moved; None if not compared.
-    """
-    peak_mib: float | None = None
-    """Peak growth of memory since before the model was built, in MiB, of the rank with most; None
-    if not measured.
+    """Seconds of each step on the slowest rank. Variants that were out after a round have fewer;
+    the first ones are of the same turns.
     """
 
     @property
     def median(self) -> float:
-        """Median seconds of a step."""
         return statistics.median(self.seconds)
 
     @property
-    def p25(self) -> float:
-        """25th percentile of the seconds of a step."""
-        if len(self.seconds) == 1:
-            return self.seconds[0]
-        return statistics.quantiles(self.seconds, n=4)[0]
+    def order(self) -> tuple[int, float]:
+        """The key by which rows are sorted: a variant that stayed for more rounds is faster."""
+        return -len(self.seconds), self.median
+
+    def ratio(self, other: StepRow) -> float:
+        """Return the time of the other row, divided by this row's, over the turns of both."""
+        turns = min(len(self.seconds), len(other.seconds))
+        return statistics.median(other.seconds[:turns]) / statistics.median(self.seconds[:turns])
+
+    def __str__(self) -> str:
+        return f"{self.variant} with {counted(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,297 +76,307 @@ class StepComparison:
 
     task: str
     recipe: str
+    """How the global batch is divided, in words."""
     workers: int
     device: str
-    precision: str
-    steps: int
+    default_threads: int
     gradient_mib: float
     rows: list[StepRow]
+    """The fastest one first."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Variants that cannot be measured here, each with its reason."""
-    notes: Sequence[str] = ()
 
     @property
-    def best(self) -> StepRow | None:
-        """The DDP variant with the lowest median."""
-        ddp = [row for row in self.rows if row.variant.startswith("ddp")]
-        return min(ddp, key=lambda row: row.median, default=None)
+    def ddp(self) -> StepRow | None:
+        """The fastest row of torch's DDP."""
+        return next((row for row in self.rows if row.variant.startswith("ddp")), None)
 
     @property
     def fastest(self) -> StepRow | None:
-        """The variant with the lowest median of those that `lockstep train` can run. A variant that
-        made another update does not count.
-        """
-        right = [row for row in self.rows if row not in self.wrong]
-        candidates = [row for row in right if row.variant in OPTIONS_OF_VARIANT]
-        return min(candidates, key=lambda row: row.median, default=None)
+        """The fastest row of those that `lockstep train` can run."""
+        return next((row for row in self.rows if row.variant in OPTIONS), None)
 
-    @property
-    def tolerance(self) -> float:
-        """The largest `apart` that rounding alone explains: with AdamW, a gradient of nearly 0
-        can move its weight in either direction.
-        """
-        return _TOLERANCE.get(self.precision, _TOLERANCE_ELSE)
-
-    @property
-    def wrong(self) -> list[StepRow]:
-        """The variants whose weights differ too much: they made another update."""
-        return [row for row in self.rows if row.apart is not None and row.apart > self.tolerance]
-
-    def ratio(self, row: StepRow) -> float | None:
-        """Return the median of the best DDP variant divided by that of `row`."""
-        return self.best.median / row.median if self.best else None
+    def options(self, row: StepRow) -> dict[str, str]:
+        """Return the options of `lockstep train` that train as a row does."""
+        options = dict(OPTIONS[row.variant])
+        if row.threads != self.default_threads:
+            options["threads"] = str(row.threads)
+        return options
 
     def as_json(self) -> dict[str, Any]:
-        rows = []
-        for row in self.rows:
-            derived = {"median": row.median, "p25": row.p25, "ratio": self.ratio(row)}
-            rows.append(asdict(row) | derived)
-        data = asdict(self) | {
+        rows = [asdict(row) | {"median": row.median} for row in self.rows]
+        return asdict(self) | {
             "rows": rows,
-            "tolerance": self.tolerance,
-            "best": None if self.best is None else self.best.variant,
-            "fastest": None if self.fastest is None else self.fastest.variant,
+            "ddp": None if self.ddp is None else str(self.ddp),
+            "fastest": None if self.fastest is None else str(self.fastest),
             "cores": os.cpu_count(),
-            "versions": {"torch": str(torch.__version__)},
+            "torch": str(torch.__version__),
         }
-        return dict(finite(data))
 
 
 def measure(
-    source: Callable[[], Task],
+    source: Callable[[], lockstep.Task],
+    settings: Settings,
     *,
-    workers: int,
     variants: Sequence[str] = VARIANTS,
     steps: int = 30,
-    device: Device = "auto",
-    memory: bool = False,
-    others: baselines.Wrappers | None = None,
 ) -> StepComparison:
-    """Measure on `workers` new ranks of this host, which call `source` for the task.
+    """Measure on new ranks of this host.
 
-    `others`: more wrappers to compare, by the name of their variant. Ranks are new processes, so
-    they must be able to import these. Raises UsageError for unknown variants, if the task leaves a
-    rank without micro-batches, and if `steps` is below 1.
+    Args:
+        source: returns the task; every rank calls it.
+        settings: the number of workers, the device, and the other options of all variants.
+        variants: names of OPTIONS, "wrapper", and "ddp:" with a bucket size in MB.
+        steps: turns of each variant in a round.
+
+    Raises:
+        UsageError: fewer GPUs than ranks, a task that leaves a rank without micro-batches, or no
+            variant that can be measured here.
     """
-    task = source()
-    others = others or {}
-    _check(task, workers, variants, steps, others)
-    kind = kind_of_device(device)
     gpus = torch.cuda.device_count()
-    if kind == "cuda" and workers > gpus:
-        raise UsageError("too-few-gpus", workers=workers, gpus=gpus)
-    names = []
-    left_out = {}
-    for name in variants:
-        reason = baselines.why_not(name, workers, kind)
-        if reason is None:
-            names.append(name)
-        else:
-            left_out[name] = reason
-    if not names:
-        reasons = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    if kind_of_device(settings.device) == "cuda" and settings.workers > gpus:
+        raise UsageError("too-few-gpus", workers=settings.workers, gpus=gpus)
+    _check_shares(source(), settings.workers)
+    arguments = (source, settings, tuple(variants), steps)
+    comparison: StepComparison = lockstep.launch(_on_rank, settings.workers, arguments)[0]
+    if not comparison.rows:
+        reasons = [f"{name} is left out: {why}" for name, why in comparison.left_out.items()]
         raise UsageError("no-variant-left", reasons=reasons)
-    measured = launch(_on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
-    rows = []
-    for name in names:
-        peak_mib = None
-        if memory:
-            peak_mib = launch(_peak_on_rank, workers=workers, args=(source, name, kind, others))[0]
-        rows.append(
-            StepRow(
-                variant=name,
-                seconds=measured.seconds[name],
-                apart=measured.apart.get(name),
-                peak_mib=peak_mib,
-            )
-        )
-    return StepComparison(
-        task=task.name or "task",
-        recipe=measured.recipe,
+    return comparison
+
+
+def _check_shares(task: lockstep.Task, workers: int) -> None:
+    """Raise UsageError if the last rank has no micro-batch: torch's DDP would wait for it forever.
+    An order of the task's own, and a stream, are taken to fill a step.
+    """
+    if task.order is not None or not hasattr(task.train_data, "__len__"):
+        return
+    loader = lockstep.Loader(
+        task.train_data,
+        global_batch=task.global_batch,
+        micro_batch=task.micro_batch,
+        device="cpu",
+        rank=workers - 1,
+        size=workers,
+    )
+    if not loader.window(0, 0).slots:
+        raise _too_few(task, workers)
+
+
+def _too_few(task: lockstep.Task, workers: int) -> UsageError:
+    return UsageError(
+        "fewer-micro-batches-than-ranks",
+        task=task.name,
         workers=workers,
-        device=kind,
-        precision=task.precision,
-        steps=steps,
-        gradient_mib=measured.gradient_mib,
-        rows=rows,
-        left_out=left_out,
-        notes=measured.notes,
+        global_batch=task.global_batch,
+        micro_batch=task.micro_batch,
     )
 
 
-def _check(
-    task: Task, workers: int, variants: Sequence[str], steps: int, others: baselines.Wrappers
-) -> None:
-    """Raise UsageError here for what would fail on every rank. A stream, whose length is unknown,
-    is assumed to fill a step.
-    """
-    knob.whole("steps", steps)
-    knob.whole("workers", workers)
-    for name in variants:
-        baselines.maker(name, others)
-    twice = [name for name in variants if variants.count(name) > 1]
-    if twice:
-        raise UsageError("given-twice", where=f"variants={','.join(variants)}", name=twice[0])
-    length = getattr(task.train_data, "__len__", None)
-    samples = task.global_batch if length is None or task.order is not None else length()
-    plan = Plan(samples=samples, global_batch=task.global_batch, micro_batch=task.micro_batch)
-    if not plan.cut(0).filled(workers - 1, workers):
-        raise too_few(task, workers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The result of one measurement."""
-
-    recipe: str
-    seconds: dict[str, list[float]]
-    apart: dict[str, float]
-    gradient_mib: float
-    notes: list[str]
-
-
 def _on_rank(
-    source: Callable[[], Task],
-    names: list[str],
-    steps: int,
-    device: Device,
-    others: baselines.Wrappers,
-) -> _Found:
+    source: Callable[[], lockstep.Task], settings: Settings, names: Sequence[str], steps: int
+) -> StepComparison:
     task = source()
-    with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
-        data = feed(task, task.precision, world)
-        setting = baselines.Setting(
-            task=task,
-            world=world,
-            precision=task.precision,
-            steps=steps + _WARM_UP,
-            keyed=data.draws,
+    device = "cpu" if settings.device == "cpu" else None
+    with lockstep.init(device=device) as world, ExitStack() as stack:
+        default_threads = torch.get_num_threads()
+        base = stack.enter_context(trial(task, settings, world))
+        windows = list(_like_the_first(base))
+        variants: dict[str, Step] = {}
+        left_out = {}
+        for name in names:
+            if name == "stepper":
+                variants[name] = base.step
+            elif name not in OPTIONS:
+                variants[name] = Loop(name, base, _weights(base, windows))
+            else:
+                options = settings.replaced(OPTIONS[name])
+                try:
+                    variants[name] = stack.enter_context(trial(task, options, world)).step
+                except UsageError as error:  # on all ranks alike
+                    left_out[name] = str(error)
+        turns = {}
+        for threads in sorted({1, default_threads}):
+            for name, step in variants.items():
+                turns[Key(name, threads)] = _over(windows, step)
+        rows = []
+        for key, values in _rounds(turns, steps, world).items():
+            rows.append(StepRow(variant=key.variant, threads=key.threads, seconds=values))
+        parameters = [one for one in base.stepper.model.parameters() if one.requires_grad]
+        return StepComparison(
+            task=task.name or "task",
+            recipe=base.loader.describe(),
+            workers=world.size,
+            device=world.device.type,
+            default_threads=default_threads,
+            gradient_mib=sum(parameter.nbytes for parameter in parameters) / 2**20,
+            rows=sorted(rows, key=lambda row: row.order),
+            left_out=left_out,
         )
-        built = baselines.build(names, setting, others)
-        first = next(iter(built.values())).model
-        start = [parameter.detach().clone() for parameter in first.parameters()]
-        turns = {name: _turns(variant, data) for name, variant in built.items()}
-        seconds = take_turns(turns, steps, world, warm_up=_WARM_UP)
-        notes = []
-        compared: dict[str, nn.Module] = {}
-        if task.precision == "fp16":
-            notes.append(
-                "weights not compared: with fp16 each variant skips the steps that overflow its"
-                " own loss scale"
-            )
-        else:
-            for name, variant in built.items():
-                if name != "local" or world.size == 1:
-                    compared[name] = variant.model
-        if data.draws:
-            notes.append(
-                "the model draws random numbers: the loops around a DDP seed them for each"
-                " micro-batch, as a Stepper does anyway"
-            )
-        apart = _apart(compared, start, world)
-        trained = [parameter for parameter in first.parameters() if parameter.requires_grad]
-        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        return _Found(data.recipe, seconds, apart, size / 2**20, notes)
 
 
-def _turns(variant: baselines.Baseline, data: Feed) -> Callable[[], None]:
-    """Return a function that takes a step of the variant with the next window, in a cycle."""
-    windows = cycle(data.given)
-    return lambda: variant(next(windows))
+Step = Callable[[Any], object]
+"""Takes one optimizer step over a window of a Loader."""
 
 
-def _apart(
-    models: Mapping[str, nn.Module], start: Sequence[Tensor], world: World
-) -> dict[str, float]:
-    """Return the distance of each model's parameters from those of the reference, divided by the
-    distance that those moved; the largest over all ranks. The reference is the first DDP variant,
-    or the first variant if there is no DDP.
+class Key(NamedTuple):
+    """What has a turn."""
 
-    Buffers are not compared: Lockstep averages BatchNorm's moving statistics over ranks, torch's
-    DDP takes those of rank 0.
+    variant: str
+    threads: int
+
+
+def _like_the_first(base: Trial) -> Iterator[Any]:
+    """Yield windows with as many micro-batches on every rank as the first one has. Their batches
+    are loaded. Raises UsageError on all ranks if one has none.
     """
-    reference = next((name for name in models if name.startswith("ddp")), next(iter(models), None))
-    compared = [name for name in models if name != reference]
-    if reference is None or not compared:
-        return {}
-    aim = list(models[reference].parameters())
-    moved = _distance(aim, start)
-    gaps = []
-    for name in compared:
-        gap = _distance(list(models[name].parameters()), aim)
-        share = gap / moved if moved else (math.inf if gap else 0.0)
-        gaps.append(math.inf if math.isnan(share) else share)
-    worst = torch.tensor(gaps, dtype=torch.float64)
-    world.control.all_reduce(worst, "max").wait()
-    return dict(zip(compared, worst.tolist(), strict=True))
+    most = 0
+    count = 0
+    for window in base.windows():
+        most = most or len(window)
+        if not base.world.agree(most > 0, "all"):
+            raise _too_few(base.task, base.world.size)
+        if base.world.agree(len(window) == most, "all"):
+            list(window)  # loads the batches
+            yield window
+            count += 1
+        if count == _WINDOWS:
+            return
 
 
-def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    parts = []
-    for tensor, other in zip(tensors, others, strict=True):
-        gap = (tensor.detach() - other.detach()).double()
-        parts.append(torch.linalg.vector_norm(gap).item())
-    return math.hypot(*parts)
+def _over(windows: Sequence[Any], step: Step) -> Callable[[], object]:
+    """Return a function that takes a step over the next window, in a cycle."""
+    remaining = cycle(windows)
+    return lambda: step(next(remaining))
 
 
-def _peak_on_rank(
-    source: Callable[[], Task], name: str, device: Device, others: baselines.Wrappers
-) -> float:
-    task = source()
-    with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
-        # the weights of windows do not change memory, so they are not computed
-        data = feed(task, task.precision, world, weighed=False)
-        # the first optimizer imports modules: do it before the measurement
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
-        peak = Peak(world.device)
-        setting = baselines.Setting(
-            task=task, world=world, precision=task.precision, steps=_STEPS_FOR_MEMORY, keyed=False
-        )
-        turns = _turns(baselines.maker(name, others)(setting), data)
-        for _ in range(_STEPS_FOR_MEMORY):
-            turns()
-        return largest(peak.mib(), world)
+def _rounds(
+    turns: Mapping[Key, Callable[[], object]], steps: int, world: lockstep.World
+) -> dict[Key, list[float]]:
+    """Return the seconds of all turns. A variant that is clearly slower takes none in the next round."""
+    seconds: dict[Key, list[float]] = {key: [] for key in turns}
+    remaining = dict(turns)
+    for _ in range(_ROUNDS):
+        measured = take_turns(remaining, steps, world, prepare=lambda key: _use(key.threads))
+        for key, values in measured.items():
+            seconds[key] += values
+        medians = {key: statistics.median(seconds[key]) for key in remaining}
+        remaining = {key: turns[key] for key in finalists(medians)}
+    return seconds
+
+
+def finalists(medians: Mapping[Key, float]) -> list[Key]:
+    """Return those that are not clearly slower than the best one, and the best DDP, because the
+    others are compared with it; the fastest first.
+    """
+    by_time = sorted(medians, key=lambda key: medians[key])
+    near = [key for key in by_time if medians[key] <= _NEAR * medians[by_time[0]]]
+    ddp = [key for key in by_time if key.variant.startswith("ddp")]
+    return list(dict.fromkeys(near + ddp[:1]))
+
+
+def _use(threads: int) -> None:
+    """Compute with this number of threads, all of which have started."""
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+        torch.zeros(2**18).add_(1)
+
+
+def _weights(base: Trial, windows: Sequence[Any]) -> dict[int, float]:
+    """Return the weight of each window over all ranks, by its step. Raises UsageError for a window
+    without weight.
+    """
+    loss_of = base.loss_of(base.stepper.model)
+    own = torch.zeros(len(windows), dtype=torch.float64)
+    with torch.no_grad():
+        for index, window in enumerate(windows):
+            for batch in window:
+                own[index] += float(loss_of(batch)[1])
+    base.world.control.all_reduce(own).wait()
+    weights = {}
+    for window, weight in zip(windows, own.tolist(), strict=True):
+        if not weight > 0:
+            raise UsageError("window-without-weight", task=base.task.name, weight=weight)
+        weights[window.step] = weight
+    return weights
+
+
+class Loop:
+    """The loop that a careful user writes around torch's DDP or Lockstep's: gradients are summed in
+    the last micro-batch only, and losses are scaled so that the mean over ranks is that over the
+    global batch. A Stepper sends the weights with the gradients; here they are known at no cost.
+
+    Args:
+        name: "wrapper", or "ddp:" and the bucket size in MB.
+        base: a training of the same task.
+        weights: of each window, by its step.
+    """
+
+    def __init__(self, name: str, base: Trial, weights: Mapping[int, float]) -> None:
+        task = base.task
+        device = base.world.device
+        self._weights = weights
+        self._clip = task.clip
+        self._size = base.world.size
+        model = task.model().to(device)
+        if task.compile:
+            model.compile()
+        self.model = model
+        self._optimizer = task.optimizer(model)
+        self._scheduler = None
+        if task.scheduler is not None and task.scheduler_per == "step":
+            self._scheduler = task.scheduler(self._optimizer, _LONG)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=base.stepper.scaler is not None)
+        if name == "wrapper":
+            self._wrapped: Any = lockstep.DistributedDataParallel(model, world=base.world)
+        else:
+            self._wrapped = nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=float(name.removeprefix("ddp:")),
+            )
+        self._loss_of = base.loss_of(self._wrapped)
+
+    def __call__(self, window: Any) -> None:
+        optimizer, scaler = self._optimizer, self._scaler
+        optimizer.zero_grad()
+        scale = self._size / self._weights[window.step]
+        last = len(window) - 1
+        for index, batch in enumerate(window):
+            with nullcontext() if index == last else self._wrapped.no_sync():
+                loss, _ = self._loss_of(batch)
+                scaler.scale(loss * scale).backward()
+        if self._clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        scaler.step(optimizer)
+        scaler.update()
+        if self._scheduler is not None:
+            self._scheduler.step()
 
 
 def text(comparison: StepComparison) -> str:
-    """Return a text with a line for each variant. "DDP / it" is the median of the best DDP variant
-    divided by the line's: above 1 is faster than DDP.
+    """Return the table, and which variant is the fastest, by how much. "DDP / it" is the median of
+    the fastest DDP divided by the line's, over the same turns: above 1 is faster than DDP.
     """
-    rows = comparison.rows
-    best = f"; best DDP: {comparison.best.variant}" if comparison.best else ""
-    head = ["variant", "median", "p25", "DDP / it", "apart"]
-    if any(row.peak_mib is not None for row in rows):
-        head.append("peak MiB")
+    ddp = comparison.ddp
+    rows = []
+    for row in comparison.rows:
+        ratio = "" if ddp is None else f"{row.ratio(ddp):.2f}"
+        turns = str(len(row.seconds))
+        rows.append([row.variant, str(row.threads), turns, milliseconds(row.median), ratio])
     lines = [
-        f"{comparison.task}: {comparison.recipe}; {comparison.gradient_mib:.1f} MiB of gradients,"
-        f" {comparison.precision}",
-        f"{counted(comparison.workers, 'rank')} on {comparison.device}, torch"
-        f" {torch.__version__}, {comparison.steps} steps each in turns{best}",
-        table(head, [_row(comparison, row)[: len(head)] for row in rows]),
+        f"{comparison.task}: {comparison.recipe}; {comparison.gradient_mib:.1f} MiB of gradients",
+        f"{counted(comparison.workers, 'rank')} on {comparison.device}, torch {torch.__version__}",
+        table("variant | threads | steps | median | DDP / it", rows),
     ]
     for name, reason in comparison.left_out.items():
         lines.append(f"{name} is left out: {reason}")
-    for note in comparison.notes:
-        lines += textwrap.wrap(note, 120)
-    references = [row.variant for row in rows if row.apart is None]
-    ddp_first = sorted(references, key=lambda variant: not variant.startswith("ddp"))
-    for row in comparison.wrong:
-        lines.append(
-            f"{row.variant} trained something else: its weights lie {row.apart:.2g} of the way that"
-            f" they moved from those of {ddp_first[0]}, and more than {comparison.tolerance:g} is"
-            " no rounding"
-        )
+    fastest = comparison.fastest
+    if fastest is not None:
+        line = f"the fastest that `lockstep train` runs: {fastest}"
+        for other in [row for row in comparison.rows if row is not fastest][:1]:
+            line += f"; {other} takes {100 * (fastest.ratio(other) - 1):+.1f} %"
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _row(comparison: StepComparison, row: StepRow) -> list[str]:
-    ratio = comparison.ratio(row)
-    return [
-        row.variant,
-        milliseconds(row.median),
-        milliseconds(row.p25),
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if row.apart is None else f"{row.apart:.0e}",
-        "" if row.peak_mib is None else f"{row.peak_mib:.1f}",
-    ]

@@ -5,33 +5,36 @@ then affects all of them alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
-from lockstep.config.settings import Settings
-from lockstep.config.task import Task
-from lockstep.training.loop import Training
-from lockstep.world.world import World
+from lockstep import World
 
+Name = TypeVar("Name")
 Way = Callable[[], object]
-_LONG = 10**6  # steps or epochs: length of the training for which schedulers are made
 
 
 def take_turns(
-    ways: Mapping[str, Way], turns: int, world: World, *, warm_up: int = 3
-) -> dict[str, list[float]]:
+    ways: Mapping[Name, Way],
+    turns: int,
+    world: World,
+    *,
+    warm_up: int = 3,
+    prepare: Callable[[Name], object] = lambda name: None,
+) -> dict[Name, list[float]]:
     """Return the seconds of each turn of each way, after `warm_up` untimed turns. All ranks get the
     seconds of the slowest rank.
 
-    All ranks start each turn together, and wait for the GPU at its end. The order of the ways is
-    reversed after every turn. Every rank calls it alike.
+    All ranks start each turn together, after `prepare`, and wait for the GPU at its end. The order
+    of the ways is reversed after every turn. Every rank calls it alike.
     """
     names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, turns):
         for name in names if turn % 2 else reversed(names):
+            prepare(name)
             world.group.all_reduce(torch.zeros(1, device=world.device)).wait()
             settle(world)
             begin = perf_counter()
@@ -57,15 +60,3 @@ def largest(value: float, world: World) -> float:
     message = torch.tensor(value, dtype=torch.float64)
     world.control.all_reduce(message, "max").wait()
     return message.item()
-
-
-def trial(task: Task, settings: Settings, world: World) -> Training:
-    """Return a real training of a task under these settings, to be timed and then discarded.
-
-    The learning-rate schedule is for a training that is longer than any trial. The task's callbacks
-    are not called.
-    """
-    per_epoch = task.scheduler_per == "epoch"
-    epochs = _LONG if per_epoch else None
-    steps = None if per_epoch else _LONG
-    return Training(task, replace(settings, epochs=epochs, steps=steps), world, None)

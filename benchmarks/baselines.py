@@ -26,7 +26,7 @@ from lockstep.collectives.shared_memory.operations import possible
 from lockstep.config import knob
 from lockstep.config.task import Precision, Task
 from lockstep.data.windows import Window
-from lockstep.errors import TaskError, UsageError
+from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.forward import Forward
@@ -313,13 +313,13 @@ OURS: Mapping[str, Callable[[Setting], Baseline]] = {
 
 def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Baseline]:
     """Build a variant for each name, each with its own model. Raises UsageError for an unknown
-    name, TaskError if the task returns the same model twice.
+    name, ValueError if the task returns the same model twice.
     """
     built: dict[str, Baseline] = {}
     for name in names:
         variant = maker(name, others)(setting)
         if any(variant.model is other.model for other in built.values()):
-            raise TaskError("model-returned-twice")
+            raise ValueError("the task returns the same model every time")
         built[name] = variant
     return built
 
