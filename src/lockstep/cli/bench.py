@@ -173,17 +173,19 @@ def _times(
 ) -> list[CollectiveTime]:
     """Time these collectives. algorithms=None means all algorithms of each."""
     from lockstep.schedules.algorithms import algorithms_of
-    from lockstep.tools.bench.collectives import KINDS, check, measure
+    from lockstep.tools.bench.collectives import KINDS, measure
 
     times: list[CollectiveTime] = []
     for kind in kinds.split(","):
-        names: list[str] = []
-        if algorithms not in (None, "all"):
+        knob.chosen("collective", kind, KINDS)
+        names = ["native", *algorithms_of(kind)]  # type: ignore[arg-type]
+        if algorithms is not None and algorithms != "all":
+            choices = [*names, "auto", "shared_memory"]
             names = algorithms.split(",")
-        elif kind in KINDS:
-            names = ["native", *algorithms_of(kind)]
-        check(kind, names)
-        times += measure(kind, workers, sizes, names, runs)  # type: ignore[arg-type]
+            with knob.within(kind):
+                for name in names:
+                    knob.chosen("algorithm", name, choices)
+        times += measure(kind, workers, sizes, names, runs)
     return times
 
 

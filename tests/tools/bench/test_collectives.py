@@ -14,7 +14,6 @@ from lockstep.schedules.algorithms import algorithms_of
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor
 from lockstep.world.world import World
-from tests.refused import refused
 from tests.teams import on_team
 
 RING = CollectiveTime(
@@ -108,16 +107,3 @@ def test_times_are_the_slowest_ranks_median_and_last(
     monkeypatch.setattr(measured._Case, "run", lambda case, algorithm, run: (next(seconds), 0))
     (row,) = measured._one_size(world, "all_reduce", 40, ["native"], 5)
     assert (row.p50, row.p99, row.runs) == (3.0, 5.0, 5)
-
-
-def test_what_there_is_not_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "launch", None)
-    kind: Any = "all_redcue"
-    with refused("unknown-choice", choices=list(KINDS)):
-        measured.measure(kind, 2, [4], ["native"], None)
-    choices = ["native", "auto", "shared_memory", *algorithms_of("broadcast")]
-    with refused("unknown-choice", choices=choices):
-        measured.measure("broadcast", 2, [4], ["recursive_doubling"], None)
-    for runs in (0, -1):
-        with refused("wrong-value", name="runs", value=runs):
-            measured.measure("all_reduce", 2, [4], ["native"], runs)

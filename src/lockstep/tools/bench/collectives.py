@@ -20,16 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import collectives
-from lockstep.config import knob
-from lockstep.launcher.launch import launch
-from lockstep.schedules.algorithms import algorithms_of
-from lockstep.schedules.schedule import Kind
+from lockstep import World, collectives, init, launch
 from lockstep.tools.timing.in_turns import largest, settle
 from lockstep.tools.timing.output_files import table as text_table
-from lockstep.world.world import World, init
 
-KINDS: tuple[Kind, ...] = (
+KINDS = (
     "all_reduce",
     "broadcast",
     "reduce",
@@ -77,32 +72,26 @@ def bus_factor(collective: str, workers: int) -> float:
 
 
 def measure(
-    kind: Kind,
+    kind: str,
     workers: int,
     sizes: Sequence[int],
     algorithms: Sequence[str],
     runs: int | None = None,
 ) -> list[CollectiveTime]:
-    """Measure on `workers` new ranks of this host. Raises UsageError for an unknown collective or
-    algorithm, and if `runs` is below 1.
+    """Measure on `workers` new ranks of this host.
+
+    Args:
+        kind: one of KINDS.
+        workers: the number of ranks.
+        sizes: bytes of the tensors.
+        algorithms: names of algorithms of this collective.
+        runs: timed runs. None: as many as fit in a quarter of a second.
     """
-    check(kind, algorithms)
-    if runs is not None:
-        knob.whole("runs", runs)
     return launch(_on_rank, workers=workers, args=(kind, tuple(sizes), tuple(algorithms), runs))[0]
 
 
-def check(kind: Any, algorithms: Sequence[str]) -> None:
-    """Raise UsageError for an unknown collective or algorithm."""
-    knob.chosen("collective", kind, KINDS)
-    with knob.within(kind):
-        for algorithm in algorithms:
-            choices = ("native", "auto", "shared_memory", *algorithms_of(kind))
-            knob.chosen("algorithm", algorithm, choices)
-
-
 def _on_rank(
-    kind: Kind, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None
+    kind: str, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None
 ) -> list[CollectiveTime]:
     rows: list[CollectiveTime] = []
     with init() as world:
@@ -112,7 +101,7 @@ def _on_rank(
 
 
 def _one_size(
-    world: World, kind: Kind, size: int, algorithms: Sequence[str], runs: int | None
+    world: World, kind: str, size: int, algorithms: Sequence[str], runs: int | None
 ) -> list[CollectiveTime]:
     case = _Case(world, kind, size)
     seconds: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
@@ -150,7 +139,7 @@ def _one_size(
 class _Case:
     """One collective at one size on one rank: new data and the expected result for each run."""
 
-    def __init__(self, world: World, kind: Kind, size: int) -> None:
+    def __init__(self, world: World, kind: str, size: int) -> None:
         self._world = world
         self._kind = kind
         count = max(1, size // 4)

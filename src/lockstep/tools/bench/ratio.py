@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.config import knob
 from lockstep.errors import UsageError
 from lockstep.schedules.network import Link
 from lockstep.tools.plan.networks import link_named
@@ -151,7 +150,9 @@ def communication_ratio(
     Raises:
         UsageError: invalid values, or a loss that depends on no parameter.
     """
-    knob.whole("world_size", world_size)
+    if type(world_size) is not int or world_size < 1:
+        expected = "a whole number of at least 1"
+        raise UsageError("wrong-value", name="world_size", value=world_size, expected=expected)
     link = _link(network)
     samples = _samples(batch)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

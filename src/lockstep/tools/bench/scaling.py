@@ -258,7 +258,7 @@ def _summary(
         number = torch.cuda.device_count()
         name = f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')})"
     warnings = remarks(measured, cores=number if on_cpu else None)  # GPUs are not shared
-    last = next(reversed(turns.values()))
+    *_, last = turns.values()
     return Scaling(
         task=task.name or "task",
         rows=measured,

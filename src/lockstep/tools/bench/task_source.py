@@ -97,9 +97,10 @@ def source_of(
         return partial(load_task, Settings(task=str(path), overrides=dict(overrides or {})))
     if isinstance(task, Task):
         return partial(_same, task)
-    if callable(task) and not isinstance(task, nn.Module):
-        return task
-    raise UsageError("not-a-task-source", kind=type(task).__name__)
+    if not callable(task) or isinstance(task, nn.Module):
+        raise UsageError("not-a-task-source", kind=type(task).__name__)
+    source: Source = task
+    return source
 
 
 def _from_parts(
