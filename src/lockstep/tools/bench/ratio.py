@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.collectives import Link
 from lockstep.errors import UsageError
-from lockstep.schedules.network import Link
 from lockstep.tools.plan.networks import link_named
 
 SIGNIFICANT = 0.1
