@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.collectives import Link
 from lockstep.errors import UsageError
 from lockstep.tools.plan.networks import link_named
+from lockstep.tools.timing.output_files import megabytes, milliseconds
 
 SIGNIFICANT = 0.1
 _REPEATS = 7
@@ -87,11 +88,11 @@ class CommunicationRatio:
         """Return lines of text: sizes, times, the verdict, and what a larger batch would give."""
         rate = "" if self.device_rate is None else f", {self.device_rate / 1e9:.4g} GFLOP/s here"
         lines = [
-            f"{self.model}: {self.parameters} parameters, {_bytes(self.gradient_bytes)} of"
-            f" gradients; each of {self.world_size} ranks sends {_bytes(self.bytes_sent)} a step",
-            f"computation {_time(self.computation)} for {self.samples} samples (forward"
-            f" {_time(self.forward)}, backward {_time(self.backward)}){rate}",
-            f"communication {_time(self.communication)}, of which at least {_time(self.exposed)}"
+            f"{self.model}: {self.parameters} parameters, {megabytes(self.gradient_bytes)} of"
+            f" gradients; each of {self.world_size} ranks sends {megabytes(self.bytes_sent)} a step",
+            f"computation {milliseconds(self.computation)} for {self.samples} samples (forward"
+            f" {milliseconds(self.forward)}, backward {milliseconds(self.backward)}){rate}",
+            f"communication {milliseconds(self.communication)}, of which at least {milliseconds(self.exposed)}"
             " are exposed",
             f"communication / computation = {self.ratio:.3g}:"
             f" {'' if self.significant else 'not '}significant (the limit is {SIGNIFICANT})",
@@ -103,16 +104,6 @@ class CommunicationRatio:
                 f" it is {self.ratio / times:.2g}: a step sends the same bytes"
             )
         return "\n".join(lines)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data: numbers and strings."""
-        names = ("bytes_sent", "communication", "computation", "exposed", "ratio", "significant")
-        derived = {name: getattr(self, name) for name in names}
-        return {
-            **asdict(self),
-            **derived,
-            "link_rate": "inf" if math.isinf(self.link_rate) else self.link_rate,
-        }
 
 
 def communication_ratio(
@@ -278,14 +269,3 @@ def _samples(batch: Any) -> int:
     if first is None or not first.dim() or not len(first):
         raise UsageError("batch-without-tensors", kind=type(batch).__name__)
     return len(first)
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -278,12 +278,10 @@ def _summary(
 
 def _constant(mode: str, batches: Mapping[int, int], micro_batch: int) -> str:
     """Describe what stays the same from one number of workers to the next."""
-    base, batch = next(iter(batches.items()))
-    size = batch if mode == "strong" else batch // base
-    slots = f"{counted(-(-size // micro_batch), 'micro-batch', 'es')} of {micro_batch}"
-    if mode == "strong":
-        return f"strong scaling: the global batch stays {size} ({slots}), more workers share it"
-    return (
-        f"weak scaling: the batch of a rank stays {size} ({slots}), the global batch grows with the"
-        " workers"
-    )
+    workers, size = next(iter(batches.items()))
+    unit = "global batch"
+    if mode == "weak":
+        unit = "batch of a rank"
+        size //= workers
+    slots = counted(-(-size // micro_batch), "micro-batch", "es")
+    return f"{mode} scaling: the {unit} stays {size} ({slots} of {micro_batch})"

@@ -36,7 +36,6 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 VARIANTS = ("ddp:5", "ddp:25", "ddp:100", "wrapper", *OPTIONS)
 _WINDOWS = 4  # that the steps cycle through
 _ROUNDS = 3
-_LONG = 10**6  # steps for which schedulers are made
 _NEAR = 1.2  # of the best median: a variant above it is out
 
 
@@ -104,14 +103,8 @@ class StepComparison:
         return options
 
     def as_json(self) -> dict[str, Any]:
-        rows = [asdict(row) | {"median": row.median} for row in self.rows]
-        return asdict(self) | {
-            "rows": rows,
-            "ddp": None if self.ddp is None else str(self.ddp),
-            "fastest": None if self.fastest is None else str(self.fastest),
-            "cores": os.cpu_count(),
-            "torch": str(torch.__version__),
-        }
+        names = {"ddp": str(self.ddp), "fastest": str(self.fastest)}
+        return asdict(self) | names | {"cores": os.cpu_count(), "torch": torch.__version__}
 
 
 def measure(
@@ -159,18 +152,19 @@ def _check_shares(task: lockstep.Task, workers: int) -> None:
         rank=workers - 1,
         size=workers,
     )
-    if not loader.window(0, 0).slots:
-        raise _too_few(task, workers)
+    _check_share(task, workers, len(loader.window(0, 0)))
 
 
-def _too_few(task: lockstep.Task, workers: int) -> UsageError:
-    return UsageError(
-        "fewer-micro-batches-than-ranks",
-        task=task.name,
-        workers=workers,
-        global_batch=task.global_batch,
-        micro_batch=task.micro_batch,
-    )
+def _check_share(task: lockstep.Task, workers: int, least: int) -> None:
+    """Raise UsageError if the rank with the fewest micro-batches has none."""
+    if least == 0:
+        raise UsageError(
+            "fewer-micro-batches-than-ranks",
+            task=task.name,
+            workers=workers,
+            global_batch=task.global_batch,
+            micro_batch=task.micro_batch,
+        )
 
 
 def _on_rank(
@@ -234,8 +228,7 @@ def _like_the_first(base: Trial) -> Iterator[Any]:
     count = 0
     for window in base.windows():
         most = most or len(window)
-        if not base.world.agree(most > 0, "all"):
-            raise _too_few(base.task, base.world.size)
+        _check_share(base.task, base.world.size, int(base.world.agree(most > 0, "all")))
         if base.world.agree(len(window) == most, "all"):
             list(window)  # loads the batches
             yield window
@@ -323,9 +316,6 @@ class Loop:
             model.compile()
         self.model = model
         self._optimizer = task.optimizer(model)
-        self._scheduler = None
-        if task.scheduler is not None and task.scheduler_per == "step":
-            self._scheduler = task.scheduler(self._optimizer, _LONG)
         self._scaler = torch.amp.GradScaler(device.type, enabled=base.stepper.scaler is not None)
         if name == "wrapper":
             self._wrapped: Any = lockstep.DistributedDataParallel(model, world=base.world)
@@ -352,8 +342,6 @@ class Loop:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         scaler.step(optimizer)
         scaler.update()
-        if self._scheduler is not None:
-            self._scheduler.step()
 
 
 def text(comparison: StepComparison) -> str:
