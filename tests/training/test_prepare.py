@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 import lockstep
 from lockstep import runs
+from lockstep.checkpoints.folders import written
 from lockstep.errors import Preempted, UsageError
 from lockstep.testing import run_ranks
 from lockstep.tools.verify.finished_runs import differences
@@ -717,7 +718,7 @@ def test_a_closure_that_may_mean_another_batch_is_refused(ranks: int) -> None:
 
 
 def trained_in_a_run(
-    world: lockstep.World, folder: str, leave: int = 99, endless: bool = False
+    world: lockstep.World, folder: str, leave: int = 99, endless: bool = False, every: int = 3
 ) -> tuple[int, list[Tensor]]:
     """A GAN with a GradScaler, schedulers and BatchNorm. The loop is left after `leave` steps."""
     torch.manual_seed(0)
@@ -736,7 +737,7 @@ def trained_in_a_run(
         exact=True,
         world=world,
         run=folder,
-        checkpoint_every=3,
+        checkpoint_every=every,
     )
     loss = F.binary_cross_entropy_with_logits
 
@@ -799,9 +800,14 @@ def refused_run(world: lockstep.World, folder: str) -> dict[str, Any]:
 
 
 def test_models_of_different_steps_do_not_go_on_together(tmp_path: Path) -> None:
-    run_ranks(trained_in_a_run, 2, (str(tmp_path), 7))
-    shutil.rmtree(tmp_path / "checkpoints-2" / "step-0000007")
-    expected = {"code": "no-such-step", "step": 7}
+    run_ranks(trained_in_a_run, 2, (str(tmp_path), 13, False, 1))  # a checkpoint after each step
+    first, second = written(tmp_path / "checkpoints"), written(tmp_path / "checkpoints-2")
+    assert [path.name for path in first][-2:] == ["step-0000012", "step-0000013"]
+    assert len(first) < 8
+    assert {path.name for path in first} <= {path.name for path in second}
+    assert len(second) < 10, "one of which the first model has none stays no longer"
+    shutil.rmtree(tmp_path / "checkpoints-2" / "step-0000013")
+    expected = {"code": "no-such-step", "step": 13}
     assert run_ranks(refused_run, 2, (str(tmp_path),)) == [expected] * 2
 
 

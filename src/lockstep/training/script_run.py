@@ -147,8 +147,9 @@ class ScriptCheckpoints:
         first, *rest = self._all
         for checkpoints in rest:
             checkpoints.save()
-        for checkpoints in rest:
+        for checkpoints in self._all:
             checkpoints.wait()
+        for checkpoints in rest:
             self._remove_others(checkpoints)
         states = {}
         for name, one in self._others.items():
