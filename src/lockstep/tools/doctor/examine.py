@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep import World, collectives, init, launch
 from lockstep.collectives import Group
@@ -78,36 +78,26 @@ def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) ->
     """Return the collectives with a wrong result on any rank, such as "all_reduce by native". All
     members must call it, and all get the result.
     """
+    # Sums of small integers are exact.
+    pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
+    inputs = [pattern * (rank + 1) + rank for rank in range(group.size)]
+    total = torch.stack(inputs).sum(0)
+    expected = {
+        "all_reduce": total,
+        "broadcast": inputs[-1],
+        "all_gather": torch.cat(inputs),
+        "reduce_scatter": total.tensor_split(group.size)[group.rank],
+    }
     wrong = {}
     for algorithm in algorithms:
-        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
-            wrong[f"{kind} by {algorithm}"] = float(_differs(group, device, kind, algorithm))
+        for kind, right in expected.items():
+            root = {"root": group.size - 1} if kind == "broadcast" else {}
+            run = partial(getattr(collectives, kind), algorithm=algorithm, group=group, **root)
+            result = run(inputs[group.rank].clone())
+            wrong[f"{kind} by {algorithm}"] = float(not torch.equal(result, right))
     flags = torch.tensor(list(wrong.values()), device=device)
     group.all_reduce(flags, "max").wait()
     return [name for name, flag in zip(wrong, flags.tolist(), strict=True) if flag]
-
-
-def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> bool:
-    size = group.size
-    # Sums of small integers are exact.
-    pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
-    inputs = [pattern * (rank + 1) + rank for rank in range(size)]
-    own = inputs[group.rank].clone()
-    total = torch.stack(inputs).sum(0)
-    result: Tensor
-    if kind == "all_reduce":
-        result = collectives.all_reduce(own, algorithm=algorithm, group=group)
-        expected = total
-    elif kind == "broadcast":
-        result = collectives.broadcast(own, size - 1, algorithm=algorithm, group=group)
-        expected = inputs[-1]
-    elif kind == "all_gather":
-        result = collectives.all_gather(own, algorithm=algorithm, group=group)
-        expected = torch.cat(inputs)
-    else:
-        result = collectives.reduce_scatter(own, algorithm=algorithm, group=group)
-        expected = total.tensor_split(size)[group.rank]
-    return not torch.equal(result, expected)
 
 
 def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, member: str) -> Finding:

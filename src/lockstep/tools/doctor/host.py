@@ -87,12 +87,7 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
     if limit.isdigit():
         free = min(free, int(limit) - int(_read(group / "memory.current").strip() or 0))
         value += f"; the cgroup allows {_size(int(limit))}, of which {_size(max(0, free))} are left"
-    events = dict(
-        line.split()
-        for line in _read(group / "memory.events").splitlines()
-        if len(line.split()) == 2
-    )
-    killed = int(events.get("oom_kill", 0))
+    killed = re.search(r"^oom_kill ([1-9]\d*)$", _read(group / "memory.events"), re.MULTILINE)
     per_rank = free / workers
     if per_rank < 300 * MIB:
         fix = (
@@ -103,7 +98,7 @@ def memory(free: int, total: int, group: Path, workers: int) -> Finding:
     warnings = []
     if killed:
         warnings.append(
-            f"memory ran out here {killed} times before, and processes were killed: raise the"
+            f"memory ran out here {killed[1]} times before, and processes were killed: raise the"
             " limit, or start fewer ranks"
         )
     if per_rank < GIB:
@@ -119,19 +114,13 @@ def shared_memory(size: int, free: int) -> Finding:
     reduction does not need it.
     """
     value = f"{_size(free)} free of {_size(size)}"
-    remedy = "in a container, start it with --shm-size=8g or --ipc=host"
+    problem = (
+        f"{_size(free)} in /dev/shm may be too little for the batches of loader workers (bus"
+        " error): remove files there; in a container, start it with --shm-size=8g or --ipc=host"
+    )
     if free < 32 * MIB:
-        fix = (
-            f"{_size(free)} in /dev/shm is too little for a loader worker's batches (bus error):"
-            f" remove files there; {remedy}"
-        )
-        return judged("/dev/shm", value, fix=fix)
-    if free < 512 * MIB:
-        warn = (
-            f"{_size(free)} in /dev/shm may be too little for loader workers (bus error): {remedy}"
-        )
-        return judged("/dev/shm", value, warn=warn)
-    return judged("/dev/shm", value)
+        return judged("/dev/shm", value, fix=problem)
+    return judged("/dev/shm", value, warn=problem if free < 512 * MIB else "")
 
 
 def current_limits() -> dict[str, int]:
@@ -194,10 +183,9 @@ Resolve = Callable[[str], Sequence[str]]
 def addresses_of(name: str) -> list[str]:
     """Return the IPv4 addresses of a name; none if it cannot be resolved."""
     try:
-        results = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        return socket.gethostbyname_ex(name)[2]
     except OSError:
         return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
 def interfaces() -> dict[str, str]:
@@ -316,12 +304,13 @@ def version(name: str, installed: str, wanted: str) -> Finding:
     if not wanted:
         return judged(name, installed)
     value = f"{installed} (supported: {wanted})"
-    if all(_satisfies(installed, part.strip()) for part in wanted.split(",")):
-        return judged(name, value)
-    fix = (
-        f"{name} {installed} is outside {wanted}, with which this version of Lockstep is tested:"
-        " install a version in that range"
-    )
+    fix = ""
+    for sign, bound in re.findall(r"(>=|<=|==|<|>)\s*([\d.]+)", wanted):
+        if not _COMPARE[sign](_numbers(installed), _numbers(bound)):
+            fix = (
+                f"{name} {installed} is outside {wanted}, with which this version of Lockstep is"
+                " tested: install a version in that range"
+            )
     return judged(name, value, fix=fix)
 
 
@@ -361,11 +350,6 @@ def graphics(gpus: Sequence[str], built_for: str | None, driver: str, nccl: str)
     return judged("GPUs", value, fix=fix)
 
 
-def _satisfies(version: str, part: str) -> bool:
-    match = re.match(r"(>=|<=|==|<|>)\s*([\d.]+)", part)
-    return match is None or bool(_COMPARE[match[1]](_numbers(version), _numbers(match[2])))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    digits = re.match(r"[\d.]*", text.partition("+")[0])[0]  # type: ignore[index]  # matches all
-    return tuple(int(number) for number in digits.strip(".").split("."))[:2]
+def _numbers(version: str) -> list[int]:
+    """The major and the minor number."""
+    return list(map(int, re.findall(r"\d+", version)[:2]))

@@ -66,10 +66,10 @@ def _measured(
     table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     for row, (source, target) in zip(table, pairs, strict=True):
         group.all_reduce(torch.zeros(1, device=device)).wait()
-        if group.rank == source:
-            row[0], row[1] = _ping(group, target, device)
-        elif group.rank == target:
-            _answer(group, source, device)
+        if group.rank in (source, target):
+            measured = _measure_pair(group, source, target, device)
+            if group.rank == source:
+                row[0], row[1] = measured
     group.all_reduce(table).wait()
     links = {}
     for (source, target), (latency, bandwidth) in zip(pairs, table.tolist(), strict=True):
@@ -78,48 +78,35 @@ def _measured(
     return links
 
 
-def _ping(group: Group, target: int, device: torch.device) -> tuple[float, float]:
-    """Return the latency and the bandwidth to rank `target`, which must call `_answer`."""
+def _measure_pair(
+    group: Group, source: int, target: int, device: torch.device
+) -> tuple[float, float]:
+    """Return the latency and the bandwidth from one rank to another. Both call it; the source's
+    result counts.
+    """
     small = torch.zeros(1, device=device)
-    trips = []
-    for _ in range(_PINGS):
-        begin = time.perf_counter()
-        group.send(small, target)
-        group.receive(small, target)
-        small.item()
-        trips.append(time.perf_counter() - begin)
-    probe_seconds = _send(group, target, _PROBE, small)
+    trips = [_trip(group, source, target, small) for _ in range(_PINGS)]
+    data = torch.zeros(_LARGEST, dtype=torch.uint8, device=device)
+    probe_seconds = _trip(group, source, target, data[:_PROBE])
     worthwhile = _PROBE / probe_seconds * _WORTH
-    count = int(min(_LARGEST, max(_PROBE, worthwhile)))
-    group.send(torch.tensor([count], dtype=torch.int64, device=device), target)
-    seconds = _send(group, target, count, small)
-    return statistics.median(trips) / 2, count / seconds
+    count = torch.tensor([min(_LARGEST, max(_PROBE, worthwhile))], device=device).long()
+    _trip(group, source, target, count)  # the target receives the source's number
+    seconds = _trip(group, source, target, data[: int(count)])
+    return statistics.median(trips) / 2, int(count) / seconds
 
 
-def _send(group: Group, target: int, count: int, answer: Tensor) -> float:
-    """Send `count` bytes. Return the seconds until the answer says that all have arrived."""
-    data = torch.zeros(count, dtype=torch.uint8, device=answer.device)
+def _trip(group: Group, source: int, target: int, data: Tensor) -> float:
+    """Send `data` to the target, which answers when all has arrived. Return the seconds."""
+    answer = torch.zeros(1, device=data.device)
     begin = time.perf_counter()
-    group.send(data, target)
-    group.receive(answer, target)
+    if group.rank == source:
+        group.send(data, target)
+        group.receive(answer, target)
+    else:
+        group.receive(data, source)
+        group.send(answer, source)
     answer.item()
     return time.perf_counter() - begin
-
-
-def _answer(group: Group, source: int, device: torch.device) -> None:
-    small = torch.zeros(1, device=device)
-    for _ in range(_PINGS):
-        group.receive(small, source)
-        group.send(small, source)
-    _receive(group, source, _PROBE, small)
-    count = torch.zeros(1, dtype=torch.int64, device=device)
-    group.receive(count, source)
-    _receive(group, source, int(count.item()), small)
-
-
-def _receive(group: Group, source: int, count: int, answer: Tensor) -> None:
-    group.receive(torch.empty(count, dtype=torch.uint8, device=answer.device), source)
-    group.send(answer, source)
 
 
 def slow(links: Sequence[MeasuredLink], *, hosts: bool) -> list[MeasuredLink]:
