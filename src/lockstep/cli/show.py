@@ -221,73 +221,60 @@ _COLLECTIVES = {
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def _algorithm(name: str) -> Callable[..., None]:
-    def show(
-        workers: Ranks = 4,
-        out: DrawnFile = None,
-        ranks_per_node: Annotated[
-            int | None, typer.Option(help="Ranks of a node, for hierarchical only. Default: 2.")
-        ] = None,
-    ) -> None:
-        at_least_one(workers=workers, ranks_per_node=ranks_per_node)
-        from lockstep.collectives import prove, schedule
-        from lockstep.tools.show import schedule_picture as picture
+def _algorithm(
+    context: typer.Context,
+    workers: Ranks = 4,
+    out: DrawnFile = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node, for hierarchical only. Default: 2.")
+    ] = None,
+) -> None:
+    name = str(context.info_name)
+    at_least_one(workers=workers, ranks_per_node=ranks_per_node)
+    from lockstep.collectives import prove, schedule
+    from lockstep.tools.show import schedule_picture as picture
 
-        if ranks_per_node is not None and name != "hierarchical":
-            raise _without_effect(name, "--ranks-per-node", "all ranks are alike")
-        all_reduce = schedule(
-            "all_reduce",
-            name.replace("-", "_"),
-            workers,
-            ranks_per_node=2 if ranks_per_node is None else ranks_per_node,
-        )
-        _show(picture, [all_reduce], lambda: picture.title(all_reduce, prove(all_reduce))[0], out)
-
-    show.__doc__ = (
-        f"{_ALGORITHMS[name]}\n\nEach round lists who sends what to whom, and what each rank then"
-        " holds."
-    )
-    return show
+    if ranks_per_node is not None and name != "hierarchical":
+        raise _without_effect(name, "--ranks-per-node", "all ranks are alike")
+    algorithm = name.replace("-", "_")
+    all_reduce = schedule("all_reduce", algorithm, workers, ranks_per_node=ranks_per_node or 2)
+    _show(picture, [all_reduce], lambda: picture.title(all_reduce, prove(all_reduce))[0], out)
 
 
-def _collective(name: str) -> Callable[..., None]:
-    def show(
-        values: Annotated[
-            str,
-            typer.Option(
-                metavar='"1,2;3,4"', help="One row of numbers per rank. A semicolon ends a row."
-            ),
-        ] = "1,2,3;4,5,6;7,8,9",
-        op: Annotated[
-            str | None,
-            typer.Option(help="Reduction: sum, mean, max, min or prod. Default: sum."),
-        ] = None,
-        algorithm: Annotated[
-            str | None, typer.Option(help="Algorithm, such as ring, tree or central.")
-        ] = None,
-        root: Annotated[
-            int | None,
-            typer.Option(help="Rank that sends to all or receives from all. Default: 0."),
-        ] = None,
-    ) -> None:
-        from lockstep.collectives import REDUCING
+def _collective(
+    context: typer.Context,
+    values: Annotated[
+        str,
+        typer.Option(
+            metavar='"1,2;3,4"', help="One row of numbers per rank. A semicolon ends a row."
+        ),
+    ] = "1,2,3;4,5,6;7,8,9",
+    op: Annotated[
+        str | None,
+        typer.Option(help="Reduction: sum, mean, max, min or prod. Default: sum."),
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Algorithm, such as ring, tree or central.")
+    ] = None,
+    root: Annotated[
+        int | None,
+        typer.Option(help="Rank that sends to all or receives from all. Default: 0."),
+    ] = None,
+) -> None:
+    from lockstep.collectives import REDUCING
 
-        kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
-        if op is not None and kind not in REDUCING:
-            raise _without_effect(name, f"--op {op}", "nothing is added up")
-        if root is not None and name not in _ROOTED:
-            raise _without_effect(name, f"--root {root}", "no rank is special")
-        from lockstep.tools.show.before_after import before_and_after  # with torch
+    name = str(context.info_name)
+    kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
+    if op is not None and kind not in REDUCING:
+        raise _without_effect(name, f"--op {op}", "nothing is added up")
+    if root is not None and name not in _ROOTED:
+        raise _without_effect(name, f"--root {root}", "no rank is special")
+    from lockstep.tools.show.before_after import before_and_after  # with torch
 
-        if algorithm is not None:
-            algorithm = algorithm.replace("-", "_")
-        rows = _rows(values)
-        print(before_and_after(kind, rows, op=op or "sum", algorithm=algorithm, root=root or 0))
-
-    show.__doc__ = (
-        f"{_COLLECTIVES[name]}\n\nThe table has the tensor of each rank before and after."
-    )
-    return show
+    if algorithm is not None:
+        algorithm = algorithm.replace("-", "_")
+    rows = _rows(values)
+    print(before_and_after(kind, rows, op=op or "sum", algorithm=algorithm, root=root or 0))
 
 
 def _without_effect(name: str, option: str, reason: str) -> UsageError:
@@ -354,7 +341,9 @@ def pipeline_chart(schedule: str, ranks: int, micro_batches: int, backward: floa
     return Chart(schedule, micro_batches, length, rows, formula)
 
 
-for _name in _ALGORITHMS:
-    app.command(_name, cls=GroupedCommand)(_algorithm(_name))
-for _name in _COLLECTIVES:
-    app.command(_name, cls=GroupedCommand)(_collective(_name))
+_EACH_ROUND = "Each round lists who sends what to whom, and what each rank then holds."
+for _name, _text in _ALGORITHMS.items():
+    app.command(_name, cls=GroupedCommand, help=f"{_text}\n\n{_EACH_ROUND}")(_algorithm)
+_TABLE = "The table has the tensor of each rank before and after."
+for _name, _text in _COLLECTIVES.items():
+    app.command(_name, cls=GroupedCommand, help=f"{_text}\n\n{_TABLE}")(_collective)
