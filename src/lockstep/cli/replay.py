@@ -19,7 +19,7 @@ from lockstep.config.settings import Device
 from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.streams import plain
-from lockstep.tools.timing.output_files import check_writable, table, write_json
+from lockstep.tools.timing.output_files import check_writable, table, write_json, writing
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.bisect_run import Irreproducible
@@ -115,6 +115,9 @@ def replay(
     _check(samples, slot, stop, to, workers, bisect)
     run = existing_run(run)
     check_writable(json, "--json")
+    if to is not None:
+        with writing(to, "--to"):
+            to.mkdir(parents=True, exist_ok=True)
     from lockstep import runs as recorded_runs
     from lockstep.tools.replay import bisect_run, replay
     from lockstep.tools.replay.computed import Detail
@@ -274,7 +277,7 @@ def _step_lines(
                     sample.index,
                     sample.slot,
                     f"{sample.loss:.6g}",
-                    f"{round(sample.share, 3) + 0.0:.1%}",
+                    "" if math.isnan(sample.share) else f"{round(sample.share, 3) + 0.0:.1%}",
                     sample.description,
                 ]
             )

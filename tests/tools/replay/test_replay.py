@@ -157,6 +157,7 @@ def test_the_sample_with_a_wrong_scale_is_named(exact: Path) -> None:
         sample = step.samples[0]
         assert sample.index == spiky.BAD
         assert sample.description == f"class {int(spiky.Samples(spiky.BAD).y[spiky.BAD])}"
+        assert len(step.samples) == 1
         assert sample.share > 0.9
         assert not step.notes
 

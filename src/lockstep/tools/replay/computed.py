@@ -213,11 +213,13 @@ class Replay:
             breakpoint()  # the option --break step
         result = training.stepper.step()
         gradients = gradients_of(model)
-        clipped = norm_of(gradients.values())
+        # after a synchronization of local steps nothing is left in `.grad`
+        clipped = norm_of(gradients.values()) if gradients else math.nan
         norm = clipped if result.norm is None else result.norm
         samples: Sequence[SampleLoss] = ()
         if losses is not None:
-            scale = clipped / norm / result.weight if norm and result.weight else 0.0
+            applied = result.applied and norm > 0
+            scale = clipped / norm / result.weight if applied else 0.0
             samples = losses.largest(detail.samples, before, gradients, scale)
         if files is not None:
             files.write(training, window, gradients)
@@ -271,10 +273,9 @@ def _largest_updates(before: Mapping[str, Tensor], model: nn.Module) -> list[Par
     for name, parameter in model.named_parameters():
         update = norm_of([parameter.detach() - before[name]])
         weight = norm_of([before[name]])
-        relative = 0.0
         if update:
             relative = update / weight if weight else math.inf
-        updates.append(ParameterUpdate(name=name, norm=update, relative=relative))
+            updates.append(ParameterUpdate(name=name, norm=update, relative=relative))
     updates.sort(key=lambda update: -update.relative)
     return updates[:_UPDATES]
 

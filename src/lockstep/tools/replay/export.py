@@ -49,7 +49,7 @@ class StepFiles:
     """Collects what is written of one step, and writes it into `folder`.
 
     Args:
-        folder: a new or an empty folder.
+        folder: an empty folder.
         before: the model's tensors before the step.
     """
 
@@ -91,7 +91,6 @@ class StepFiles:
             "settings": {"task": settings.task, "overrides": dict(settings.overrides)},
             "seed": training.task.seed,
         }
-        self._folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in {
             "micro_batch": self._tensors,
             "weights": self._before,

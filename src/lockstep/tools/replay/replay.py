@@ -255,7 +255,8 @@ def compute(plan: Plan, detail: Detail, compared: Path | None = None) -> Compute
     if plan.settings.workers == 1:
         return job()  # in this process, which has the terminal for a debugger
     ranks = lockstep.launch(job, plan.settings.workers)
-    return Computed(merged([rank.steps for rank in ranks]), ranks[0].differing)
+    steps = merged([rank.steps for rank in ranks], detail.samples)
+    return Computed(steps, ranks[0].differing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,8 +290,8 @@ def _first_difference(model: nn.Module, saved: Mapping[str, Tensor]) -> str | No
     return None
 
 
-def merged(ranks: Sequence[Sequence[ComputedStep]]) -> list[ComputedStep]:
-    """Return each step with the micro-batches and samples of all ranks."""
+def merged(ranks: Sequence[Sequence[ComputedStep]], most: int) -> list[ComputedStep]:
+    """Return each step with the micro-batches of all ranks, and `most` of their samples."""
     steps = []
     for parts in zip(*ranks, strict=True):
         micro_batches: list[MicroBatch] = []
@@ -305,7 +306,7 @@ def merged(ranks: Sequence[Sequence[ComputedStep]]) -> list[ComputedStep]:
             replace(
                 parts[0],
                 micro_batches=sorted(micro_batches, key=lambda one: one.slot),
-                samples=samples,
+                samples=samples[:most],
                 notes=list(notes),
             )
         )

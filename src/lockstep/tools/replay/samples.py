@@ -68,6 +68,8 @@ class SampleLosses:
         """Compute the losses of the samples of micro-batch `index`, whose sum of losses is
         `total`.
         """
+        if self.notes:  # the loss of an earlier micro-batch cannot be divided
+            return
         self._batches.append(batch)
         count = len(self._indices[index])
         rows = []
@@ -77,7 +79,7 @@ class SampleLosses:
                 with torch.no_grad():
                     loss, weight = self._row_loss(row, count, batch, output)
             except Exception as error:  # the user's loss may need the whole batch
-                self._note(f"the loss of one row fails ({type(error).__name__}: {error})")
+                self.notes.append(f"the loss of one row fails: {type(error).__name__}: {error}")
                 return
             summed += float(loss)
             mean = float(loss) / float(weight) if float(weight) else 0.0
@@ -120,8 +122,8 @@ class SampleLosses:
         rows = [row for row in self._rows if math.isnan(row.loss)]  # the first to look at
         rows += sorted(finite, key=lambda row: -row.loss)
         coupling = _coupling_layers(self._training.model)
-        if coupling:
-            self._note(
+        if coupling and rows:
+            self.notes.append(
                 f"{coupling} computes over the rows of a micro-batch: a sample's loss depends on the"
                 " other rows, and its share includes its effect on them"
             )
@@ -145,7 +147,10 @@ class SampleLosses:
             return ""
         with randomness.preserved():
             randomness.sample(task.seed, self._window.epoch, index)
-            return str(task.describe(task.train_data[index]))
+            try:
+                return task.describe(task.train_data[index])
+            except Exception as error:  # the user's own: the numbers are still of use
+                return f"Task.describe fails: {type(error).__name__}: {error}"
 
     def _with_shares(
         self,
