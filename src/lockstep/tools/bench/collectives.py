@@ -12,16 +12,17 @@ ranks.
 from __future__ import annotations
 
 import statistics
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import World, collectives, init, launch
-from lockstep.tools.timing.in_turns import largest, settle
+from lockstep.tools.timing.in_turns import take_turns
 from lockstep.tools.timing.output_files import table as text_table
 
 KINDS = (
@@ -104,23 +105,18 @@ def _one_size(
     world: World, kind: str, size: int, algorithms: Sequence[str], runs: int | None
 ) -> list[CollectiveTime]:
     case = _Case(world, kind, size)
-    seconds: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
-    wrong = dict.fromkeys(algorithms, 0)
-    count = runs or case.worthwhile(algorithms[0])
-    for run in range(-2, count):  # the first two warm up
-        for algorithm in algorithms if run % 2 else reversed(algorithms):
-            taken, bad = case.run(algorithm, run)
-            if run >= 0:
-                seconds[algorithm].append(taken)
-                wrong[algorithm] += bad
-    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    total_wrong = torch.tensor(list(wrong.values()))
-    world.control.all_reduce(slowest, "max").wait()
-    world.control.all_reduce(total_wrong).wait()
+    ways = {algorithm: partial(case.run, algorithm) for algorithm in algorithms}
+    warm_up = take_turns(ways, 2, world, warm_up=0, prepare=case.prepare)
+    case.check()
+    case.wrong.clear()
+    worthwhile = int(_WORTH / max(warm_up[algorithms[0]][-1], 1e-6))
+    count = runs or min(_MOST, max(_FEWEST, worthwhile))
+    measured = take_turns(ways, count, world, warm_up=0, prepare=case.prepare)
+    case.check()
+    wrong = torch.tensor([case.wrong[algorithm] for algorithm in algorithms])
+    world.control.all_reduce(wrong).wait()
     rows = []
-    for algorithm, times, bad in zip(
-        algorithms, slowest.tolist(), total_wrong.tolist(), strict=True
-    ):
+    for (algorithm, seconds), elements in zip(measured.items(), wrong.tolist(), strict=True):
         rows.append(
             CollectiveTime(
                 collective=kind,
@@ -128,9 +124,9 @@ def _one_size(
                 size=size,
                 workers=world.size,
                 runs=count,
-                p50=statistics.median(times),
-                p99=sorted(times)[round(0.99 * (count - 1))],
-                wrong=bad,
+                p50=statistics.median(seconds),
+                p99=sorted(seconds)[round(0.99 * (count - 1))],
+                wrong=elements,
             )
         )
     return rows
@@ -147,26 +143,29 @@ class _Case:
             count = max(1, count // world.size)
         pattern = torch.arange(count, dtype=torch.float32, device=world.device)
         self._pattern = pattern.remainder_(61)
+        self._run = 0
+        self._result: Any = None
+        self.wrong: Counter[str] = Counter()
+        """Wrong elements on this rank, by algorithm."""
 
-    def worthwhile(self, algorithm: str) -> int:
-        """Return the number of runs that take about _WORTH seconds; the same on all ranks."""
-        self.run(algorithm, 0)
-        seconds = largest(self.run(algorithm, 0)[0], self._world)
-        return min(_MOST, max(_FEWEST, int(_WORTH / max(seconds, 1e-6))))
+    def prepare(self, algorithm: str) -> None:
+        """Check the last run, and make the data of the next one."""
+        self.check()
+        self._run += 1
+        self._algorithm = algorithm
+        self._tensors, self._expected = self._data(self._run)
 
-    def run(self, algorithm: str, run: int) -> tuple[float, int]:
-        """Run once. Returns this rank's (seconds, number of wrong elements)."""
-        world = self._world
-        tensors, expected = self._data(run)
-        world.control.all_reduce(torch.zeros(1)).wait()  # a barrier
-        settle(world)
-        begin = time.perf_counter()
-        result = getattr(collectives, self._kind)(tensors, algorithm=algorithm)
-        settle(world)
-        seconds = time.perf_counter() - begin
-        if self._kind == "all_to_all":
-            result = torch.cat(result)
-        return seconds, int((result != expected).sum())
+    def run(self, algorithm: str) -> None:
+        self._result = getattr(collectives, self._kind)(self._tensors, algorithm=algorithm)
+
+    def check(self) -> None:
+        """Count the wrong elements of the last run, once."""
+        result = self._result
+        self._result = None
+        if result is not None:
+            if self._kind == "all_to_all":
+                result = torch.cat(result)
+            self.wrong[self._algorithm] += int((result != self._expected).sum())
 
     def _data(self, run: int) -> tuple[Tensor | list[Tensor], Tensor]:
         """Return this rank's input and its expected result."""
