@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lockstep
 from lockstep import runs
 from lockstep.config.settings import Settings
 from lockstep.tools.replay.bisect_run import first_irreproducible
@@ -286,6 +287,14 @@ def test_a_task_that_was_edited_is_said(exact: Path, tmp_path: Path) -> None:
     assert result is not None
     assert result.step == 1
     assert result.plan.warnings
+
+
+def test_another_machine_is_said(exact: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(exact, tmp_path / "copy")
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text.replace(lockstep.__version__, "0.1.0"))
+    (warning,) = plan_of(runs.read(path), 7, 7, device="cpu").warnings
+    assert f"lockstep was 0.1.0 and is {lockstep.__version__}" in warning
 
 
 # -- bad input -----------------------------------------------------------------------------------

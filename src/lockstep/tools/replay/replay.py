@@ -204,7 +204,7 @@ def _threads(run: Run, start: Start | None) -> int | None:
 
 
 def _changes(run: Run, settings: Settings, start: Start | None) -> Iterator[str]:
-    """Yield what has changed since the run: its task, and in exact mode the machine."""
+    """Yield what has changed since the run: its task, and what the bits depend on besides it."""
     state: Mapping[str, Any] = start.state if start else {}
     checkpoints = iter(run.checkpoints)
     while not state:  # the digests of any checkpoint tell whether the task is the same
@@ -222,7 +222,12 @@ def _changes(run: Run, settings: Settings, start: Start | None) -> Iterator[str]
         since = f"step {state['step']}"
         yield f"the task has changed since {since} was saved: {'; '.join(changed)}"
     here = {name: value for name, value in machine().items() if name != "threads"}
-    difference = differences(state.get("machine", here), here) if settings.exact else ""
+    before = dict(state.get("machine", here))
+    versions = run.start.get("versions", {})
+    if "lockstep" in versions:
+        before["lockstep"] = versions["lockstep"]
+        here["lockstep"] = lockstep.__version__
+    difference = differences(before, here)
     if difference:
         yield f"this machine differs, so the bits may differ as well: {difference}"
 
