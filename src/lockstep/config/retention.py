@@ -11,8 +11,8 @@ from lockstep.config import knob
 from lockstep.errors import UsageError
 
 ALL = "all"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B")
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
